@@ -1,0 +1,30 @@
+"""Packaging of megatron_muon: Distributed Muon for Megatron's DistributedOptimizer."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = re.search(r'__version__ = "(.+?)"', (here / "megatron_muon/__init__.py").read_text())
+assert version is not None
+
+setup(
+    name="megatron-muon",
+    version=version.group(1),
+    description="Distributed Muon for Megatron: --optimizer muon over the DistributedOptimizer",
+    long_description=(here / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_muon", "megatron_muon.*"]),
+    package_data={"megatron_muon": ["py.typed"]},
+    install_requires=["torch>=2.4", "megatron-core>=0.16.1,<0.17"],
+    extras_require={
+        "te": ["transformer-engine[pytorch]"],
+        "apex": ["apex"],
+        "examples": ["matplotlib", "tensorboard", "tqdm"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+    },
+)
