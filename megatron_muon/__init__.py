@@ -1,7 +1,38 @@
 """Distributed Muon for Megatron: ``--optimizer muon`` over Megatron's own DistributedOptimizer.
 
-Importing this package pulls in neither Megatron nor torch's distributed runtime; ``install()`` does
-the hooking, ``megatron_muon.cpu.enable()`` lets megatron-core run without a GPU.
+Importing this package pulls in neither Megatron nor torch; ``install()`` does the hooking, and
+``megatron_muon.cpu.enable()`` lets megatron-core run without a GPU.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_muon.config import MuonConfig
+
+if TYPE_CHECKING:
+    from megatron_muon.exchange import Meter
+
+__all__ = ["MuonConfig", "__version__", "install", "meter", "uninstall"]
 __version__ = "0.1.0"
+
+
+def install(config: MuonConfig | None = None) -> None:
+    """Make ``optimizer='muon'`` mean Distributed Muon; see ``mcore.install.install``."""
+    from megatron_muon.mcore.install import install as install_into_megatron
+
+    install_into_megatron(config)
+
+
+def uninstall() -> None:
+    """Give Megatron its own functions back."""
+    from megatron_muon.mcore.install import uninstall as uninstall_from_megatron
+
+    uninstall_from_megatron()
+
+
+def meter(optimizer: Any) -> Meter:
+    """What this rank did for Muon in the last step; see ``mcore.install.meter``."""
+    from megatron_muon.mcore.install import meter as meter_of
+
+    return meter_of(optimizer)

@@ -1,0 +1,102 @@
+"""What ranks compare before the first step, so that a disagreement is an error and not a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_muon import collectives
+from megatron_muon.collectives import Group
+from megatron_muon.plan import Grid, digest
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where a rank stands in its stage."""
+
+    tp_rank: int
+    tp_size: int
+    dp_rank: int
+    dp_size: int
+
+
+class PlanMismatchError(RuntimeError):
+    """Ranks of a stage would not make the same exchange plan."""
+
+
+def agree_on_grid(
+    coordinates: Coordinates, description: Sequence[str], group: Group, device: torch.device
+) -> Grid:
+    """The stage's ranks by their coordinates, once all of them describe the same plan.
+
+    Args:
+        coordinates: this rank's.
+        description: what the plan follows from, a line each (``plan.describe``).
+        group: the stage.
+        device: where the group's collectives want their tensors.
+
+    Returns:
+        ``grid[tp_rank][dp_rank]``: a rank of the group.
+
+    Raises:
+        PlanMismatchError: on every rank of the stage; names the first line that differs.
+    """
+    c = coordinates
+    words = [
+        int.from_bytes(digest(description)[i : i + 8], "big", signed=True) for i in (0, 8, 16, 24)
+    ]
+    mine = [c.tp_rank, c.tp_size, c.dp_rank, c.dp_size, *words]
+    every = collectives.all_gather_numbers(mine, group, device)
+    if any(numbers[4:] != every[0][4:] for numbers in every):
+        texts = collectives.all_gather_texts("\n".join(description), group)
+        raise PlanMismatchError(_first_difference(texts))
+    return _grid([Coordinates(*numbers[:4]) for numbers in every])
+
+
+def raise_together(error: Exception | None, group: Group, device: torch.device) -> None:
+    """Raise on every rank of the group if one has an error: its own, or one that quotes the first.
+
+    Raises:
+        Exception: ``error`` where there is one.
+        RuntimeError: on the other ranks.
+    """
+    if not collectives.any_rank(error is not None, group, device):
+        return
+    texts = collectives.all_gather_texts("" if error is None else str(error), group)
+    if error is not None:
+        raise error
+    rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+    raise RuntimeError(f"rank {rank} of the world's {len(texts)} stopped this run: {text}")
+
+
+def _grid(every: list[Coordinates]) -> Grid:
+    tp_size, dp_size = every[0].tp_size, every[0].dp_size
+    ranks = {(c.tp_rank, c.dp_rank): rank for rank, c in enumerate(every)}
+    wanted = [(tp, dp) for tp in range(tp_size) for dp in range(dp_size)]
+    if sorted(ranks) != wanted or len(every) != len(wanted):
+        raise PlanMismatchError(
+            f"the stage's group has {len(every)} ranks at (tp, dp) {sorted(ranks)}, but TP x DP is "
+            f"{tp_size} x {dp_size}: pass get_megatron_optimizer the process groups that the model "
+            "was built with"
+        )
+    return tuple(tuple(ranks[tp, dp] for dp in range(dp_size)) for tp in range(tp_size))
+
+
+def _first_difference(texts: Sequence[str]) -> str:
+    reference = texts[0].split("\n")
+    for rank, text in enumerate(texts):
+        lines = text.split("\n")
+        for index in range(max(len(lines), len(reference))):
+            theirs = lines[index] if index < len(lines) else "nothing more"
+            ours = reference[index] if index < len(reference) else "nothing more"
+            if theirs != ours:
+                name = (ours if ours != "nothing more" else theirs).split(":", 1)[0]
+                return (
+                    f"ranks of one pipeline stage disagree about the exchange plan, first at {name}"
+                    f": rank {rank} of the stage has\n  {theirs}\nwhere rank 0 has\n  {ours}\nAll "
+                    "ranks of a stage need the same model, the same trainable parameters and the "
+                    "same MuonConfig."
+                )
+    raise AssertionError("digests differ but descriptions do not")

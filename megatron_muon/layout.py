@@ -1,0 +1,191 @@
+"""Which elements are where, as plain integers: shards, pieces, and the matrices in a parameter.
+
+A parameter is Megatron's: the local tensor-parallel slice, flat in memory, somewhere in a bucket. A
+bucket is cut into ``dp_size`` equal shards. A matrix is one 2-D block that is orthogonalized as a
+unit: a parameter holds one or several, and with tensor parallelism a matrix is spread over the
+parameters of all TP ranks. Everything here is the same on every rank of a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """A half-open range of elements [start, stop)."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"a span needs 0 <= start <= stop, got [{self.start}, {self.stop})")
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def intersect(self, other: Span) -> Span | None:
+        """The elements in both, or None where there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Span(start, stop) if start < stop else None
+
+    def shift(self, offset: int) -> Span:
+        return Span(self.start + offset, self.stop + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole local rows of a parameter that are one run of rows of one of its matrices.
+
+    Attributes:
+        matrix: which of the parameter's matrices.
+        rows: the local rows of the parameter.
+        matrix_row: the row of the whole matrix (TP = 1) that ``rows.start`` is.
+    """
+
+    matrix: int
+    rows: Span
+    matrix_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixShape:
+    """A whole matrix of a parameter: its name in messages and its size over all TP ranks."""
+
+    name: str
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A Muon parameter as a stage sees it: identical on every rank but for its TP slice.
+
+    Attributes:
+        name: Megatron's parameter name.
+        shape: local (rows, cols), the same on every TP rank.
+        partition_dim: the dim that tensor parallelism splits, None where TP ranks hold replicas.
+        bucket: the bucket's elements within its grad buffer.
+        span: the parameter's elements within the same buffer.
+        buffer: index of the grad buffer.
+        matrices: the whole matrices in it.
+        blocks: for each TP rank, which local rows are which rows of which matrix.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    partition_dim: int | None
+    bucket: Span
+    span: Span
+    buffer: int
+    matrices: tuple[MatrixShape, ...]
+    blocks: tuple[tuple[Block, ...], ...]
+
+    @property
+    def column_parts(self) -> int:
+        """Into how many column ranges TP cuts each matrix."""
+        return len(self.blocks) if self.partition_dim == 1 else 1
+
+    @property
+    def replicated(self) -> bool:
+        return self.partition_dim is None and len(self.blocks) > 1
+
+    def pieces(self, dp_size: int) -> Iterator[tuple[int, Span]]:
+        """``(dp_rank, elements of the parameter)`` for each shard that has some of it.
+
+        Megatron cuts each bucket into ``dp_size`` equal shards
+        (``DistributedOptimizer._build_model_gbuf_range``), wherever parameters begin or end.
+        """
+        if self.bucket.size % dp_size:
+            raise ValueError(
+                f"bucket of {self.bucket.size} elements around {self.name} does not divide into "
+                f"{dp_size} equal shards"
+            )
+        shard_size = self.bucket.size // dp_size
+        start, stop = self.span.start - self.bucket.start, self.span.stop - self.bucket.start
+        for dp_rank in range(start // shard_size, (stop - 1) // shard_size + 1):
+            shard = Span(dp_rank * shard_size, (dp_rank + 1) * shard_size)
+            piece = shard.intersect(Span(start, stop))
+            assert piece is not None
+            yield dp_rank, piece.shift(-start)
+
+    def is_boundary(self, dp_size: int) -> bool:
+        """True where more than one DP rank holds a piece."""
+        return sum(1 for _ in self.pieces(dp_size)) > 1
+
+
+def whole_matrix(
+    name: str, shape: tuple[int, int], partition_dim: int | None, tp_size: int
+) -> tuple[tuple[MatrixShape, ...], tuple[tuple[Block, ...], ...]]:
+    """The parameter is one matrix; TP slices it into equal ranges of rows or columns, or not."""
+    rows, cols = shape
+    parts = 1 if partition_dim is None else tp_size
+    matrix = MatrixShape(
+        name,
+        rows * (parts if partition_dim == 0 else 1),
+        cols * (parts if partition_dim == 1 else 1),
+    )
+    blocks = tuple(
+        (Block(0, Span(0, rows), tp_rank * rows if partition_dim == 0 else 0),)
+        for tp_rank in range(tp_size)
+    )
+    return (matrix,), blocks
+
+
+def stacked_halves(
+    name: str, shape: tuple[int, int], tp_size: int
+) -> tuple[tuple[MatrixShape, ...], tuple[tuple[Block, ...], ...]]:
+    """A gated fc1, split by rows: each TP rank holds its part of the gate, then of the up half.
+
+    One matrix whose rows are those of TP = 1, all of the gate before all of the up half.
+    """
+    rows, cols = shape
+    if rows % 2:
+        raise ValueError(f"{name}: a gated fc1 needs an even number of local rows, got {rows}")
+    half = rows // 2
+    blocks = tuple(
+        (
+            Block(0, Span(0, half), tp_rank * half),
+            Block(0, Span(half, rows), (tp_size + tp_rank) * half),
+        )
+        for tp_rank in range(tp_size)
+    )
+    return (MatrixShape(name, rows * tp_size, cols),), blocks
+
+
+def interleaved_rows(
+    name: str,
+    shape: tuple[int, int],
+    tp_size: int,
+    group_rows: tuple[tuple[str, int], ...],
+) -> tuple[tuple[MatrixShape, ...], tuple[tuple[Block, ...], ...]]:
+    """A fused weight whose rows repeat group by group, e.g. (q, k, v) per query group.
+
+    Args:
+        name: the parameter's.
+        shape: local (rows, cols); TP splits the groups evenly, in order.
+        tp_size: number of TP ranks.
+        group_rows: ``(part, rows of it in one group)``; each part over all groups is one matrix.
+    """
+    rows, cols = shape
+    rows_per_group = sum(count for _, count in group_rows)
+    if rows % rows_per_group:
+        raise ValueError(f"{name}: {rows} local rows are not a multiple of {rows_per_group}")
+    groups = rows // rows_per_group
+    matrices = tuple(
+        MatrixShape(f"{name}[{part}]", count * groups * tp_size, cols) for part, count in group_rows
+    )
+    blocks = []
+    for tp_rank in range(tp_size):
+        local: list[Block] = []
+        row = 0
+        for group in range(groups):
+            for index, (_, count) in enumerate(group_rows):
+                matrix_row = (tp_rank * groups + group) * count
+                local.append(Block(index, Span(row, row + count), matrix_row))
+                row += count
+        blocks.append(tuple(local))
+    return matrices, tuple(blocks)

@@ -1,0 +1,160 @@
+"""One step of Distributed Muon over a rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.exchange import Exchange, Meter
+from megatron_muon.layout import Span
+from megatron_muon.newton_schulz import orthogonalize, torch_dtype
+from megatron_muon.plan import ExchangePlan, ns_flops
+from megatron_muon.update import advance_momentum, apply_update, matched_rms_scale
+
+# The momentum lives under Adam's name of a first moment, with no second one: fused Adam classes
+# refuse to save or load a state by a name that they do not know.
+MOMENTUM_KEY = "exp_avg"
+
+ParamGroups = Sequence[Mapping[str, Any]]
+State = Mapping[Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A local piece of a Muon parameter in this step, and its group's settings."""
+
+    parameter: int
+    main_param: Tensor
+    grad: Tensor
+    momentum_buffer: Tensor
+    lr: float
+    weight_decay: float
+
+
+class DistributedMuon:
+    """The Muon part of a distributed optimizer on one rank.
+
+    What is whose: fp32 main parameters and momentum buffers are flat shards, held by whoever holds
+    the shard in Megatron; a whole matrix exists only at its home, between gather and scatter.
+
+    Args:
+        config: the settings.
+        plan: the stage's exchange plan.
+        rank: this rank, as in ``plan.grid``.
+        exchange: runs the plan for it.
+        main_params: for each parameter of the plan that has a piece here, its flat fp32 shard.
+        meter: counts what is done.
+    """
+
+    def __init__(
+        self,
+        config: MuonConfig,
+        plan: ExchangePlan,
+        rank: int,
+        exchange: Exchange,
+        main_params: Mapping[int, Tensor],
+        meter: Meter,
+    ) -> None:
+        sizes = {index: shard.numel() for index, shard in main_params.items()}
+        planned = {index: piece.size for index, piece in plan.pieces(rank).items()}
+        if sizes != planned:
+            raise ValueError(f"the plan has pieces of sizes {planned} here, the optimizer {sizes}")
+        self.config = config
+        self.plan = plan
+        self.meter = meter
+        self.main_params = dict(main_params)
+        self._exchange = exchange
+        self._parameter_of = {id(shard): index for index, shard in main_params.items()}
+        self._scales = _scales(plan, rank, config.matched_adamw_rms)
+
+    def owns(self, shard: Tensor) -> bool:
+        """True if Muon, not AdamW, updates this main parameter."""
+        return id(shard) in self._parameter_of
+
+    @torch.no_grad()
+    def step(self, groups: ParamGroups, state: State, step_adamw: Callable[[], None]) -> None:
+        """Update Muon's parameters, then AdamW's. Every rank of the stage calls it.
+
+        Args:
+            groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
+            state: holds each Muon shard's momentum under ``MOMENTUM_KEY``.
+            step_adamw: updates all that Muon does not own.
+        """
+        self.meter.start_step()
+        shards = list(self._shards(groups, state))
+        pieces = self._advance_momentum(shards)
+        matrices = self._exchange.gather(pieces)
+        directions = self._orthogonalize(matrices)
+        updates = self._exchange.scatter(directions)
+        self._update(shards, updates)
+        step_adamw()
+
+    def _shards(self, groups: ParamGroups, state: State) -> Iterator[_Shard]:
+        for group in groups:
+            for shard in group["params"]:
+                if self.owns(shard):
+                    yield _Shard(
+                        parameter=self._parameter_of[id(shard)],
+                        main_param=shard,
+                        grad=shard.grad,
+                        momentum_buffer=state[shard][MOMENTUM_KEY],
+                        lr=group["lr"],
+                        weight_decay=group["weight_decay"],
+                    )
+
+    def _advance_momentum(self, shards: Sequence[_Shard]) -> dict[int, Tensor]:
+        config = self.config
+        pieces = {}
+        with record_function("muon/momentum"):
+            for shard in shards:
+                moved = advance_momentum(
+                    shard.momentum_buffer,
+                    shard.grad,
+                    momentum=config.momentum,
+                    nesterov=config.nesterov,
+                )
+                pieces[shard.parameter] = moved.to(torch_dtype(config.ns_dtype))
+        return pieces
+
+    def _orthogonalize(self, matrices: dict[int, Tensor]) -> dict[int, Tensor]:
+        directions = {}
+        with record_function("muon/newton_schulz"):
+            for index in sorted(matrices):
+                matrix = matrices.pop(index)
+                rows, cols = matrix.shape
+                directions[index] = orthogonalize(matrix, self.config)
+                self.meter.matrices += 1
+                self.meter.ns_flops += ns_flops(rows, cols, self.config.ns_steps)
+        return directions
+
+    def _update(self, shards: Sequence[_Shard], directions: dict[int, Tensor]) -> None:
+        with record_function("muon/update"):
+            for shard in shards:
+                update = directions.pop(shard.parameter).float()
+                for span, scale in self._scales[shard.parameter]:
+                    update[span.start : span.stop].mul_(shard.lr * scale)
+                apply_update(shard.main_param, update, lr=shard.lr, weight_decay=shard.weight_decay)
+
+
+def _scales(
+    plan: ExchangePlan, rank: int, matched_adamw_rms: float
+) -> dict[int, list[tuple[Span, float]]]:
+    """For each local piece, the spans of it that have one scale: that of their matrix."""
+    pieces = plan.pieces(rank)
+    scales: dict[int, list[tuple[Span, float]]] = {index: [] for index in pieces}
+    held = (segment for segment in plan.segments if segment.rank == rank)
+    for segment in sorted(held, key=lambda segment: segment.elements):
+        matrix = plan.matrices[segment.matrix]
+        scale = matched_rms_scale(matrix.rows, matrix.cols, matched_adamw_rms)
+        span = segment.elements.shift(-pieces[segment.parameter].start)
+        spans = scales[segment.parameter]
+        if spans and spans[-1][1] == scale:  # segments cover a piece without a gap
+            span = Span(spans.pop()[0].start, span.stop)
+        spans.append((span, scale))
+    return scales

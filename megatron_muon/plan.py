@@ -1,0 +1,319 @@
+"""The exchange plan: which rank orthogonalizes which matrix, and every run of elements that moves.
+
+Plain integers, a pure function of the stage's parameters, its grid of ranks and the settings; so
+every rank makes the same plan without asking, the optimizer runs it, and tests count it.
+
+A matrix is assembled at its home in *staging order*: its column parts (one unless TP cuts the
+columns) one after another, each row-major. In that order every run of elements that is contiguous
+in a parameter is contiguous in the matrix, wherever a shard was cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron_muon.config import HomePolicy, MuonConfig
+from megatron_muon.layout import Parameter, Span
+
+# A rank keeps the matrices it holds until its work would pass this multiple of the ideal.
+HOME_SLACK = 1.05
+
+Grid = tuple[tuple[int, ...], ...]  # grid[tp_rank][dp_rank] is a rank of the stage's group
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A whole matrix of the stage and the rank that orthogonalizes it.
+
+    Attributes:
+        name: parameter name, with the part in brackets where a parameter holds several.
+        rows, cols: size over all TP ranks.
+        column_parts: number of equal column ranges that staging lays out one after another.
+        home: rank of the stage's group.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    column_parts: int
+    home: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements contiguous in a parameter on one rank and in the staging of one matrix.
+
+    Attributes:
+        parameter, matrix: indices into the plan's.
+        rank: holds the elements.
+        elements: of the flat local parameter.
+        start: where ``elements.start`` is in the matrix's staging.
+        replica: a TP replica of elements that another rank sends; it only receives directions.
+    """
+
+    parameter: int
+    matrix: int
+    rank: int
+    elements: Span
+    start: int
+    replica: bool
+
+    @property
+    def staged(self) -> Span:
+        return Span(self.start, self.start + self.elements.size)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRoutes:
+    """What one rank sends, receives and keeps, each list in the order of the plan's segments.
+
+    ``gather_to[r]`` are the segments it sends to home r and whose directions come back;
+    ``gather_from[r]`` those that rank r sends to it. ``scatter_to`` and ``scatter_from`` are the
+    same but for replicas, which only receive. ``kept`` are the segments that are already home,
+    ``kept_directions`` those whose directions are.
+    """
+
+    gather_to: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
+    gather_from: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
+    scatter_to: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
+    scatter_from: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
+    kept: list[Segment] = field(default_factory=list)
+    kept_directions: list[Segment] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """All of a stage's Muon work in one step; see the module's docstring."""
+
+    parameters: tuple[Parameter, ...]
+    matrices: tuple[Matrix, ...]
+    segments: tuple[Segment, ...]
+    grid: Grid
+    itemsize: int
+    ns_steps: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the stage."""
+        return sum(len(row) for row in self.grid)
+
+    def routes(self, rank: int) -> RankRoutes:
+        """The segments that ``rank`` sends, receives and keeps."""
+        routes = RankRoutes()
+        for segment in self.segments:
+            home = self.matrices[segment.matrix].home
+            if rank not in (home, segment.rank):
+                continue
+            if home == segment.rank:
+                routes.kept_directions.append(segment)
+                if not segment.replica:
+                    routes.kept.append(segment)
+                continue
+            mine = segment.rank == rank
+            other = home if mine else segment.rank
+            (routes.scatter_from if mine else routes.scatter_to)[other].append(segment)
+            if not segment.replica:
+                (routes.gather_to if mine else routes.gather_from)[other].append(segment)
+        return routes
+
+    def pieces(self, rank: int) -> dict[int, Span]:
+        """Elements that ``rank`` holds of each parameter that it holds some of, by index."""
+        return {
+            index: piece
+            for index, parameter in enumerate(self.parameters)
+            for holder, piece in held_pieces(parameter, self.grid)
+            if holder == rank
+        }
+
+    def homes(self, rank: int) -> list[int]:
+        """Indices of the matrices that ``rank`` orthogonalizes."""
+        return [index for index, matrix in enumerate(self.matrices) if matrix.home == rank]
+
+    def ns_flops(self) -> list[int]:
+        """Newton-Schulz floating-point operations of each rank in a step."""
+        flops = [0] * self.size
+        for matrix in self.matrices:
+            flops[matrix.home] += ns_flops(matrix.rows, matrix.cols, self.ns_steps)
+        return flops
+
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each rank sends to others in a step: pieces there, directions back."""
+        sent = [0] * self.size
+        for segment in self.segments:
+            home = self.matrices[segment.matrix].home
+            if home == segment.rank:
+                continue
+            sent[home] += segment.elements.size * self.itemsize
+            if not segment.replica:
+                sent[segment.rank] += segment.elements.size * self.itemsize
+        return sent
+
+    def boundary_parameters(self) -> list[Parameter]:
+        dp_size = len(self.grid[0])
+        return [p for p in self.parameters if p.is_boundary(dp_size)]
+
+    def validate(self) -> None:
+        """Every element of every matrix is gathered once, and every piece gets its directions once.
+
+        Raises:
+            ValueError: names the first matrix or parameter with a hole or an overlap.
+        """
+        gathered: dict[int, list[Span]] = defaultdict(list)
+        returned: dict[tuple[int, int], list[Span]] = defaultdict(list)
+        for segment in self.segments:
+            if not segment.replica:
+                gathered[segment.matrix].append(segment.staged)
+            returned[segment.parameter, segment.rank].append(segment.elements)
+        for index, matrix in enumerate(self.matrices):
+            _require_cover(matrix.name, gathered[index], Span(0, matrix.numel))
+        for index, parameter in enumerate(self.parameters):
+            for rank, piece in held_pieces(parameter, self.grid):
+                _require_cover(parameter.name, returned.pop((index, rank), []), piece)
+        if returned:
+            index, rank = min(returned)
+            raise ValueError(f"{self.parameters[index].name}: rank {rank} holds no piece of it")
+
+
+def ns_flops(rows: int, cols: int, ns_steps: int) -> int:
+    """Floating-point operations of the standard iteration, 2 per multiply-add.
+
+    With m the short and n the long side each step is XXᵀ (2m²n), AA (2m³) and BX (2m²n).
+    """
+    short, long = min(rows, cols), max(rows, cols)
+    return ns_steps * 2 * short * short * (2 * long + short)
+
+
+def make_plan(parameters: Sequence[Parameter], grid: Grid, config: MuonConfig) -> ExchangePlan:
+    """Choose the homes and lay out every segment.
+
+    Args:
+        parameters: the stage's Muon parameters, in an order that is the same on all ranks.
+        grid: ``grid[tp_rank][dp_rank]``, a permutation of 0 … size - 1.
+        config: the settings; ``homes``, ``ns_steps`` and ``ns_dtype`` matter here.
+
+    Raises:
+        ValueError: the pieces do not cover a parameter exactly once.
+    """
+    shapes = [(p, index, shape) for p in parameters for index, shape in enumerate(p.matrices)]
+    held = [_held_elements(p, index, grid) for p, index, _ in shapes]
+    flops = [ns_flops(shape.rows, shape.cols, config.ns_steps) for _, _, shape in shapes]
+    homes = choose_homes(flops, held, sum(len(row) for row in grid), config.homes)
+    matrices = tuple(
+        Matrix(shape.name, shape.rows, shape.cols, parameter.column_parts, home)
+        for (parameter, _, shape), home in zip(shapes, homes, strict=True)
+    )
+    plan = ExchangePlan(
+        parameters=tuple(parameters),
+        matrices=matrices,
+        segments=tuple(_segments(parameters, matrices, grid)),
+        grid=grid,
+        itemsize=2 if config.ns_dtype == "bf16" else 4,
+        ns_steps=config.ns_steps,
+    )
+    plan.validate()
+    return plan
+
+
+def choose_homes(
+    flops: Sequence[int], held: Sequence[dict[int, int]], size: int, policy: HomePolicy
+) -> list[int]:
+    """The home of each matrix, the largest matrices first.
+
+    Args:
+        flops: work of each matrix.
+        held: for each matrix, elements held by rank.
+        size: number of ranks.
+        policy: ``local`` keeps the rank that holds most; ``balanced`` does so until that rank's
+            work would pass ``HOME_SLACK`` × max(ideal, largest matrix), then takes the least
+            loaded. Ties go to the least loaded rank (under TP all holders tie), then the lowest.
+    """
+    loads = [0] * size
+    homes = [0] * len(flops)
+    limit = HOME_SLACK * max(sum(flops) / size, max(flops, default=0))
+    for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
+        most = max(held[index].values())
+        holders = [rank for rank, elements in held[index].items() if elements == most]
+        home = min(holders, key=lambda rank: (loads[rank], rank))
+        if policy == "balanced" and loads[home] + flops[index] > limit:
+            home = min(range(size), key=lambda rank: (loads[rank], rank))
+        homes[index] = home
+        loads[home] += flops[index]
+    return homes
+
+
+def held_pieces(parameter: Parameter, grid: Grid) -> Iterator[tuple[int, Span]]:
+    """``(rank, elements of the parameter)`` for every rank of the stage that holds some."""
+    for dp_rank, piece in parameter.pieces(len(grid[0])):
+        for tp_row in grid:
+            yield tp_row[dp_rank], piece
+
+
+def describe(parameters: Sequence[Parameter], config: MuonConfig) -> list[str]:
+    """All that a plan follows from but the grid, a line each: what ranks have to agree about."""
+    return [f"settings: {config}", *(f"{parameter.name}: {parameter}" for parameter in parameters)]
+
+
+def digest(lines: Sequence[str]) -> bytes:
+    """32 bytes that differ where ``lines`` do."""
+    return hashlib.sha256("\n".join(lines).encode()).digest()
+
+
+def _segments(
+    parameters: Sequence[Parameter], matrices: Sequence[Matrix], grid: Grid
+) -> Iterator[Segment]:
+    tp_rank_of = {rank: tp_rank for tp_rank, row in enumerate(grid) for rank in row}
+    first_matrix = 0
+    for index, parameter in enumerate(parameters):
+        for tp_rank, row in enumerate(grid):
+            for dp_rank, piece in parameter.pieces(len(row)):
+                for matrix, elements, start in _runs(parameter, tp_rank, piece):
+                    home = matrices[first_matrix + matrix].home
+                    yield Segment(
+                        parameter=index,
+                        matrix=first_matrix + matrix,
+                        rank=row[dp_rank],
+                        elements=elements,
+                        start=start,
+                        replica=parameter.replicated and tp_rank != tp_rank_of[home],
+                    )
+        first_matrix += len(parameter.matrices)
+
+
+def _runs(parameter: Parameter, tp_rank: int, piece: Span) -> Iterator[tuple[int, Span, int]]:
+    """``(matrix of the parameter, elements of the parameter, start in the matrix's staging)``."""
+    cols = parameter.shape[1]
+    part = tp_rank if parameter.column_parts > 1 else 0
+    for block in parameter.blocks[tp_rank]:
+        elements = piece.intersect(Span(block.rows.start * cols, block.rows.stop * cols))
+        if elements is not None:
+            part_start = part * parameter.matrices[block.matrix].rows * cols
+            offset = elements.start - block.rows.start * cols
+            yield block.matrix, elements, part_start + block.matrix_row * cols + offset
+
+
+def _held_elements(parameter: Parameter, matrix: int, grid: Grid) -> dict[int, int]:
+    held: dict[int, int] = defaultdict(int)
+    for tp_rank, row in enumerate(grid):
+        for dp_rank, piece in parameter.pieces(len(row)):
+            for index, elements, _ in _runs(parameter, tp_rank, piece):
+                if index == matrix:
+                    held[row[dp_rank]] += elements.size
+    return held
+
+
+def _require_cover(name: str, spans: list[Span], whole: Span) -> None:
+    position = whole.start
+    for span in sorted(spans):
+        if span.start != position:
+            kind = "is not covered" if span.start > position else "is covered twice"
+            raise ValueError(f"{name}: element {min(span.start, position)} {kind}")
+        position = span.stop
+    if position != whole.stop:
+        raise ValueError(f"{name}: elements {position} to {whole.stop} are not covered exactly")
