@@ -1,0 +1,1 @@
+"""The only modules that import Megatron: hooks, routing and wiring into DistributedOptimizer."""
