@@ -68,7 +68,7 @@ def _agreed_plan(
         description = plans.describe([parameter for _, parameter in found], config)
     except (ValueError, NotImplementedError) as routing_error:
         error = routing_error
-        description = [f"error: {routing_error}"]
+        description = [*plans.describe([], config), f"error: {routing_error}"]
     coordinates = Coordinates(tp_group.rank(), tp_group.size(), dp_group.rank(), dp_group.size())
     try:
         grid = agree_on_grid(coordinates, description, _stage_group(pg_collection), device)

@@ -1,0 +1,45 @@
+"""Bad settings are refused where they are made, with the value."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_muon import MuonConfig
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "error", "message"),
+    [
+        ("matched_adamw_rms", -0.2, ValueError, "matched_adamw_rms must be above 0, got -0.2"),
+        ("matched_adamw_rms", 0, ValueError, "matched_adamw_rms must be above 0, got 0"),
+        ("matched_adamw_rms", math.nan, ValueError, "matched_adamw_rms must be finite, got nan"),
+        ("matched_adamw_rms", "0.2", TypeError, "matched_adamw_rms must be a number, got '0.2'"),
+        ("momentum", -0.1, ValueError, r"momentum must be in \[0, 1\), got -0.1"),
+        ("momentum", 1.0, ValueError, r"momentum must be in \[0, 1\), got 1.0"),
+        ("momentum", math.inf, ValueError, "momentum must be finite, got inf"),
+        ("momentum", True, TypeError, "momentum must be a number, got True"),
+        ("nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
+        ("ns_steps", 0, ValueError, "ns_steps must be at least 1, got 0"),
+        ("ns_steps", 2.5, TypeError, "ns_steps must be an int, got 2.5"),
+        ("ns_coefficients", (1.0, 2.0), TypeError, "must be a tuple of three numbers"),
+        ("ns_coefficients", (1.0, 2.0, math.inf), ValueError, "ns_coefficients must be finite"),
+        ("ns_dtype", "fp64", ValueError, "ns_dtype must be one of bf16, fp32, got 'fp64'"),
+        ("homes", "anywhere", ValueError, "homes must be one of balanced, local, got 'anywhere'"),
+        ("split_qkv", None, TypeError, "split_qkv must be True or False, got None"),
+        ("weight_decay_all_params", "no", TypeError, "weight_decay_all_params must be True or"),
+    ],
+)
+def test_a_bad_setting_is_refused(
+    setting: str, value: object, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        MuonConfig(**{setting: value})
+
+
+def test_the_defaults_are_moonlights() -> None:
+    config = MuonConfig()
+    assert (config.matched_adamw_rms, config.momentum, config.ns_steps) == (0.2, 0.95, 5)
+    assert config.ns_coefficients == (3.4445, -4.7750, 2.0315)
+    assert config.nesterov and config.split_qkv and not config.weight_decay_all_params

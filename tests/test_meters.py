@@ -1,0 +1,150 @@
+"""Bytes and flops, counted from outside, equal the meters and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpt import Case, Topology, distributed_optimizers, start, take_step
+from ranks import run
+from torch.utils.flop_counter import FlopCounterMode
+
+TOPOLOGIES = [
+    Topology(1, 1, 1),
+    Topology(1, 1, 3),
+    Topology(2, 1, 2),
+    Topology(2, 1, 2, overlap=True),
+    Topology(2, 2, 2),
+]
+CASE = Case(layers=2, steps=2)
+
+
+@contextmanager
+def _counted_collectives() -> Iterator[list[tuple[str, int, int]]]:
+    """Every call of torch.distributed: (name, bytes of the input to other ranks, group size)."""
+    calls: list[tuple[str, int, int]] = []
+    originals = {}
+
+    def count(name: str, original: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group")
+            size, rank = dist.get_world_size(group), dist.get_rank(group)
+            sent = 0
+            if name == "all_to_all_single":
+                received, out, received_sizes, sent_sizes = args
+                assert sum(received_sizes) == received.numel() and sum(sent_sizes) == out.numel()
+                assert sent_sizes[rank] == 0, "what is already home must not move"
+                sent = (out.numel() - sent_sizes[rank]) * out.element_size()
+            calls.append((name, sent, size))
+            return original(*args, **kwargs)
+
+        return counted
+
+    names = [n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "barrier"))]
+    names += [n for n in ("gather", "scatter", "send", "recv", "isend", "irecv") if n not in names]
+    for name in names:
+        originals[name] = getattr(dist, name)
+        setattr(dist, name, count(name, originals[name]))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
+    """Two steps with everything counted; the inner step alone, so that all of it is Muon's."""
+    import megatron_muon
+
+    built = start(case, topology)
+    take_step(built, 0)
+    (megatron,) = distributed_optimizers(built.optimizer)
+    take_step(built, 1)  # leaves the meter of a whole step
+    whole_step = megatron_muon.meter(built.optimizer)
+    for shard in megatron.get_parameters():
+        shard.grad = torch.ones_like(shard)
+    with _counted_collectives() as calls, FlopCounterMode(display=False) as flops:
+        megatron.optimizer.step()
+    meter = megatron_muon.meter(built.optimizer)
+    muon = megatron.muon
+    rank = dist.get_rank(megatron.muon._exchange._group)
+    return {
+        "steps": meter.steps,
+        "calls": calls,
+        "flops": flops.get_total_flops(),
+        "meter": (meter.matrices, meter.ns_flops, meter.sent_bytes),
+        "whole_step": (whole_step.matrices, whole_step.ns_flops, whole_step.sent_bytes),
+        "plan": (
+            len(muon.plan.homes(rank)),
+            muon.plan.ns_flops()[rank],
+            muon.plan.sent_bytes()[rank],
+        ),
+        "stage_matrices": len(muon.plan.matrices),
+        "state": _state_bytes(megatron),
+        "pp_rank": built.pp_rank,
+    }
+
+
+def _state_bytes(megatron: Any) -> tuple[int, int, int, int]:
+    """(Muon elements, their bytes, AdamW elements, their bytes): main parameters and state."""
+    totals = [0, 0, 0, 0]
+    for shard in megatron.get_parameters():
+        state = [t for t in megatron.optimizer.state[shard].values() if torch.is_tensor(t)]
+        at = 0 if megatron.muon.owns(shard) else 2
+        totals[at] += shard.numel()
+        totals[at + 1] += shard.nbytes + sum(tensor.nbytes for tensor in state)
+    return tuple(totals)
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES, ids=str)
+def counted(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run(_step_counted, request.param.world_size, CASE, request.param)
+
+
+def test_bytes_on_the_wire_are_the_meters_and_the_plans(counted: list[dict[str, Any]]) -> None:
+    for rank in counted:
+        sent = sum(sent for name, sent, _ in rank["calls"] if name == "all_to_all_single")
+        assert sent == rank["meter"][2] == rank["plan"][2]
+    several = len(counted) > 2
+    assert not several or sum(rank["meter"][2] for rank in counted) > 0
+
+
+def test_the_inner_step_calls_nothing_but_the_exchange(counted: list[dict[str, Any]]) -> None:
+    """One all-to-all there and one back over the stage; no object collective, no world."""
+    for rank in counted:
+        names = [name for name, _, _ in rank["calls"]]
+        assert names in ([], ["all_to_all_single"] * 2)
+    if len(counted) > 2:
+        assert any(rank["calls"] for rank in counted)
+
+
+def test_flops_are_torchs_count_and_every_matrix_is_done_once(
+    counted: list[dict[str, Any]],
+) -> None:
+    for rank in counted:
+        assert rank["flops"] == rank["meter"][1] == rank["plan"][1]
+    for stage in {rank["pp_rank"] for rank in counted}:
+        ranks = [rank for rank in counted if rank["pp_rank"] == stage]
+        assert sum(rank["meter"][0] for rank in ranks) == ranks[0]["stage_matrices"]
+        assert all(rank["meter"][0] == rank["plan"][0] for rank in ranks)
+
+
+def test_the_meter_is_of_one_step(counted: list[dict[str, Any]]) -> None:
+    for rank in counted:
+        assert rank["steps"] == 3
+        assert rank["whole_step"] == rank["meter"]
+
+
+def test_state_is_8_bytes_per_muon_element_and_12_per_adamw_element(
+    counted: list[dict[str, Any]],
+) -> None:
+    totals = [sum(rank["state"][i] for rank in counted) for i in range(4)]
+    assert totals[1] == 8 * totals[0] > 0
+    assert totals[3] == 12 * totals[2] > 0
+    for rank in counted:
+        elements, muon_bytes, others, adamw_bytes = rank["state"]
+        assert (muon_bytes, adamw_bytes) == (8 * elements, 12 * others)

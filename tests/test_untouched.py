@@ -1,0 +1,128 @@
+"""The plugin installed and not asked for leaves Megatron as it is; installing is idempotent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpt import Case, Topology, build, held, make_optimizer, start, take_step, train
+from ranks import run
+from whole import differences, whole
+
+ADAM = Case(optimizer="adam", layers=2, steps=4, lr=1e-3, clip=1.0)
+
+
+def _train_adam_with_the_plugin(case: Case, topology: Topology) -> dict[str, Any]:
+    import megatron_muon
+
+    megatron_muon.install()
+    try:
+        return train(case, topology)
+    finally:
+        megatron_muon.uninstall()
+
+
+@pytest.mark.parametrize("topology", [Topology(), Topology(2, 2, 2, overlap=True)], ids=str)
+def test_adam_is_bitwise_as_without_the_plugin(topology: Topology) -> None:
+    without = whole(run(train, topology.world_size, ADAM, topology))
+    with_plugin = whole(run(_train_adam_with_the_plugin, topology.world_size, ADAM, topology))
+    assert differences(without, with_plugin) == []
+
+
+def _classes_and_functions() -> dict[str, Any]:
+    from megatron.core import optimizer as mcore_optimizer
+
+    import megatron_muon
+
+    names = ("_get_param_groups", "_get_megatron_optimizer_based_on_param_groups")
+    before = [getattr(mcore_optimizer, name) for name in names]
+    megatron_muon.install(megatron_muon.MuonConfig(momentum=0.5))
+    hooked = [getattr(mcore_optimizer, name) for name in names]
+    megatron_muon.install()
+    again = [getattr(mcore_optimizer, name) for name in names]
+    built = build(replace(ADAM, optimizer="muon"), Topology())
+    muon = make_optimizer(built)
+    momentum = muon.chained_optimizers[0].muon.config.momentum
+    config_says = muon.config.optimizer
+    adam = make_optimizer(build(ADAM, Topology()))
+    with pytest.raises(TypeError, match="has no Muon part"):
+        megatron_muon.meter(adam)
+    megatron_muon.uninstall()
+    megatron_muon.uninstall()
+    after = [getattr(mcore_optimizer, name) for name in names]
+    return {
+        "hooked": all(a is not b for a, b in zip(before, hooked, strict=True)),
+        "idempotent": hooked == again,
+        "undone": before == after,
+        "momentum": momentum,
+        "config": config_says,
+        "muon classes": [type(o).__name__ for o in muon.chained_optimizers],
+        "inner": type(muon.chained_optimizers[0].optimizer).__name__,
+        "adam classes": [type(o).__name__ for o in adam.chained_optimizers],
+    }
+
+
+def test_install_is_idempotent_and_uninstall_restores() -> None:
+    (found,) = run(_classes_and_functions, 1)
+    assert found == {
+        "hooked": True,
+        "idempotent": True,
+        "undone": True,
+        "momentum": 0.5,  # a later install() without settings keeps them
+        "config": "muon",
+        "muon classes": ["MuonDistributedOptimizer"],
+        "inner": "MuonOverFusedAdam",
+        "adam classes": ["DistributedOptimizer"],
+    }
+
+
+def _imported_by_name_before() -> str:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import megatron_muon
+
+    built = build(replace(ADAM, optimizer="muon"), Topology())
+    megatron_muon.install()  # after the name was taken
+    try:
+        config = OptimizerConfig(
+            optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True
+        )
+        optimizer = get_megatron_optimizer(config, [built.ddp])
+    finally:
+        megatron_muon.uninstall()
+    return type(optimizer.chained_optimizers[0]).__name__
+
+
+def test_a_name_imported_before_install_works() -> None:
+    assert run(_imported_by_name_before, 1) == ["MuonDistributedOptimizer"]
+
+
+def _decayed(all_params: bool) -> dict[str, float]:
+    """With lr · decay = 1 a decayed parameter becomes minus its update: how much is left of it."""
+    import torch
+
+    case = replace(ADAM, optimizer="muon", steps=1, muon=(("weight_decay_all_params", all_params),))
+    built = start(case, Topology())
+    shards = {n: s[2]["main"].copy() for n, s in held(built)["shards"].items()}
+    for inner in built.optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
+            group["max_lr"] = 1e-6
+    built = replace(built, case=replace(case, weight_decay=1e6))
+    take_step(built, 0)
+    after = {n: s[2]["main"] for n, s in held(built)["shards"].items()}
+    left = {}
+    for name, before in shards.items():
+        old = torch.from_numpy(before)
+        left[name] = float(torch.from_numpy(after[name]).dot(old) / old.dot(old))
+    return left
+
+
+@pytest.mark.parametrize("all_params", [False, True], ids=["", "all"])
+def test_weight_decay_all_params_decays_gammas_and_biases_too(all_params: bool) -> None:
+    (left,) = run(_decayed, 1, all_params)
+    vectors = {n for n in left if "layernorm" in n or n.endswith(".bias")}
+    assert vectors and vectors != left.keys()
+    for name, share in left.items():
+        kept = name in vectors and not all_params
+        assert (abs(share - 1) < 0.01) if kept else (abs(share) < 0.01), (name, share)
