@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llama import llama_8b
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.layout import (
@@ -161,9 +162,10 @@ def test_what_one_rank_sends_another_expects(
 
 _PRINT_PLAN = """
 import sys; sys.path.insert(0, "tests")
-from test_plan import MuonConfig, _llama_8b, make_plan
-from megatron_muon.plan import describe, digest
-parameters, _ = _llama_8b(4)
+from llama import llama_8b
+from megatron_muon.config import MuonConfig
+from megatron_muon.plan import describe, digest, make_plan
+parameters, _ = llama_8b(4)
 plan = make_plan(parameters, ((0, 1, 2, 3),), MuonConfig())
 print(digest(describe(parameters, MuonConfig())).hex(), digest([repr(plan)]).hex())
 """
@@ -304,46 +306,15 @@ def test_a_bucket_that_does_not_divide_is_refused() -> None:
         make_plan([parameter], ((*range(size + 1),),), MuonConfig())
 
 
-def _llama_8b(dp_size: int) -> tuple[list[Parameter], int]:
-    """Llama-3-8B at TP = 1 in Megatron's single bucket: reverse order, starts padded to 64."""
-    h, ffn, kv, vocab = 4096, 14336, 1024, 128256
-    shapes: list[tuple[str, tuple[int, int]]] = [("embedding", (vocab, h))]
-    for layer in range(32):
-        for name, shape in {
-            "linear_proj": (h, h),
-            "norm1": (h, 1),
-            "linear_qkv": (h + 2 * kv, h),
-            "norm2": (h, 1),
-            "linear_fc1": (2 * ffn, h),
-            "linear_fc2": (h, ffn),
-        }.items():
-            shapes.append((f"{layer}.{name}", shape))
-    shapes += [("norm", (h, 1)), ("output_layer", (vocab, h))]
-    parameters, position = [], 0
-    for name, (rows, cols) in reversed(shapes):
-        position += -position % 64
-        span = Span(position, position + rows * cols)
-        position = span.stop
-        if "linear" in name:
-            if "qkv" in name:
-                parts = (("q", 512), ("k", 128), ("v", 128))
-                matrices, blocks = interleaved_rows(name, (rows, cols), 1, parts)
-            else:
-                matrices, blocks = whole_matrix(name, (rows, cols), 0, 1)
-            parameters.append(Parameter(name, (rows, cols), 0, span, span, 0, matrices, blocks))
-    numel = position + -position % (128 * dp_size)
-    return [replace(p, bucket=Span(0, numel)) for p in parameters], numel
-
-
 @pytest.mark.parametrize(
     ("dp_size", "homes", "most_bytes", "most_load"),
     [(8, "balanced", 0.01, 1.10), (8, "local", 0.005, 1.25), (64, "local", 0.005, 1.60)],
 )
-def test_llama_8b_moves_few_bytes(
+def testllama_8b_moves_few_bytes(
     dp_size: int, homes: str, most_bytes: float, most_load: float
 ) -> None:
     """Mean bytes over AdamW's reduce-scatter (fp32) and all-gather (bf16); design section 3."""
-    parameters, numel = _llama_8b(dp_size)
+    parameters, numel = llama_8b(dp_size)
     plan = make_plan(parameters, (tuple(range(dp_size)),), MuonConfig(homes=homes))
     adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
     assert sum(plan.sent_bytes()) / dp_size <= most_bytes * adamw_bytes

@@ -7,7 +7,8 @@ No constructor of Megatron is copied, and whichever fused Adam it picked stays i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -90,7 +91,7 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
                 raise TypeError("Muon takes no closure: Megatron's gradients are ready")
 
             def step_adamw() -> None:
-                with _hidden_grads(self):
+                with _hidden_grads(self.muon.main_params.values()):
                     super(MuonOverAdam, self).step(**kwargs)
 
             self.muon.step(self.param_groups, self.state, step_adamw)
@@ -99,19 +100,16 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return MuonOverAdam
 
 
-class _hidden_grads:
-    """Within it Muon's shards have no gradient, so that Adam passes over them."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._shards = list(optimizer.muon.main_params.values())
-
-    def __enter__(self) -> None:
-        self._grads = [shard.grad for shard in self._shards]
-        for shard in self._shards:
-            shard.grad = None
-
-    def __exit__(self, *exception: object) -> None:
-        for shard, grad in zip(self._shards, self._grads, strict=True):
+@contextmanager
+def _hidden_grads(shards: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within it the shards have no gradient, so that Adam passes over them."""
+    grads = [(shard, shard.grad) for shard in shards]
+    for shard, _ in grads:
+        shard.grad = None
+    try:
+        yield
+    finally:
+        for shard, grad in grads:
             shard.grad = grad
 
 

@@ -1,0 +1,89 @@
+"""Run megatron-core without a GPU: real gloo collectives, CPU tensors, Megatron's GPU code paths.
+
+Call ``enable()`` before anything imports Megatron, then use Megatron as on a GPU with the process
+group made by ``torch.distributed.init_process_group("gloo", ...)``. What is replaced, and why, is
+the table ``REPLACEMENTS``; ``disable()`` puts all of it back. Dense models with data, tensor
+(with and without sequence parallelism) and pipeline parallelism are covered.
+"""
+
+import importlib
+import sys
+import warnings
+
+import torch
+
+from megatron_muon.cpu.fused_adam import FusedAdam
+from megatron_muon.cpu.patch import Patches, Replacement
+from megatron_muon.cpu.table import REPLACEMENTS
+
+__all__ = ["REPLACEMENTS", "FusedAdam", "Replacement", "disable", "enable", "enabled"]
+
+_patches: Patches | None = None
+_IMPORTED_LATER = ("megatron.core.optimizer", "megatron.core.transformer.torch_norm")
+_KNOWN_FALLBACKS = ("Transformer Engine and Apex are not installed", "Apex is not installed")
+
+
+def enabled() -> bool:
+    """Whether the replacements are in place."""
+    return _patches is not None
+
+
+def enable(*, allow_cuda: bool = False) -> None:
+    """Put the replacements in place and import megatron-core's optimizer; twice is once.
+
+    Args:
+        allow_cuda: go ahead although this machine has a GPU, which is then not used.
+
+    Raises:
+        RuntimeError: ``megatron.core`` is already imported (it has bound what would be replaced),
+            or a GPU is available and ``allow_cuda`` is not set.
+    """
+    global _patches
+    if _patches is not None:
+        return
+    _check_may_enable(allow_cuda)
+    patches = Patches()
+    try:
+        _apply(patches)
+    except BaseException:
+        patches.undo()
+        raise
+    _patches = patches
+
+
+def disable() -> None:
+    """Put everything back, in torch and in the Megatron modules; without ``enable()`` a no-op.
+
+    Functions that Megatron decorated with ``torch.compile`` while enabled stay eager, and
+    ``enable()`` cannot be called again in a process that has imported Megatron.
+    """
+    global _patches
+    if _patches is not None:
+        _patches.undo()
+        _patches = None
+
+
+def _check_may_enable(allow_cuda: bool) -> None:
+    if "megatron.core" in sys.modules:
+        raise RuntimeError(
+            "megatron.core is already imported: call megatron_muon.cpu.enable() before anything "
+            "imports Megatron"
+        )
+    if not allow_cuda and torch.cuda.is_available():
+        raise RuntimeError(
+            "this machine has a GPU; pass enable(allow_cuda=True) to run Megatron on the CPU anyway"
+        )
+
+
+def _apply(patches: Patches) -> None:
+    for replacement in REPLACEMENTS:
+        if replacement.when == "before megatron":
+            replacement.apply(patches)
+    with warnings.catch_warnings():
+        for message in _KNOWN_FALLBACKS:  # replaced below, so the advice would be misleading
+            warnings.filterwarnings("ignore", message=message)
+        for name in _IMPORTED_LATER:
+            importlib.import_module(name)
+    for replacement in REPLACEMENTS:
+        if replacement.when == "after megatron":
+            replacement.apply(patches)

@@ -1,0 +1,176 @@
+"""Adam with the interface and state layout of Transformer Engine's FusedAdam, in plain torch.
+
+Source of the interface and formulas: NVIDIA TransformerEngine,
+``transformer_engine/pytorch/optimizers/fused_adam.py`` and ``common/multi_tensor/adam.cu``.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+_STATES = ("exp_avg", "exp_avg_sq")
+_CHUNK = 1 << 20  # elements worked on at a time: bounds the temporaries to three times 4 MiB
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW (or Adam with L2 decay) in fp32, stepping as Transformer Engine's kernel does.
+
+    ``step`` is an int in each parameter group, 1 after the first step of a group that has
+    parameters. ``exp_avg`` and ``exp_avg_sq`` are fp32 tensors shaped like the parameter.
+
+    Every operation rounds once and works element by element, so the result for an element does
+    not depend on how a parameter is cut into shards. (addcmul, addcdiv and lerp may fuse the
+    multiply and the add in the vector loop and not in its tail.)
+
+    Args:
+        params: parameters or groups; fp32, fp16 or bf16, any shape.
+        lr, betas, eps, weight_decay, bias_correction: Adam's numbers, settable per group.
+        adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
+        set_grad_none: deprecated by Transformer Engine, use ``zero_grad(set_to_none=...)``.
+
+    Raises:
+        NotImplementedError: an option of Transformer Engine that this CPU version does not have:
+            amsgrad, capturable, master_weights, use_decoupled_grad, store_param_remainders, or
+            a state dtype other than fp32.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        set_grad_none: bool | None = None,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype = torch.float32,
+        **unsupported: bool,
+    ) -> None:
+        _refuse(amsgrad=amsgrad, **unsupported)
+        for name, dtype in (
+            ("exp_avg_dtype", exp_avg_dtype),
+            ("exp_avg_sq_dtype", exp_avg_sq_dtype),
+            ("master_weight_dtype", master_weight_dtype),
+        ):
+            if dtype != torch.float32:
+                raise NotImplementedError(f"{name}={dtype}: the CPU FusedAdam keeps fp32 state")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.set_grad_none = set_grad_none
+        if set_grad_none is not None:
+            warnings.warn(
+                "set_grad_none is deprecated; use zero_grad(set_to_none=...)",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Reset gradients: to None unless ``set_to_none`` or the old ``set_grad_none`` is False."""
+        if set_to_none is None:
+            set_to_none = True if self.set_grad_none is None else self.set_grad_none
+        super().zero_grad(set_to_none=set_to_none)
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
+        """Give ``param`` zero fp32 moments (Megatron calls this too)."""
+        for name in _STATES:
+            self.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step over all groups; parameters without gradient get state but do not move."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if len(group["params"]) == 0:
+                continue  # as in Transformer Engine, an empty group's step stays where it is
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if len(self.state[param]) == 0:
+                    self.initialize_state(param)
+                if param.grad is not None:
+                    self._update(param, group)
+        return loss
+
+    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        if param.grad is None or param.grad.is_sparse:
+            raise RuntimeError("FusedAdam does not support sparse gradients")
+        state = self.state[param]
+        tensors = [param.detach(), param.grad.detach(), *(state[name] for name in _STATES)]
+        for p, g, m, v in _chunks(tensors):
+            wide = p if p.dtype == torch.float32 else p.float()
+            _adam(wide, g.float(), m, v, group, bool(self.adam_w_mode))
+            if wide is not p:
+                p.copy_(wide)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load, keeping the moments in fp32 and in memory of this optimizer's own."""
+        super().load_state_dict(state_dict)
+        ours = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
+        theirs = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        for param, index in zip(ours, theirs, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if name in _STATES:  # torch's loader casts to the parameter's dtype and aliases
+                    self.state[param][name] = value.detach().to(param.device, torch.float32).clone()
+
+
+def _refuse(**options: bool) -> None:
+    known = {"amsgrad", "capturable", "master_weights", "use_decoupled_grad"}
+    for name, value in options.items():
+        if name not in known | {"store_param_remainders"}:
+            raise TypeError(f"FusedAdam has no option {name!r}")
+        if value:
+            raise NotImplementedError(
+                f"{name}={value}: not in the CPU FusedAdam; run on a GPU with Transformer Engine"
+            )
+
+
+def _chunks(tensors: list[torch.Tensor]) -> Iterable[tuple[torch.Tensor, ...]]:
+    """The tensors cut alike into pieces of at most ``_CHUNK`` elements, whole if strided."""
+    if tensors[0].numel() <= _CHUNK or not all(t.is_contiguous() for t in tensors):
+        return [tuple(tensors)]
+    return zip(*(torch.split(t.view(-1), _CHUNK) for t in tensors), strict=True)
+
+
+def _adam(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    group: dict[str, Any],
+    decoupled: bool,
+) -> None:
+    """Update p, m, v (fp32, same shape) in place, in single-rounding element-wise operations.
+
+    m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g; p -= lr (mhat / (sqrt(vhat) + eps) + wd p)
+    """
+    beta1, beta2 = group["betas"]
+    decay = group["weight_decay"]
+    correct = group["bias_correction"]
+    if not decoupled and decay != 0:
+        g = g + p * decay
+    m.mul_(beta1).add_(g * (1 - beta1))
+    v.mul_(beta2).add_((g * (1 - beta2)).mul_(g))
+    denominator = v / (1 - beta2 ** group["step"]) if correct else v.clone()
+    denominator.sqrt_().add_(group["eps"])
+    update = m / (1 - beta1 ** group["step"]) if correct else m.clone()
+    update.div_(denominator)
+    if decoupled and decay != 0:
+        update.add_(p * decay)
+    p.sub_(update.mul_(group["lr"]))

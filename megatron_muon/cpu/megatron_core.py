@@ -1,0 +1,73 @@
+"""Replacements inside megatron-core itself, made once it is imported."""
+
+import copy
+import importlib
+import logging
+from typing import Any
+
+import torch
+
+from megatron_muon.cpu.fused_adam import FusedAdam
+from megatron_muon.cpu.patch import Patches
+
+
+def adam(patches: Patches) -> None:
+    """Set the names that a successful import of Transformer Engine's FusedAdam would have set."""
+    optimizer = importlib.import_module("megatron.core.optimizer")
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    for module in (optimizer, distributed):
+        patches.set(module, "Adam", FusedAdam)
+        patches.set_existing(module, "USING_PYTORCH_OPTIMIZER", False)
+        patches.set_existing(module, "HAVE_APEX_OR_TE", True)
+        patches.set_existing(module, "USING_TE_OPTIMIZER", True)
+        patches.set_existing(module, "USING_APEX_OPTIMIZER", False)
+
+
+def _only_real_warnings(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed within GPU RNG context" not in str(record.msg)
+
+
+def rng_states(patches: Patches) -> None:
+    """Megatron's get/set of the GPU's RNG state go to the CPU generator.
+
+    ``fork()`` then sees the CPU state change inside the GPU context, by construction, so that one
+    log message is filtered.
+    """
+    module = importlib.import_module("megatron.core.tensor_parallel.random")
+    generator = torch.default_generator
+
+    def get_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
+        return generator.get_state()
+
+    def set_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+        generator.set_state(new_state)
+
+    patches.set(module, "_set_cuda_rng_state", set_state)
+    patches.set_existing(module, "_get_cuda_rng_state", get_state)
+    logger = logging.getLogger(module.__name__)
+    logger.addFilter(_only_real_warnings)
+    patches.on_undo(lambda: logger.removeFilter(_only_real_warnings))
+
+
+def sequence_parallel_norm(patches: Patches) -> None:
+    """Let the plain torch norm run under sequence parallelism.
+
+    Each tensor-parallel rank norms its own part of the sequence, so its weight's gradient is a
+    partial sum. The mark ``sequence_parallel``, which Apex's and Transformer Engine's norms set,
+    makes ``finalize_model_grads`` all-reduce it over the tensor-parallel group.
+    """
+    norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    original = norm.__new__
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if not config.sequence_parallel:
+            plain: torch.nn.Module = original(cls, config, *args, **kwargs)
+            return plain
+        whole = copy.copy(config)
+        whole.sequence_parallel = False
+        module: torch.nn.Module = original(cls, whole, *args, **kwargs)
+        for parameter in module.parameters():
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        return module
+
+    patches.set(norm, "__new__", staticmethod(new))

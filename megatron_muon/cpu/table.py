@@ -1,0 +1,74 @@
+"""The table of everything that ``enable()`` replaces, in the order in which it is applied."""
+
+from megatron_muon.cpu import matmul, megatron_core, torch_cuda
+from megatron_muon.cpu.patch import Replacement
+
+REPLACEMENTS: tuple[Replacement, ...] = (
+    Replacement(
+        "torch.cuda.current_device, set_device",
+        "layers, buffers and p2p allocate on current_device() (tensor_parallel/layers.py:261)",
+        torch_cuda.current_device,
+    ),
+    Replacement(
+        "factories with device='cuda' or pin_memory",
+        "optimizer.py:473, clip_grads.py:103, schedules.py:596 name 'cuda' outright",
+        torch_cuda.factories,
+    ),
+    Replacement(
+        "Tensor.cuda, Tensor.to('cuda'), Tensor.pin_memory",
+        "batches and loaded scaler state are moved to the GPU; Module.cuda goes through these",
+        torch_cuda.moves,
+    ),
+    Replacement(
+        "Tensor.type() says 'torch.cuda.*'",
+        "the optimizers sort parameters by that name (distrib_optimizer.py:361, optimizer.py:671)",
+        torch_cuda.tensor_type,
+    ),
+    Replacement(
+        "torch.cuda RNG state and seed",
+        "the RNG tracker seeds and saves the GPU's generator (tensor_parallel/random.py:235)",
+        torch_cuda.rng,
+    ),
+    Replacement(
+        "streams, events, synchronize",
+        "called around p2p (p2p_communication.py:398), timers and the overlapped reductions of "
+        "several optimizer instances (distributed_data_parallel.py:230); CPU work is in order",
+        torch_cuda.streams,
+    ),
+    Replacement(
+        "nvtx ranges",
+        "utils.py:2186 marks profiler ranges; a CPU build of torch has no NVTX",
+        torch_cuda.nvtx,
+    ),
+    Replacement(
+        "torch.compile",
+        "megatron.core.jit compiles the fused functions, which on a CPU needs a C++ compiler and "
+        "seconds for each function on each rank; eager gives the same values",
+        torch_cuda.compiler,
+    ),
+    Replacement(
+        "bf16/fp16 matrix products",
+        "aten mm, bmm, addmm, baddbmm compute in fp32 and round once, as tensor cores do; only "
+        "where the CPU has no bf16 instructions and torch's own kernel is about 40 times slower",
+        matmul.products,
+    ),
+    Replacement(
+        "FusedAdam",
+        "the optimizer takes the branches of a GPU run with Transformer Engine; those for plain "
+        "torch Adam lose the step on load (distrib_optimizer.py:642, 818)",
+        megatron_core.adam,
+        "after megatron",
+    ),
+    Replacement(
+        "RNG state of the tracker's fork",
+        "megatron.core.tensor_parallel.random writes to torch.cuda.default_generators",
+        megatron_core.rng_states,
+        "after megatron",
+    ),
+    Replacement(
+        "torch norm under sequence parallelism",
+        "WrappedTorchNorm refuses it (torch_norm.py:32) because nothing marks its parameters",
+        megatron_core.sequence_parallel_norm,
+        "after megatron",
+    ),
+)

@@ -1,0 +1,197 @@
+"""CPU stand-ins for the parts of ``torch.cuda`` that Megatron calls unconditionally."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_muon.cpu.patch import Patches
+
+CPU = torch.device("cpu")
+FACTORIES = (
+    "tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "eye", "linspace", "rand",
+    "randn", "randint", "randperm", "zeros_like", "ones_like", "empty_like", "full_like",
+    "rand_like", "randn_like", "empty_strided",
+)  # fmt: skip
+
+
+def is_cuda(device: object) -> bool:
+    """Whether a ``device`` argument means a GPU: 'cuda', 'cuda:1', torch.device('cuda'), 0."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def current_device(patches: Patches) -> None:
+    """``current_device()`` is only ever passed on as a ``device=``, so the device itself serves."""
+    patches.set(torch.cuda, "current_device", lambda: CPU)
+    patches.set(torch.cuda, "set_device", lambda device: None)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def made_on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and is_cuda(kwargs["device"]):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return made_on_cpu
+
+
+def factories(patches: Patches) -> None:
+    """``torch.zeros(..., device='cuda')`` and friends make CPU tensors, without pinning."""
+    for name in FACTORIES:
+        patches.set(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if "device" in kwargs and is_cuda(kwargs["device"]):
+            kwargs["device"] = CPU
+        result: torch.Tensor = original(self, *args, **kwargs)
+        return result
+
+    return to
+
+
+def moves(patches: Patches) -> None:
+    """``.cuda()``, ``.to('cuda')`` and ``.pin_memory()`` leave a tensor where it is."""
+    patches.set(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+    patches.set(torch.Tensor, "pin_memory", lambda self, *args, **kwargs: self)
+    patches.set(torch.Tensor, "to", _to(torch.Tensor.to))
+
+
+def _cuda_name(name: str) -> str:
+    return name.replace("torch.", "torch.cuda.", 1)
+
+
+def _type(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            name: str = original(self)
+            return _cuda_name(name) if self.device.type == "cpu" else name
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return original(self, dtype, *args, **kwargs)
+
+    return type_
+
+
+def tensor_type(patches: Patches) -> None:
+    """``t.type()`` of a CPU tensor says ``'torch.cuda.FloatTensor'``; ``t.type(dtype)`` casts."""
+    patches.set(torch.Tensor, "type", _type(torch.Tensor.type))
+
+
+def rng(patches: Patches) -> None:
+    """The CPU generator is the GPU's: one state, which the fork in Megatron saves and restores."""
+    generator = torch.default_generator
+
+    def get_state(device: object = "cuda") -> torch.Tensor:
+        return generator.get_state()
+
+    def set_state(new_state: torch.Tensor, device: object = "cuda") -> None:
+        generator.set_state(new_state)
+
+    def manual_seed(seed: int) -> None:
+        generator.manual_seed(int(seed))
+
+    for module in (torch.cuda, torch.cuda.random):
+        patches.set(module, "get_rng_state", get_state)
+        patches.set(module, "set_rng_state", set_state)
+        patches.set(module, "manual_seed", manual_seed)
+
+
+class Event:
+    """A point in time: work on the CPU is done when the call returns, so nothing waits."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._seconds = time.perf_counter()
+
+    def record(self, stream: object = None) -> None:
+        """Note the time."""
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: object = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def elapsed_time(self, end_event: "Event") -> float:
+        """Milliseconds between the two ``record()`` calls."""
+        return (end_event._seconds - self._seconds) * 1e3
+
+
+class Stream:
+    """The one order in which a CPU thread works."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: object) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record and return ``event``, a new one if none is given."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+def streams(patches: Patches) -> None:
+    """Streams and events that order nothing, because CPU work is already in program order."""
+    stream = Stream()
+    patches.set(torch.cuda, "Stream", Stream)
+    patches.set(torch.cuda, "Event", Event)
+    patches.set(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    patches.set(torch.cuda, "current_stream", lambda device=None: stream)
+    patches.set(torch.cuda, "default_stream", lambda device=None: stream)
+    patches.set(torch.cuda, "synchronize", lambda device=None: None)
+    patches.set(torch.Tensor, "record_stream", lambda self, stream: None)
+
+
+def nvtx(patches: Patches) -> None:
+    """Profiler ranges that mark nothing."""
+    for name in ("range_push", "range_pop", "mark"):
+        patches.set(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
+
+
+def compiler(patches: Patches) -> None:
+    """``torch.compile`` returns the function unchanged, as Megatron's own no-op fuser does."""
+
+    def uncompiled(model: Any = None, **options: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
+    patches.set(torch, "compile", uncompiled)
