@@ -51,7 +51,7 @@ def make_muons(dist_opt: Any, config: MuonConfig, pg_collection: Any = None) -> 
     dist_opt.__class__ = MuonDistributedOptimizer
     if plan is not None:
         group = _stage_group(pg_collection)
-        _put_muon_inside(dist_opt, config, plan, found, group)
+        _put_muon_inside(dist_opt, config, plan, found, group, device)
         if dist.get_rank(group) == 0:
             print(_start_line(dist_opt, plan), flush=True)
 
@@ -80,11 +80,15 @@ def _agreed_plan(
 
 
 def _put_muon_inside(
-    dist_opt: Any, config: MuonConfig, plan: plans.ExchangePlan, found: Found, group: Any
+    dist_opt: Any,
+    config: MuonConfig,
+    plan: plans.ExchangePlan,
+    found: Found,
+    group: Any,
+    device: torch.device,
 ) -> None:
     rank = dist.get_rank(group)
     main_params = {index: _main_param(dist_opt, found[index][0]) for index in plan.pieces(rank)}
-    device = dist_opt.buffers[0].grad_data.device
     meter = Meter()
     exchange = Exchange(plan, rank, group, torch_dtype(config.ns_dtype), device, meter)
     muon = DistributedMuon(config, plan, rank, exchange, main_params, meter)

@@ -1,0 +1,31 @@
+"""Same start for every test: tests/ importable by the rank workers, fixed seeds, one thread."""
+
+import os
+import random
+import sys
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+HERE = os.path.dirname(os.path.abspath(__file__))
+for path in (os.path.dirname(HERE), HERE):
+    if path not in sys.path:
+        sys.path.insert(0, path)
+
+import pytest  # noqa: E402 after the path is set
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+torch.set_num_threads(1)
+# A slow or busy machine is no failure; the whole suite has its own limit.
+settings.register_profile("megatron_muon", deadline=None)
+settings.load_profile("megatron_muon")
+
+if not torch.cuda.is_available():
+    import megatron_muon.cpu
+
+    megatron_muon.cpu.enable()  # before any test module imports Megatron
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    torch.manual_seed(0)

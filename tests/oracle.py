@@ -1,0 +1,132 @@
+"""Muon with AdamW for the rest, in float64 on whole matrices, written from the papers.
+
+Muon: "Muon is Scalable for LLM Training" (arXiv 2502.16982, Algorithm 1, eq. 4), Newton-Schulz as
+in Keller Jordan's post. AdamW: arXiv 1711.05101 with Transformer Engine's grouping of the terms.
+Shares no code with the package, so that the two can disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def exact(value: Tensor) -> Tensor:
+    """The rounding of exact arithmetic: none. Tests put others in its place to bound errors."""
+    return value
+
+
+def newton_schulz(
+    u: Tensor,
+    steps: int = 5,
+    rounded: Callable[[Tensor], Tensor] = exact,
+    product: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+) -> Tensor:
+    """Approximate U Vᵀ of ``u`` = U S Vᵀ, shape [rows, cols], in the dtype of ``u``."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    norm = u.norm()
+    if norm == 0:
+        return torch.zeros_like(u)
+    tall = u.shape[0] > u.shape[1]
+    x = rounded(u.T if tall else u)
+    x = rounded(x / norm)
+    for _ in range(steps):
+        gram = rounded(product(x, x.T))
+        polynomial = rounded(b * gram + c * rounded(product(gram, gram)))
+        x = rounded(a * x + rounded(product(polynomial, x)))
+    return x.T if tall else x
+
+
+def qkv_rows(heads: int, groups: int, head_size: int) -> list[list[int]]:
+    """Rows of Q, of K and of V in Megatron's fused weight: per query group its q, k and v rows."""
+    q_rows = heads // groups * head_size
+    rows: list[list[int]] = [[], [], []]
+    start = 0
+    for _ in range(groups):
+        for part, size in enumerate((q_rows, head_size, head_size)):
+            rows[part].extend(range(start, start + size))
+            start += size
+    return rows
+
+
+def is_muon(name: str, w: Tensor) -> bool:
+    """Every 2-D weight that is neither an embedding nor the output layer."""
+    return w.ndim == 2 and "embedding" not in name and "output_layer" not in name
+
+
+@dataclass
+class Oracle:
+    """One step after the other on a dict of whole (TP 1) weights, all float64.
+
+    ``weights`` is updated in place; ``momentum`` holds M (AdamW: m) after the steps taken. ``lr``
+    and ``weight_decay`` are called with a name and its weight. Tests replace the fields from
+    ``nesterov`` on, to show that a mutant is noticed or to model rounding.
+    """
+
+    weights: dict[str, Tensor]
+    heads: int
+    groups: int
+    head_size: int
+    lr: Callable[[str], float]
+    weight_decay: Callable[[str, Tensor], float]
+    rms: float = 0.2
+    mu: float = 0.95
+    ns_steps: int = 5
+    split_qkv: bool = True
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip: float = 0.0
+    nesterov: bool = True
+    blocks: Callable[[str, Tensor], list[list[int]]] | None = None
+    scale_size: Callable[[str, int, int], int] = lambda name, rows, cols: max(rows, cols)
+    is_muon: Callable[[str, Tensor], bool] = is_muon
+    orthogonalize: Callable[[Tensor, int], Tensor] = newton_schulz
+    rounded: Callable[[Tensor], Tensor] = exact
+    momentum: dict[str, Tensor] = field(default_factory=dict)
+    second: dict[str, Tensor] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+
+    def step(self, grads: Mapping[str, Tensor], norm: float | None = None) -> None:
+        """Take one step with whole gradients, named as the weights; clip by ``norm`` if given."""
+        squares = torch.stack([g.double().square().sum() for g in grads.values()])
+        self.norms.append(float(squares.sum().sqrt()))
+        clip = self.clip / ((norm or self.norms[-1]) + 1e-6) if self.clip > 0 else 1.0
+        for name, w in self.weights.items():
+            g = grads[name].double()
+            g = self.rounded(clip * g) if clip < 1 else g
+            (self._muon if self.is_muon(name, w) else self._adamw)(name, w, g)
+
+    def _muon(self, name: str, w: Tensor, g: Tensor) -> None:
+        r, lr = self.rounded, self.lr(name)
+        m = r(r(self.mu * self.momentum.get(name, torch.zeros_like(w))) + g)
+        self.momentum[name] = m
+        u = r(g + r(self.mu * m)) if self.nesterov else m
+        w.copy_(r(w * (1 - lr * self.weight_decay(name, w))))
+        for rows in self.matrices(name, w):
+            direction = self.orthogonalize(u[rows], self.ns_steps)
+            scale = lr * self.rms * math.sqrt(self.scale_size(name, *direction.shape))
+            w[rows] = r(w[rows] - r(scale * direction))
+
+    def matrices(self, name: str, w: Tensor) -> list[list[int]]:
+        """The rows of each matrix of a weight."""
+        if self.blocks is not None:
+            return self.blocks(name, w)
+        if self.split_qkv and name.endswith("linear_qkv.weight"):
+            return qkv_rows(self.heads, self.groups, self.head_size)
+        return [list(range(w.shape[0]))]
+
+    def _adamw(self, name: str, w: Tensor, g: Tensor) -> None:
+        r, (beta1, beta2), taken = self.rounded, self.betas, len(self.norms)
+        zero = torch.zeros_like(w)
+        m = r(r(beta1 * self.momentum.get(name, zero)) + r((1 - beta1) * g))
+        v = r(r(beta2 * self.second.get(name, zero)) + r((1 - beta2) * r(g * g)))
+        self.momentum[name], self.second[name] = m, v
+        m_hat, v_hat = r(m / (1 - beta1**taken)), r(v / (1 - beta2**taken))
+        update = r(m_hat / r(r(v_hat.sqrt()) + self.eps))
+        update = r(update + r(self.weight_decay(name, w) * w))
+        w.copy_(r(w - r(self.lr(name) * update)))
