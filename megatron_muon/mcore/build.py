@@ -9,7 +9,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_muon import plan as plans
-from megatron_muon.agreement import Coordinates, agree_on_grid, raise_together
+from megatron_muon.agreement import (
+    Coordinates,
+    PlanMismatchError,
+    agree_on_grid,
+    raise_together,
+)
 from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Exchange, Meter
 from megatron_muon.layout import Parameter
@@ -41,25 +46,29 @@ def make_muons(dist_opt: Any, config: MuonConfig, pg_collection: Any = None) -> 
         RuntimeError: on ranks that have no error themselves when another has.
     """
     device = next(dist_opt.model_chunks[0].parameters()).device
-    plan: plans.ExchangePlan | None = None
-    found: Found = []
+    muon: DistributedMuon | None = None
     error: Exception | None = None
     if not dist_opt.is_stub_optimizer:
-        plan, found, error = _agreed_plan(dist_opt, config, pg_collection, device)
+        try:
+            muon = _agreed_muon(dist_opt, config, _stage_group(pg_collection), device)
+        except (ValueError, NotImplementedError, PlanMismatchError) as own:
+            error = own
     raise_together(error, dist_opt.get_grad_stats_parallel_group(), device)
-    dist_opt.muon = None
+    dist_opt.muon = muon
     dist_opt.__class__ = MuonDistributedOptimizer
-    if plan is not None:
-        group = _stage_group(pg_collection)
-        _put_muon_inside(dist_opt, config, plan, found, group, device)
-        if dist.get_rank(group) == 0:
-            print(_start_line(dist_opt, plan), flush=True)
+    if muon is not None:
+        _put_inside(dist_opt, muon)
+        if dist.get_rank(_stage_group(pg_collection)) == 0:
+            print(_start_line(dist_opt, muon.plan), flush=True)
 
 
-def _agreed_plan(
-    dist_opt: Any, config: MuonConfig, pg_collection: Any, device: torch.device
-) -> tuple[plans.ExchangePlan | None, Found, Exception | None]:
-    """The stage's plan, or the error that this rank found, after every rank has said its part."""
+def _agreed_muon(
+    dist_opt: Any, config: MuonConfig, group: Any, device: torch.device
+) -> DistributedMuon:
+    """The Muon part of this rank, once every rank of the stage has said what it would do.
+
+    An error of this rank waits until then, so that no other rank is left alone in the agreement.
+    """
     tp_group, dp_group = dist_opt.tp_group, dist_opt.data_parallel_group
     found: Found = []
     error: Exception | None = None
@@ -71,28 +80,19 @@ def _agreed_plan(
         description = [*plans.describe([], config), f"error: {routing_error}"]
     coordinates = Coordinates(tp_group.rank(), tp_group.size(), dp_group.rank(), dp_group.size())
     try:
-        grid = agree_on_grid(coordinates, description, _stage_group(pg_collection), device)
-        if error is None:
-            return plans.make_plan([parameter for _, parameter in found], grid, config), found, None
-    except (ValueError, RuntimeError) as mismatch:
-        error = error or mismatch
-    return None, found, error
-
-
-def _put_muon_inside(
-    dist_opt: Any,
-    config: MuonConfig,
-    plan: plans.ExchangePlan,
-    found: Found,
-    group: Any,
-    device: torch.device,
-) -> None:
-    rank = dist.get_rank(group)
+        grid = agree_on_grid(coordinates, description, group, device)
+    except PlanMismatchError as mismatch:
+        raise error or mismatch from None
+    if error is not None:
+        raise error
+    plan = plans.make_plan([parameter for _, parameter in found], grid, config)
+    rank, meter = dist.get_rank(group), Meter()
     main_params = {index: _main_param(dist_opt, found[index][0]) for index in plan.pieces(rank)}
-    meter = Meter()
     exchange = Exchange(plan, rank, group, torch_dtype(config.ns_dtype), device, meter)
-    muon = DistributedMuon(config, plan, rank, exchange, main_params, meter)
-    dist_opt.muon = muon
+    return DistributedMuon(config, plan, rank, exchange, main_params, meter)
+
+
+def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, muon)
     dist_opt.optimizer.muon = muon
     adam: type[torch.optim.Optimizer] = type(dist_opt.optimizer)
@@ -114,7 +114,7 @@ def _main_param(dist_opt: Any, param: torch.nn.Parameter) -> torch.Tensor:
                 if model_param is param:
                     assert isinstance(main, torch.Tensor)
                     return main
-    raise AssertionError("the plan has a piece here that the DistributedOptimizer has not")
+    raise ValueError(f"the plan has a piece of {tuple(param.shape)} that Megatron has not here")
 
 
 def _stage_group(pg_collection: Any) -> Any:
