@@ -1,0 +1,86 @@
+"""The flags of train.py: Megatron's names and meanings, plus the plugin's ``--muon-*``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def _words(line: str) -> list[str]:
+    """The words of one line of an ``@file`` of flags; ``#`` starts a comment."""
+    return line.split("#")[0].split()
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parses flags; ``@gpt.args`` reads more of them from a file. Later flags win."""
+    parser = argparse.ArgumentParser(description=__doc__, fromfile_prefix_chars="@")
+    parser.convert_arg_line_to_args = _words  # type: ignore[method-assign]
+    _add_topology(parser)
+    _add_model(parser)
+    _add_training(parser)
+    _add_optimizer(parser)
+    _add_output(parser)
+    return parser.parse_args(argv)
+
+
+def _switch(group: argparse._ArgumentGroup, *names: str, text: str | None = None) -> None:
+    for name in names:
+        group.add_argument(name, action="store_true", help=text)
+
+
+def _add_topology(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("topology")
+    group.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    _switch(group, "--sequence-parallel", "--use-distributed-optimizer")
+    _switch(group, "--overlap-grad-reduce", "--overlap-param-gather")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--num-layers", type=int, default=4)
+    group.add_argument("--hidden-size", type=int, default=128)
+    group.add_argument("--ffn-hidden-size", type=int, default=None)
+    group.add_argument("--num-attention-heads", type=int, default=4)
+    _switch(group, "--group-query-attention")
+    group.add_argument("--num-query-groups", type=int, default=1)
+    group.add_argument("--seq-length", type=int, default=128)
+    group.add_argument("--init-method-std", type=float, default=0.02)
+    _switch(group, "--swiglu", "--untie-embeddings-and-output-weights", "--bf16")
+    _switch(group, "--disable-bias-linear")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--micro-batch-size", type=int, default=8)
+    group.add_argument("--global-batch-size", type=int, default=32)
+    group.add_argument("--train-iters", type=int, default=320)
+    group.add_argument("--eval-interval", type=int, default=20)
+    group.add_argument("--eval-iters", type=int, default=8)
+    group.add_argument("--log-interval", type=int, default=20)
+    group.add_argument("--seed", type=int, default=1234, help="initial weights and data order")
+
+
+def _add_optimizer(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("optimizer")
+    group.add_argument("--optimizer", choices=("adam", "muon"), default="adam")
+    group.add_argument("--lr", type=float, required=True)
+    group.add_argument("--min-lr", type=float, default=0.0)
+    group.add_argument("--lr-decay-style", default="cosine")
+    group.add_argument("--lr-warmup-iters", type=int, default=0)
+    group.add_argument("--weight-decay", type=float, default=0.01)
+    group.add_argument("--clip-grad", type=float, default=1.0)
+    group.add_argument("--adam-beta1", type=float, default=0.9)
+    group.add_argument("--adam-beta2", type=float, default=0.999)
+    group.add_argument("--adam-eps", type=float, default=1e-8)
+    group.add_argument("--muon-momentum", type=float, default=0.95)
+    group.add_argument("--muon-matched-adamw-rms", type=float, default=0.2)
+    group.add_argument("--muon-ns-steps", type=int, default=5)
+    _switch(group, "--no-muon-nesterov")
+    _switch(group, "--weight-decay-all-params", text="decay norms and biases too (with muon)")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--tensorboard-dir", type=Path, default=None)
+    group.add_argument("--figures", type=Path, default=None, help="JSON file for curve and figures")

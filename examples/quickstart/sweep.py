@@ -1,0 +1,135 @@
+"""Finds each optimizer's best learning rate, or repeats both at their best with several seeds.
+
+    python sweep.py                        # both grids, writes figures/sweep.json
+    python sweep.py --seeds 1 2 3          # at the best rates there, writes figures/seeds.json
+
+Each run is the quickstart's training (gpt.args: same global batch, data order, initial weights and
+schedule) in ONE process, which is faster than eight on a small machine; ``--jobs`` run at a time.
+Runs that are already in the work folder with the same flags are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+GRIDS = {
+    "muon": [1e-3, 2e-3, 5e-3, 1e-2, 2e-2],
+    "adam": [5e-4, 1e-3, 2e-3, 5e-3, 1e-2],
+}
+Key = tuple[str, float, int]  # optimizer, learning rate, seed
+
+
+def run_one(key: Key, work: Path, extra: list[str]) -> dict[str, Any]:
+    """Trains one run as its own process and returns the figures it wrote."""
+    optimizer, lr, seed = key
+    flags = hashlib.sha256(((HERE / "gpt.args").read_text() + str(extra)).encode()).hexdigest()[:8]
+    name = f"{optimizer}_lr{lr:g}_seed{seed}_{flags}"
+    figures = work / f"{name}.json"
+    if not figures.exists():
+        command = [sys.executable, str(HERE / "train.py"), f"@{HERE / 'gpt.args'}"]
+        command += ["--optimizer", optimizer, "--lr", str(lr), "--seed", str(seed)]
+        command += ["--micro-batch-size", "32", "--figures", str(figures), *extra]
+        with (work / f"{name}.log").open("w") as log:
+            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+        if done.returncode and not _diverged(work / f"{name}.log"):
+            raise RuntimeError(f"{name} failed: see {work / f'{name}.log'}")
+    if not figures.exists():
+        print(f"{name}: diverged", flush=True)
+        return {"val_loss": None, "train_loss": None}
+    result = json.loads(figures.read_text())
+    print(f"{name}: validation {result['figures']['val_loss']:.4f}", flush=True)
+    return {**result["figures"], "corpus_sha256": result["corpus_sha256"]}
+
+
+def _diverged(log: Path) -> bool:
+    return "FloatingPointError: the loss is" in log.read_text()
+
+
+def run_all(keys: list[Key], work: Path, jobs: int, extra: list[str]) -> dict[Key, dict[str, Any]]:
+    """Runs all of ``keys``, ``jobs`` at a time, one thread each."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    work.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(zip(keys, pool.map(lambda key: run_one(key, work, extra), keys), strict=True))
+
+
+def best_rate(rows: list[dict[str, Any]]) -> tuple[float, bool]:
+    """The rate with the lowest validation loss, and whether it is the grid's first or last."""
+    rows = sorted(rows, key=lambda row: row["lr"])
+    losses = [float("inf") if row["val_loss"] is None else row["val_loss"] for row in rows]
+    best = losses.index(min(losses))
+    return float(rows[best]["lr"]), best in (0, len(rows) - 1)
+
+
+def sweep(args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
+    """Runs both grids with one seed; the figures of each rate and the best ones."""
+    grids = {"muon": args.muon_lrs, "adam": args.adam_lrs}
+    keys = [(name, lr, args.seed) for name, grid in grids.items() for lr in grid]
+    results = run_all(keys, args.work, args.jobs, extra)
+    report: dict[str, Any] = {"seed": args.seed}
+    for name in grids:
+        rows = [
+            {"lr": lr, "val_loss": run["val_loss"], "train_loss": run["train_loss"]}
+            for (optimizer, lr, _), run in sorted(results.items(), key=lambda item: item[0])
+            if optimizer == name
+        ]
+        best, at_edge = best_rate(rows)
+        report[name] = {"best_lr": best, "at_edge": at_edge, "runs": rows}
+    corpora = {run["corpus_sha256"] for run in results.values() if "corpus_sha256" in run}
+    if len(corpora) != 1:
+        raise ValueError(f"runs in {args.work} saw different texts, {corpora}: empty it")
+    return {**report, "corpus_sha256": corpora.pop()}
+
+
+def repeat(args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
+    """Runs both optimizers at the recorded best rates with each of ``--seeds``."""
+    recorded = json.loads((args.figures / "sweep.json").read_text())
+    rates = {name: recorded[name]["best_lr"] for name in GRIDS}
+    keys = [(name, lr, seed) for name, lr in rates.items() for seed in args.seeds]
+    results = run_all(keys, args.work, args.jobs, extra)
+    report: dict[str, Any] = {"seeds": args.seeds}
+    for name, lr in rates.items():
+        losses = [results[name, lr, seed]["val_loss"] for seed in args.seeds]
+        spread = max(losses) - min(losses)
+        mean = statistics.fmean(losses)
+        report[name] = {"lr": lr, "val_losses": losses, "mean": mean, "spread": spread}
+    report["gap"] = report["adam"]["mean"] - report["muon"]["mean"]
+    report["gap_over_spread"] = report["gap"] / max(report[name]["spread"] for name in rates)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--muon-lrs", type=float, nargs="+", default=GRIDS["muon"])
+    parser.add_argument("--adam-lrs", type=float, nargs="+", default=GRIDS["adam"])
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--seeds", type=int, nargs="+", help="repeat at the best rates instead")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--work", type=Path, default=HERE / "out" / "sweep", help="single runs")
+    parser.add_argument("--figures", type=Path, default=HERE / "figures", help="the results")
+    args, extra = parser.parse_known_args()  # the rest goes to train.py, e.g. --train-iters 100
+    report = repeat(args, extra) if args.seeds else sweep(args, extra)
+    args.figures.mkdir(parents=True, exist_ok=True)
+    path = args.figures / ("seeds.json" if args.seeds else "sweep.json")
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+    print(f"Wrote {path}")
+    for name in GRIDS:
+        if report[name].get("at_edge"):
+            sys.exit(f"{name}'s best rate is at the edge of its grid: widen it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Trains a byte-level GPT with megatron-core's model, schedules, DDP and optimizer.
+
+    torchrun --standalone --nproc-per-node 8 train.py @gpt.args --tensor-model-parallel-size 2 \
+        --pipeline-model-parallel-size 2 --micro-batch-size 8 --optimizer muon --lr 0.02
+
+Without torchrun it runs as one process. Without a GPU it runs on gloo.
+"""
+# ruff: noqa: E402 (megatron_muon.cpu.enable() has to run before Megatron is imported)
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import megatron_muon.cpu
+
+for harmless in (  # what megatron-core 0.16.1 and torch 2.13 say on every rank of every CPU run
+    "Apex is not installed",
+    "full scope is deprecated",
+    "When using async grad allreduce",
+    "`torch.distributed.*` is deprecated",
+):
+    warnings.filterwarnings("ignore", message=harmless)
+if not torch.cuda.is_available():
+    megatron_muon.cpu.enable()  # before anything of Megatron is imported
+
+import measure
+from arguments import parse
+from corpus import HELD_OUT_STREAM, TRAIN_STREAM, Batches, Corpus, read_corpus
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from model import build_model
+from progress import Progress
+
+Microbatch = dict[str, torch.Tensor]
+
+
+def start_distributed(args: Namespace) -> torch.device:
+    """Joins torchrun's processes (or starts a world of one) and makes Megatron's groups."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    )
+    model_parallel_cuda_manual_seed(args.seed)
+    return device
+
+
+def build_optimizer(
+    args: Namespace, model: DistributedDataParallel
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Megatron's optimizer and learning-rate schedule for these flags."""
+    if args.optimizer == "muon":
+        megatron_muon.install(
+            megatron_muon.MuonConfig(
+                matched_adamw_rms=args.muon_matched_adamw_rms,
+                momentum=args.muon_momentum,
+                nesterov=not args.no_muon_nesterov,
+                ns_steps=args.muon_ns_steps,
+                weight_decay_all_params=args.weight_decay_all_params,
+            )
+        )
+    config = OptimizerConfig(
+        optimizer=args.optimizer,
+        lr=args.lr,
+        min_lr=args.min_lr,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_eps,
+        clip_grad=args.clip_grad,
+        bf16=args.bf16,
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        overlap_param_gather=args.overlap_param_gather,
+    )
+    optimizer = get_megatron_optimizer(config, [model])
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_iters,
+        lr_decay_steps=args.train_iters,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters,
+        wd_incr_style="constant",
+    )
+    model.config.grad_scale_func = optimizer.scale_loss
+    if args.overlap_grad_reduce:
+        model.config.no_sync_func = model.no_sync
+    return optimizer, scheduler
+
+
+def batches(args: Namespace, corpus: Corpus) -> tuple[Batches, Batches]:
+    """Training windows, and the held-out windows that every evaluation of every run uses."""
+    cut = partial(
+        Batches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+    )
+    train = cut(corpus.train, TRAIN_STREAM, args.seed)
+    per_micro = args.micro_batch_size * train.dp_size
+    if args.global_batch_size % per_micro:
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of "
+            f"--micro-batch-size x data-parallel size = {per_micro}"
+        )
+    return train, cut(corpus.held_out, HELD_OUT_STREAM, seed=0)
+
+
+def forward_step(
+    device: torch.device, microbatches: Iterator[Microbatch], model: torch.nn.Module
+) -> tuple[torch.Tensor, Any]:
+    """Megatron's forward_step_func: the per-token losses and what turns them into the loss."""
+    batch = {name: value.to(device) for name, value in next(microbatches).items()}
+    output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
+    return output, mean_loss
+
+
+def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The mean over tokens, and a copy to log (the schedule divides the first in place)."""
+    loss = losses.float().mean()
+    return loss, {"lm loss": loss.detach().clone()}
+
+
+def run_step(
+    data: Batches, step: int, model: DistributedDataParallel, device: torch.device, training: bool
+) -> torch.Tensor:
+    """Forward (and backward) over one global batch; the last stage gets this rank's mean loss."""
+    reported = get_forward_backward_func()(
+        forward_step_func=partial(forward_step, device),
+        data_iterator=data.step(step),
+        model=[model],
+        num_microbatches=data.micro_batches,
+        seq_length=data.seq_length,
+        micro_batch_size=data.micro_batch_size,
+        forward_only=not training,
+    )
+    if not parallel_state.is_pipeline_last_stage():
+        return torch.zeros((), device=device)
+    return torch.stack([entry["lm loss"] for entry in reported]).mean()
+
+
+def global_loss(loss: torch.Tensor) -> float:
+    """The mean of ``loss`` over data-parallel ranks. Raises if it is not finite."""
+    torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+    value = loss.item() / parallel_state.get_data_parallel_world_size()
+    if not math.isfinite(value):
+        raise FloatingPointError(f"the loss is {value}: try a lower --lr")
+    return value
+
+
+def evaluate(
+    args: Namespace, held_out: Batches, model: DistributedDataParallel, device: torch.device
+) -> float:
+    """The mean loss over ``--eval-iters`` held-out batches, the same ones every time."""
+    model.eval()
+    hooked = args.overlap_param_gather
+    if hooked:
+        model.disable_forward_pre_hook()
+    with torch.no_grad():
+        losses = [run_step(held_out, i, model, device, False) for i in range(args.eval_iters)]
+    if hooked:
+        model.enable_forward_pre_hook()
+    model.train()
+    return global_loss(torch.stack(losses).mean())
+
+
+def train(
+    args: Namespace, corpus: Corpus, device: torch.device, progress: Progress
+) -> dict[str, Any]:
+    """Runs ``--train-iters`` steps with evaluations; returns the run's cost figures."""
+    model = build_model(args)
+    optimizer, scheduler = build_optimizer(args, model)
+    training, held_out = batches(args, corpus)
+    step_seconds, optimizer_seconds = [], []
+    progress.evaluated(0, evaluate(args, held_out, model, device))
+    for step in range(1, args.train_iters + 1):
+        began = time.perf_counter()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = run_step(training, step, model, device, True)
+        reduced = time.perf_counter()
+        updated, grad_norm, _ = optimizer.step()
+        if not updated:
+            raise FloatingPointError(f"Megatron skipped step {step}: gradients overflowed")
+        ended = time.perf_counter()
+        lr = scheduler.get_lr(optimizer.param_groups[0])
+        scheduler.step(1)
+        step_seconds.append(ended - began)
+        optimizer_seconds.append(ended - reduced)
+        scalars = {"learning-rate": lr, "grad-norm": grad_norm, "iteration-time": ended - began}
+        progress.trained(step, global_loss(loss), scalars)
+        if step % args.eval_interval == 0 or step == args.train_iters:
+            progress.evaluated(step, evaluate(args, held_out, model, device))
+    return measure.collect(model, optimizer, args.optimizer, step_seconds, optimizer_seconds)
+
+
+def record(args: Namespace, corpus: Corpus, progress: Progress, costs: dict[str, Any]) -> None:
+    """Writes the run's curve and figures to ``--figures``."""
+    recent = [loss for _, loss in progress.curve["train"][-args.eval_interval :]]
+    figures = {
+        "topology": {
+            "tp": args.tensor_model_parallel_size,
+            "pp": args.pipeline_model_parallel_size,
+            "dp": parallel_state.get_data_parallel_world_size(),
+        },
+        "corpus_sha256": corpus.sha256,
+        "optimizer": args.optimizer,
+        "seed": args.seed,
+        "figures": {
+            "val_loss": progress.curve["validation"][-1][1],
+            "train_loss": sum(recent) / len(recent),
+            "steps": args.train_iters,
+            **costs,
+            "lr": args.lr,
+        },
+        "curve": progress.curve,
+    }
+    args.figures.parent.mkdir(parents=True, exist_ok=True)
+    args.figures.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def main() -> None:
+    args = parse()
+    device = start_distributed(args)
+    corpus = read_corpus()
+    # The last stage alone has the loss; its first rank shows and writes it.
+    shows = (
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank() == 0
+    )
+    with Progress(args, shows) as progress:
+        costs = train(args, corpus, device, progress)
+    if shows and args.figures is not None:
+        record(args, corpus, progress, costs)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
