@@ -12,7 +12,7 @@ assert version is not None
 setup(
     name="megatron-muon",
     version=version.group(1),
-    description="Distributed Muon for Megatron: --optimizer muon over the DistributedOptimizer",
+    description="Distributed Muon for Megatron: optimizer='muon' over the DistributedOptimizer",
     long_description=(here / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -20,10 +20,10 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_muon", "megatron_muon.*"]),
     package_data={"megatron_muon": ["py.typed"]},
-    install_requires=["torch>=2.4", "megatron-core>=0.16.1,<0.17"],
+    install_requires=["torch>=2.4", "megatron-core==0.16.1"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
-        "apex": ["apex"],
+        # No extra for Apex: NVIDIA's is built from source, PyPI's package of that name is another.
         "examples": ["matplotlib", "tensorboard", "tqdm"],
         "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
     },

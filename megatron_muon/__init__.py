@@ -1,4 +1,4 @@
-"""Distributed Muon for Megatron: ``--optimizer muon`` over Megatron's own DistributedOptimizer.
+"""Distributed Muon for Megatron: ``optimizer='muon'`` over Megatron's own DistributedOptimizer.
 
 Importing this package pulls in neither Megatron nor torch; ``install()`` does the hooking, and
 ``megatron_muon.cpu.enable()`` lets megatron-core run without a GPU.
@@ -6,15 +6,23 @@ Importing this package pulls in neither Megatron nor torch; ``install()`` does t
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.config import MuonConfig
 
 if TYPE_CHECKING:
+    from megatron_muon import cpu as cpu
     from megatron_muon.exchange import Meter
 
-__all__ = ["MuonConfig", "__version__", "install", "meter", "uninstall"]
+__all__ = ["MuonConfig", "__version__", "cpu", "install", "meter", "uninstall"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "cpu":  # it needs torch, which importing the package does not
+        return importlib.import_module("megatron_muon.cpu")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def install(config: MuonConfig | None = None) -> None:

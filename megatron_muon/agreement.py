@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -62,8 +63,17 @@ def raise_together(error: Exception | None, group: Group, device: torch.device) 
         Exception: ``error`` where there is one.
         RuntimeError: on the other ranks.
     """
-    if not collectives.any_rank(error is not None, group, device):
-        return
+    if collectives.any_rank(torch.tensor(error is not None, device=device), group):
+        raise_quoting(error, group)
+
+
+def raise_quoting(error: Exception | None, group: Group) -> NoReturn:
+    """Raise on every rank of the group, at least one of which has an error.
+
+    Raises:
+        Exception: ``error`` where there is one.
+        RuntimeError: on the other ranks; quotes the first.
+    """
     texts = collectives.all_gather_texts("" if error is None else str(error), group)
     if error is not None:
         raise error

@@ -35,9 +35,9 @@ def all_to_all(
     return received
 
 
-def any_rank(flag: bool, group: Group, device: torch.device) -> bool:
-    """True on every rank of the group if ``flag`` is True on one."""
-    vote = torch.tensor([flag], dtype=torch.int32, device=device)
+def any_rank(flag: Tensor, group: Group) -> bool:
+    """True on every rank of the group if ``flag``, a bool scalar, is True on one."""
+    vote = flag.to(torch.int32)
     with record_function("muon/vote"):
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
     return bool(vote.item())

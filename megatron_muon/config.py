@@ -29,12 +29,15 @@ class MuonConfig:
         ns_steps: Newton-Schulz iterations; the paper found 10 no better than 5.
         ns_coefficients: (a, b, c) of X ← aX + (bA + cA²)X with A = XXᵀ, the same in each step.
         ns_dtype: what matrices travel and are orthogonalized in. Products accumulate in fp32 and
-            round once, in either.
-        weight_decay_all_params: decay RMSNorm gammas and biases too. Off, as in Megatron; the paper
-            (appendix D) recommends it for long runs.
+            round once, in either; on CUDA as far as torch's own switches say so
+            (``torch.backends.cuda.matmul``: TF32, reduced-precision reductions).
+        weight_decay_all_params: decay RMSNorm gammas and biases too, and whatever else an override
+            gives ``wd_mult`` 0. Off, as in Megatron; the paper (appendix D) recommends it for long
+            runs.
         split_qkv: orthogonalize the Q, K and V parts of a fused QKV weight as three matrices.
         homes: which rank orthogonalizes a matrix. ``balanced`` keeps the rank that holds most of
-            it unless that rank's work would pass 1.05 × the ideal; ``local`` always keeps it.
+            it unless that rank's work would pass 1.05 × the ideal or the largest matrix's, if that
+            is more; ``local`` always keeps it.
 
     Raises:
         TypeError: a setting is of the wrong kind.

@@ -115,7 +115,7 @@ class Exchange:
             index: torch.empty(piece.size, dtype=self._dtype, device=self._device)
             for index, piece in self._pieces.items()
         }
-        for segment in self._routes.kept_directions:
+        for segment in self._routes.kept:
             self._local(pieces, segment).copy_(_staged(staged, segment))
         routes = self._routes
         self._meter.scatter_bytes += self._all_to_all(

@@ -23,6 +23,9 @@ class Span:
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"a span needs 0 <= start <= stop, got [{self.start}, {self.stop})")
 
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
+
     @property
     def size(self) -> int:
         return self.stop - self.start

@@ -70,9 +70,10 @@ def _addmm(
 ) -> Tensor:
     """``beta·linear + alpha·left@right``, accumulated in fp32 and rounded once to left's dtype.
 
-    On CUDA the matmul does that by itself. On CPU the operands, exact in fp32, are multiplied
-    there: torch's bf16 kernels are tens of times slower where the CPU has no bf16 instructions, and
-    the result does not depend on whether it has them.
+    On CUDA the matmul does that by itself, as accurately as ``torch.backends.cuda.matmul`` lets it
+    (TF32 and reduced-precision reductions are the process's choice). On CPU the operands, exact in
+    fp32, are multiplied there: torch's bf16 kernels are tens of times slower where the CPU has no
+    bf16 instructions, and the result does not depend on whether it has them.
     """
     dtype = left.dtype
     if left.device.type == "cpu" and dtype != torch.float32:

@@ -76,8 +76,7 @@ class RankRoutes:
 
     ``gather_to[r]`` are the segments it sends to home r and whose directions come back;
     ``gather_from[r]`` those that rank r sends to it. ``scatter_to`` and ``scatter_from`` are the
-    same but for replicas, which only receive. ``kept`` are the segments that are already home,
-    ``kept_directions`` those whose directions are.
+    same but for replicas, which only receive. ``kept`` are the segments that are already home.
     """
 
     gather_to: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
@@ -85,7 +84,6 @@ class RankRoutes:
     scatter_to: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
     scatter_from: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
     kept: list[Segment] = field(default_factory=list)
-    kept_directions: list[Segment] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +110,7 @@ class ExchangePlan:
             if rank not in (home, segment.rank):
                 continue
             if home == segment.rank:
-                routes.kept_directions.append(segment)
-                if not segment.replica:
-                    routes.kept.append(segment)
+                routes.kept.append(segment)  # the home's TP rank sends, so it is no replica
                 continue
             mine = segment.rank == rank
             other = home if mine else segment.rank
@@ -257,7 +253,16 @@ def held_pieces(parameter: Parameter, grid: Grid) -> Iterator[tuple[int, Span]]:
 
 def describe(parameters: Sequence[Parameter], config: MuonConfig) -> list[str]:
     """All that a plan follows from but the grid, a line each: what ranks have to agree about."""
-    return [f"settings: {config}", *(f"{parameter.name}: {parameter}" for parameter in parameters)]
+    return [f"settings: {config}", *map(_describe, parameters)]
+
+
+def _describe(parameter: Parameter) -> str:
+    matrices = ", ".join(f"{m.name} {m.rows}x{m.cols}" for m in parameter.matrices)
+    place = f"buffer {parameter.buffer}, bucket {parameter.bucket}, elements {parameter.span}"
+    return (
+        f"{parameter.name}: local shape {parameter.shape}, partition_dim {parameter.partition_dim},"
+        f" {place}, matrices {matrices}, rows {digest([repr(parameter.blocks)]).hex()[:16]}"
+    )
 
 
 def digest(lines: Sequence[str]) -> bytes:

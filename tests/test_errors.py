@@ -82,6 +82,14 @@ UNSUPPORTED = {
         "ValueError: optimizer='muon' shards over Megatron's distributed optimizer: set "
         "use_distributed_optimizer=True",
     ),
+    "ddp without distributed optimizer": (
+        {"ddp": {"use_distributed_optimizer": False}},
+        "use_distributed_optimizer=True in OptimizerConfig and DistributedDataParallelConfig",
+    ),
+    "l2 regularization": (
+        {"optimizer": {"decoupled_weight_decay": False}},
+        "ValueError: optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay",
+    ),
     "fp16": ({"optimizer": {"fp16": True, "bf16": False}}, "does not support fp16 yet"),
     "precision-aware": (
         {"late": {"use_precision_aware_optimizer": True}},  # its __post_init__ wants adam
@@ -103,12 +111,12 @@ UNSUPPORTED = {
         },
         "does not support num_distributed_optimizer_instances yet (got 2): use one instance",
     ),
-    "fp8": ({"model": {"fp8": "e4m3"}}, "does not support fp8 parameters yet (got 'e4m3')"),
+    "fp8": ({"model": {"fp8": "e4m3"}}, "does not support fp8 yet (got 'e4m3')"),
     "cp": ({"model": {"context_parallel_size": 2}}, "does not support context_parallel_size yet"),
     "moe": ({"model": {"num_moe_experts": 4}}, "does not support num_moe_experts yet (got 4)"),
     "mla": ({"model": {"multi_latent_attention": True}}, "support multi_latent_attention yet"),
     "mtp": ({"model": {"mtp_num_layers": 1}}, "does not support mtp_num_layers yet (got 1)"),
-    "chunks": ({"chunks": 2}, "does not support virtual pipeline stages yet (got 2)"),
+    "chunks": ({"chunks": 2}, "virtual_pipeline_model_parallel_size yet (got 2): use one"),
     "ignored setting": (
         {"optimizer": {"muon_momentum": 0.5}},
         "ValueError: OptimizerConfig.muon_momentum=0.5 configures Megatron's own Muon",
@@ -123,20 +131,33 @@ def test_an_unsupported_mode_is_refused_before_any_collective(name: str) -> None
         assert message in text, text
 
 
-def test_a_chunk_without_megatrons_ddp_is_refused() -> None:
-    (text,) = run(_error_without_ddp, 1)
-    assert "needs model chunks in Megatron's DistributedDataParallel, got ['Linear']" in text
+class _Fsdp2(torch.nn.Module):
+    """What get_megatron_optimizer needs of a chunk, as torch FSDP2's wrapper has it."""
+
+    def __init__(self, ddp: Any) -> None:
+        super().__init__()
+        self.ddp_config, self.config, self.module = ddp.ddp_config, ddp.config, ddp.module
 
 
-def _error_without_ddp() -> str:
-    from megatron.core.optimizer import OptimizerConfig
+def _error_with_another_wrapper() -> str:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from megatron_muon.mcore.supported import refuse_unsupported
+    import megatron_muon
 
+    chunk = _Fsdp2(build(CASE, Topology()).ddp)
     config = OptimizerConfig(optimizer="muon", lr=0.1, use_distributed_optimizer=True)
-    with pytest.raises(NotImplementedError) as caught:
-        refuse_unsupported(config, [torch.nn.Linear(2, 2)])
+    megatron_muon.install()
+    try:
+        with pytest.raises(NotImplementedError) as caught:
+            get_megatron_optimizer(config, [chunk])
+    finally:
+        megatron_muon.uninstall()
     return str(caught.value)
+
+
+def test_a_chunk_without_megatrons_ddp_is_refused() -> None:
+    (text,) = run(_error_with_another_wrapper, 1)
+    assert "does not support _Fsdp2 yet: wrap model chunks in Megatron's" in text
 
 
 def _disagree(topology: Topology, kind: str) -> str:
@@ -254,6 +275,8 @@ def _checkpoint_errors() -> list[str]:
     (megatron,) = distributed_optimizers(built.optimizer)
     texts = []
     for call in (
+        built.optimizer.state_dict,
+        lambda: built.optimizer.load_state_dict({}),
         lambda: megatron.sharded_state_dict({}),
         lambda: megatron.save_parameter_state("state.pt"),
         lambda: megatron.load_parameter_state("state.pt"),
@@ -301,11 +324,42 @@ def _hook_errors() -> list[str]:
     return [*texts, str(wrong.value)]
 
 
+def _error_without_an_attribute() -> str:
+    from megatron_muon.mcore.hooks import SeamError, check_built
+
+    megatron = start(replace(CASE, optimizer="adam"), Topology()).optimizer.chained_optimizers[0]
+    check_built(megatron)
+    del megatron.shard_fp32_groups
+    with pytest.raises(SeamError) as caught:
+        check_built(megatron)
+    return str(caught.value)
+
+
+def test_a_missing_attribute_is_an_error_that_names_it() -> None:
+    (text,) = run(_error_without_an_attribute, 1)
+    assert "DistributedOptimizer of megatron-core 0.16.1 has no shard_fp32_groups" in text
+
+
+def _error_without_the_stage_group() -> str:
+    from megatron_muon.config import MuonConfig
+    from megatron_muon.mcore.build import make_muons
+
+    megatron = start(replace(CASE, optimizer="adam"), Topology()).optimizer.chained_optimizers[0]
+    with pytest.raises(ValueError) as caught:
+        make_muons(megatron, MuonConfig(), pg_collection=object())
+    return str(caught.value)
+
+
+def test_process_groups_without_the_stages_are_refused() -> None:
+    (text,) = run(_error_without_the_stage_group, 1)
+    assert "give the pg_collection its tp_dp_cp group" in text
+
+
 def test_a_changed_megatron_is_an_error_that_names_the_symbol() -> None:
     (texts,) = run(_hook_errors, 1)
     changed, gone, version, wrong = texts
     symbol = "megatron.core.optimizer._get_param_groups"
     assert f"{symbol} of megatron-core 0.16.1 has no parameter config_overrides" in changed
     assert f"megatron-core 0.16.1 has no {symbol}" in gone
-    assert "megatron-core 0.99.0 is installed; megatron_muon supports 0.16.x" in version
+    assert "megatron-core 0.99.0 is installed; this megatron_muon was tested with 0.16.1" in version
     assert "install takes a MuonConfig, got {'momentum': 0.9}" in wrong

@@ -96,5 +96,11 @@ def test_importing_the_package_pulls_in_nothing_heavy() -> None:
     assert loaded.isdisjoint({"megatron", "torch", "numpy", "matplotlib"})
 
 
+def test_the_cpu_runtime_is_there_without_another_import() -> None:
+    """As the README calls it; it needs torch, so it is imported when it is first named."""
+    loaded = _loaded_after("import megatron_muon; megatron_muon.cpu.enabled()")
+    assert "torch" in loaded and "megatron" not in loaded
+
+
 def test_the_integer_tier_runs_without_torch() -> None:
     assert "torch" not in _loaded_after("import megatron_muon.plan, megatron_muon.report")

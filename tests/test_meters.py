@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpt import Case, Topology, distributed_optimizers, start, take_step
+from gpt import (
+    Case,
+    Topology,
+    distributed_optimizers,
+    set_schedule,
+    start,
+    take_step,
+    write_grads,
+)
 from ranks import run
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -44,8 +52,9 @@ def _counted_collectives() -> Iterator[list[tuple[str, int, int]]]:
 
         return counted
 
-    names = [n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "barrier"))]
-    names += [n for n in ("gather", "scatter", "send", "recv", "isend", "irecv") if n not in names]
+    starts = ("all_", "reduce", "broadcast", "barrier", "new_", "batch_", "gather", "scatter")
+    names = [n for n in dir(dist) if n.startswith(starts) and callable(getattr(dist, n))]
+    names += ["send", "recv", "isend", "irecv"]
     for name in names:
         originals[name] = getattr(dist, name)
         setattr(dist, name, count(name, originals[name]))
@@ -98,6 +107,26 @@ def _state_bytes(megatron: Any) -> tuple[int, int, int, int]:
         totals[at] += shard.numel()
         totals[at + 1] += shard.nbytes + sum(tensor.nbytes for tensor in state)
     return tuple(totals)
+
+
+def _first_step(topology: Topology) -> list[str]:
+    """Every collective of a run's first optimizer step, Megatron's own with them."""
+    built = start(CASE, topology)
+    set_schedule(built, 0)
+    write_grads(built, 0)
+    with _counted_collectives() as calls:
+        built.optimizer.step()
+    return [name for name, _, _ in calls]
+
+
+@pytest.mark.parametrize("topology", [Topology(dp=3), Topology(2, 2, 2)], ids=str)
+def test_the_first_step_makes_no_group_and_gathers_no_object(topology: Topology) -> None:
+    """Communicators exist before it, and all ranks call the same collectives in one order."""
+    every = run(_first_step, topology.world_size, topology)
+    for names in every:
+        assert names.count("all_to_all_single") == 2
+        assert not [n for n in names if "object" in n or n in ("new_group", "barrier")]
+    assert all(names == every[0] for names in every)
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES, ids=str)

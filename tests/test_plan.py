@@ -310,7 +310,7 @@ def test_a_bucket_that_does_not_divide_is_refused() -> None:
     ("dp_size", "homes", "most_bytes", "most_load"),
     [(8, "balanced", 0.01, 1.10), (8, "local", 0.005, 1.25), (64, "local", 0.005, 1.60)],
 )
-def testllama_8b_moves_few_bytes(
+def test_llama_8b_moves_few_bytes(
     dp_size: int, homes: str, most_bytes: float, most_load: float
 ) -> None:
     """Mean bytes over AdamW's reduce-scatter (fp32) and all-gather (bf16); design section 3."""

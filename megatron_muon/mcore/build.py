@@ -20,10 +20,13 @@ from megatron_muon.exchange import Exchange, Meter
 from megatron_muon.layout import Parameter
 from megatron_muon.mcore.distributed_optimizer import (
     MuonDistributedOptimizer,
+    device_of,
     init_momentum,
     init_state_of,
     muon_over,
+    owned_shards,
 )
+from megatron_muon.mcore.hooks import check_built
 from megatron_muon.mcore.routing import muon_parameters, named_parameters
 from megatron_muon.newton_schulz import torch_dtype
 from megatron_muon.optimizer import DistributedMuon
@@ -36,22 +39,24 @@ def make_muons(dist_opt: Any, config: MuonConfig, pg_collection: Any = None) -> 
     """Make ``dist_opt`` a MuonDistributedOptimizer in place. Every rank of the world calls it.
 
     Args:
-        dist_opt: Megatron's, fresh; a stub where this rank has no trainable parameters.
+        dist_opt: Megatron's, fresh; a stub where nothing trains anywhere.
         config: the settings.
         pg_collection: the process groups given to ``get_megatron_optimizer``, if any.
 
     Raises:
+        SeamError: the DistributedOptimizer lacks an attribute that the plugin needs.
         PlanMismatchError: ranks of a stage disagree.
-        ValueError, NotImplementedError: a parameter cannot be routed.
+        ValueError, NotImplementedError: a parameter cannot be routed, or a group is missing.
         RuntimeError: on ranks that have no error themselves when another has.
     """
-    device = next(dist_opt.model_chunks[0].parameters()).device
+    check_built(dist_opt)
+    device = device_of(dist_opt)
     muon: DistributedMuon | None = None
     error: Exception | None = None
     if not dist_opt.is_stub_optimizer:
         try:
             muon = _agreed_muon(dist_opt, config, _stage_group(pg_collection), device)
-        except (ValueError, NotImplementedError, PlanMismatchError) as own:
+        except Exception as own:  # whatever it is, the other ranks must hear of it
             error = own
     raise_together(error, dist_opt.get_grad_stats_parallel_group(), device)
     dist_opt.muon = muon
@@ -59,7 +64,7 @@ def make_muons(dist_opt: Any, config: MuonConfig, pg_collection: Any = None) -> 
     if muon is not None:
         _put_inside(dist_opt, muon)
         if dist.get_rank(_stage_group(pg_collection)) == 0:
-            print(_start_line(dist_opt, muon.plan), flush=True)
+            print(_start_line(dist_opt, muon.plan, _pipeline_rank(pg_collection)), flush=True)
 
 
 def _agreed_muon(
@@ -75,7 +80,7 @@ def _agreed_muon(
     try:
         found = muon_parameters(dist_opt.model_chunks, dist_opt.buffers, tp_group.size(), config)
         description = plans.describe([parameter for _, parameter in found], config)
-    except (ValueError, NotImplementedError) as routing_error:
+    except Exception as routing_error:
         error = routing_error
         description = [*plans.describe([], config), f"error: {routing_error}"]
     coordinates = Coordinates(tp_group.rank(), tp_group.size(), dp_group.rank(), dp_group.size())
@@ -87,7 +92,8 @@ def _agreed_muon(
         raise error
     plan = plans.make_plan([parameter for _, parameter in found], grid, config)
     rank, meter = dist.get_rank(group), Meter()
-    main_params = {index: _main_param(dist_opt, found[index][0]) for index in plan.pieces(rank)}
+    shards = dict(owned_shards(dist_opt))
+    main_params = {index: shards[found[index][0]] for index in plan.pieces(rank)}
     exchange = Exchange(plan, rank, group, torch_dtype(config.ns_dtype), device, meter)
     return DistributedMuon(config, plan, rank, exchange, main_params, meter)
 
@@ -100,35 +106,31 @@ def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     init_momentum(dist_opt.optimizer, muon)
 
 
-def _main_param(dist_opt: Any, param: torch.nn.Parameter) -> torch.Tensor:
-    """The flat fp32 shard of a parameter: a copy for bf16 parameters, a view of an fp32 one.
-
-    By identity: a group that mixes both is misnumbered in ``model_param_group_index_map``.
-    """
-    for models, mains in (
-        (dist_opt.model_float16_groups, dist_opt.shard_fp32_from_float16_groups),
-        (dist_opt.model_fp32_groups, dist_opt.shard_fp32_groups),
-    ):
-        for model_group, main_group in zip(models, mains, strict=True):
-            for model_param, main in zip(model_group, main_group, strict=True):
-                if model_param is param:
-                    assert isinstance(main, torch.Tensor)
-                    return main
-    raise ValueError(f"the plan has a piece of {tuple(param.shape)} that Megatron has not here")
-
-
 def _stage_group(pg_collection: Any) -> Any:
-    group = getattr(pg_collection, "tp_dp_cp", None)
-    return group or parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    """The ranks of this pipeline stage: of the given groups, or of Megatron's global ones."""
+    if pg_collection is None:
+        return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    if getattr(pg_collection, "tp_dp_cp", None) is None:
+        raise ValueError(
+            "optimizer='muon' exchanges over a pipeline stage: give the pg_collection its tp_dp_cp "
+            "group, or pass none to use Megatron's global groups"
+        )
+    return pg_collection.tp_dp_cp
 
 
-def _start_line(dist_opt: Any, plan: plans.ExchangePlan) -> str:
+def _pipeline_rank(pg_collection: Any) -> int:
+    if pg_collection is None:
+        return int(parallel_state.get_pipeline_model_parallel_rank())
+    return pg_collection.pp.rank() if hasattr(pg_collection, "pp") else 0
+
+
+def _start_line(dist_opt: Any, plan: plans.ExchangePlan, stage: int) -> str:
     trainable = {
         param for _, param in named_parameters(dist_opt.model_chunks) if param.requires_grad
     }
     return start_line(
         plan,
-        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        stage=stage,
         trainable_elements=sum(param.numel() for param in trainable),
         buckets=sum(len(buffer.buckets) for buffer in dist_opt.buffers),
     )

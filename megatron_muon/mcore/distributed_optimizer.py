@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.agreement import raise_together
+from megatron_muon.agreement import raise_quoting
+from megatron_muon.collectives import any_rank
 from megatron_muon.mcore.routing import named_parameters
 from megatron_muon.optimizer import MOMENTUM_KEY, DistributedMuon
 
@@ -23,7 +24,7 @@ class MuonDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
     """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest.
 
     Attributes:
-        muon: the Muon part; None on a rank without trainable parameters.
+        muon: the Muon part; None where Megatron made a stub, since nothing trains anywhere.
     """
 
     muon: DistributedMuon | None
@@ -36,35 +37,44 @@ class MuonDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
             FloatingPointError: a gradient here is missing or not finite. Nothing has changed yet.
             RuntimeError: one is on another rank.
         """
-        device = next(self.model_chunks[0].parameters()).device
         group = self.get_grad_stats_parallel_group()
-        raise_together(self._gradient_error(), group, device)
+        if any_rank(self._some_grad_is_unusable(), group):
+            raise_quoting(self._gradient_error(), group)
         return bool(super().step_with_ready_grads())
 
+    def _some_grad_is_unusable(self) -> torch.Tensor:
+        """A bool scalar; on CUDA it is still being computed when this returns."""
+        device = device_of(self)
+        grads = [shard.grad for shard in self._shards()]
+        if any(grad is None for grad in grads):
+            return torch.tensor(True, device=device)
+        return _not_finite([grad for grad in grads if grad is not None], device)
+
     def _gradient_error(self) -> FloatingPointError | None:
-        shards = [] if self.is_stub_optimizer else self.get_parameters()
-        grads = [shard.grad for shard in shards if shard.grad is not None]
-        missing = any(self.muon.owns(s) and s.grad is None for s in shards) if self.muon else False
-        if not missing and _all_finite(grads):
+        names = {param: name for name, param in named_parameters(self.model_chunks)}
+        bad = [
+            names[param]
+            for param, shard in ([] if self.is_stub_optimizer else owned_shards(self))
+            if shard.grad is None or _not_finite([shard.grad], shard.device)
+        ]
+        if not bad:
             return None
-        names = [self._name(s) for s in shards if s.grad is None or not _all_finite([s.grad])]
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         return FloatingPointError(
-            f"gradients are missing, NaN or Inf in {', '.join(names[:5])}"
-            f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}; no optimizer state or "
-            "parameter has been changed"
+            f"gradients are missing, NaN or Inf in {', '.join(bad[:5])}{more}; no optimizer state "
+            "or parameter has been changed"
         )
 
-    def _name(self, shard: torch.Tensor) -> str:
-        names = {param: name for name, param in named_parameters(self.model_chunks)}
-        for models, mains in (
-            (self.model_float16_groups, self.shard_fp32_from_float16_groups),
-            (self.model_fp32_groups, self.shard_fp32_groups),
-        ):
-            for model_group, main_group in zip(models, mains, strict=True):
-                for param, main in zip(model_group, main_group, strict=True):
-                    if main is shard:
-                        return names[param]
-        raise AssertionError("a shard of no parameter")
+    def _shards(self) -> list[torch.Tensor]:
+        return [] if self.is_stub_optimizer else list(self.get_parameters())
+
+    def state_dict(self, *args: object, **kwargs: object) -> NoReturn:
+        """Not yet: see ``_no_checkpoint``."""
+        _no_checkpoint()
+
+    def load_state_dict(self, *args: object, **kwargs: object) -> NoReturn:
+        """Not yet: see ``_no_checkpoint``."""
+        _no_checkpoint()
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> NoReturn:
         """Not yet: see ``_no_checkpoint``."""
@@ -132,11 +142,33 @@ def init_momentum(optimizer: Any, muon: DistributedMuon) -> None:
             optimizer.state[shard][MOMENTUM_KEY] = torch.zeros_like(shard, dtype=torch.float32)
 
 
-def _all_finite(tensors: list[torch.Tensor]) -> bool:
+def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """``(parameter, flat fp32 shard)`` for all that this rank holds a piece of.
+
+    The shard is a copy for a bf16 parameter and a view of an fp32 one. Paired as Megatron fills the
+    groups: ``model_param_group_index_map`` misnumbers groups that mix both.
+    """
+    for models, shards in (
+        (dist_opt.model_float16_groups, dist_opt.shard_fp32_from_float16_groups),
+        (dist_opt.model_fp32_groups, dist_opt.shard_fp32_groups),
+    ):
+        for model_group, shard_group in zip(models, shards, strict=True):
+            yield from zip(model_group, shard_group, strict=True)
+
+
+def device_of(dist_opt: Any) -> torch.device:
+    """Where the rank's tensors are; known on a stage without any parameter, too."""
+    for chunk in dist_opt.model_chunks:
+        for param in chunk.parameters():
+            return torch.device(param.device)
+    return torch.device(torch.cuda.current_device())
+
+
+def _not_finite(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if not tensors:
-        return True
+        return torch.tensor(False, device=device)
     largest = torch._foreach_norm(tensors, ord=float("inf"))
-    return bool(torch.stack(largest).isfinite().all())
+    return torch.stack(largest).isfinite().all().logical_not()
 
 
 def _no_checkpoint() -> NoReturn:

@@ -1,7 +1,8 @@
 """The Megatron symbols that the plugin relies on, and what it relies on them for.
 
-Read this to know what a Megatron upgrade can break. ``check_hooks`` compares it with the installed
-megatron-core and stops with the symbol's name where they differ.
+Read this to know what a Megatron upgrade can break. ``check_hooks`` compares the functions with the
+installed megatron-core, ``check_built`` the attributes with an optimizer that it has built; both
+stop with the symbol's name where they differ.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
-SUPPORTED_MEGATRON_CORE = ((0, 16),)
+SUPPORTED_MEGATRON_CORE = ("0.16.1",)
 
 
 class SeamError(RuntimeError):
@@ -66,9 +68,15 @@ HOOKS = (
     ),
     Hook(
         "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer._get_model_param_range_map",
-        ("self", "param"),
-        "['param'] is the local piece of a parameter, in elements of it",
+        "DistributedOptimizer.get_grad_stats_parallel_group",
+        ("self",),
+        "the ranks that skip or take a step together: all of the world with one instance",
+    ),
+    Hook(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.get_parameters",
+        ("self",),
+        "the flat fp32 shards that the inner optimizer updates",
     ),
     Hook(
         "megatron.core.optimizer.distrib_optimizer",
@@ -85,6 +93,43 @@ HOOKS = (
 )
 
 
+# Of a DistributedOptimizer: what each attribute is relied on for.
+ATTRIBUTES = {
+    "model_chunks": "the DDP-wrapped modules, for names and marks of parameters",
+    "is_stub_optimizer": "True on a rank that has no parameter groups and never steps",
+    "tp_group": "set by the factory after construction",
+}
+# And of one that is no stub.
+BUILT_ATTRIBUTES = {
+    "optimizer": "the inner Adam: its param_groups hold flat shards, its state is ours to fill",
+    "init_state_fn": "called with the inner optimizer to fill its state before a load",
+    "data_parallel_group": "the ranks that each bucket is cut over",
+    "buffers": "each with param_index_map (start, stop, bucket) and buckets (offset, grad_data)",
+    "model_float16_groups": "parameters in step with shard_fp32_from_float16_groups",
+    "shard_fp32_from_float16_groups": "their flat fp32 main parameters",
+    "model_fp32_groups": "parameters in step with shard_fp32_groups",
+    "shard_fp32_groups": "flat views of them",
+}
+
+
+def check_built(dist_opt: Any) -> None:
+    """Compare the attributes with a DistributedOptimizer that Megatron has built.
+
+    Raises:
+        SeamError: names the attribute.
+    """
+    attributes = dict(ATTRIBUTES)
+    if not getattr(dist_opt, "is_stub_optimizer", False):
+        attributes |= BUILT_ATTRIBUTES
+    for name, relied_on in attributes.items():
+        if not hasattr(dist_opt, name):
+            version = importlib.import_module("megatron.core").__version__
+            raise SeamError(
+                f"{type(dist_opt).__name__} of megatron-core {version} has no {name}, which "
+                f"megatron_muon needs: {relied_on}"
+            )
+
+
 def check_hooks() -> None:
     """Compare the table with the installed megatron-core.
 
@@ -92,12 +137,11 @@ def check_hooks() -> None:
         SeamError: names the version or the symbol, and the way out.
     """
     version = importlib.import_module("megatron.core").__version__
-    release = tuple(int(part) for part in version.split(".")[:2])
-    if release not in SUPPORTED_MEGATRON_CORE:
-        wanted = ", ".join(".".join(map(str, supported)) for supported in SUPPORTED_MEGATRON_CORE)
+    if version not in SUPPORTED_MEGATRON_CORE:
         raise SeamError(
-            f"megatron-core {version} is installed; megatron_muon supports {wanted}.x: install "
-            "one of those, or a megatron_muon that lists this one"
+            f"megatron-core {version} is installed; this megatron_muon was tested with "
+            f"{', '.join(SUPPORTED_MEGATRON_CORE)}: install that, or a megatron_muon that lists "
+            f"{version}"
         )
     for hook in HOOKS:
         _check(hook, version)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import optimizer as mcore_optimizer
@@ -16,16 +15,10 @@ from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
 from megatron_muon.mcore.hooks import check_hooks
 from megatron_muon.mcore.supported import refuse_unsupported
 
-_NAMES = ("_get_param_groups", "_get_megatron_optimizer_based_on_param_groups")
-
-
-@dataclass(slots=True)
-class _Installation:
-    config: MuonConfig
-    originals: dict[str, Any]
-
-
-_installation: _Installation | None = None
+# Megatron's own functions, kept after uninstall() too: a module that took a hooked name by import
+# meanwhile goes on calling ours, which then only pass the call on.
+_originals: dict[str, Any] = {}
+_config: MuonConfig | None = None  # None while not installed
 
 
 def install(config: MuonConfig | None = None) -> None:
@@ -42,27 +35,24 @@ def install(config: MuonConfig | None = None) -> None:
         SeamError: the installed Megatron is not one that the plugin knows.
         TypeError: ``config`` is not a MuonConfig.
     """
-    global _installation
+    global _config
     if config is not None and not isinstance(config, MuonConfig):
         raise TypeError(f"install takes a MuonConfig, got {config!r}")
-    if _installation is not None:
-        _installation.config = config or _installation.config
-        return
-    check_hooks()
-    originals = {name: getattr(mcore_optimizer, name) for name in _NAMES}
-    _installation = _Installation(config or MuonConfig(), originals)
-    mcore_optimizer._get_param_groups = _get_param_groups
-    mcore_optimizer._get_megatron_optimizer_based_on_param_groups = _get_optimizer
+    if _config is None:
+        check_hooks()
+        for name, wrapper in _WRAPPERS.items():
+            _originals[name] = getattr(mcore_optimizer, name)
+            setattr(mcore_optimizer, name, wrapper)
+    _config = config or _config or MuonConfig()
 
 
 def uninstall() -> None:
     """Give Megatron its own functions back. Optimizers already built stay as they are."""
-    global _installation
-    if _installation is None:
-        return
-    for name, original in _installation.originals.items():
-        setattr(mcore_optimizer, name, original)
-    _installation = None
+    global _config
+    if _config is not None:
+        for name, original in _originals.items():
+            setattr(mcore_optimizer, name, original)
+    _config = None
 
 
 def meter(optimizer: Any) -> Meter:
@@ -92,25 +82,28 @@ def _get_param_groups(
     model_chunks: list[Any], config: Any, config_overrides: dict[Any, Any] | None
 ) -> Any:
     """Wraps Megatron's: checks first; decays every parameter where the settings say so."""
-    assert _installation is not None
-    original = _installation.originals["_get_param_groups"]
-    if config.optimizer == "muon":
+    if config.optimizer == "muon" and _config is not None:
         refuse_unsupported(config, model_chunks)
-        if _installation.config.weight_decay_all_params:
+        if _config.weight_decay_all_params:
             config_overrides = _with_weight_decay(config, config_overrides)
-    return original(model_chunks, config, config_overrides)
+    return _originals["_get_param_groups"](model_chunks, config, config_overrides)
 
 
 def _get_optimizer(config: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps Megatron's: lets it build its AdamW distributed optimizer, then makes that Muon's."""
-    assert _installation is not None
-    original = _installation.originals["_get_megatron_optimizer_based_on_param_groups"]
-    if config.optimizer != "muon":
+    original = _originals["_get_megatron_optimizer_based_on_param_groups"]
+    if config.optimizer != "muon" or _config is None:
         return original(config, *args, **kwargs)
     with _asking_for_adam(config):
         dist_opt = original(config, *args, **kwargs)
-    make_muons(dist_opt, _installation.config, kwargs.get("pg_collection"))
+    make_muons(dist_opt, _config, kwargs.get("pg_collection"))
     return dist_opt
+
+
+_WRAPPERS = {
+    "_get_param_groups": _get_param_groups,
+    "_get_megatron_optimizer_based_on_param_groups": _get_optimizer,
+}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
 
@@ -20,24 +21,31 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
         ValueError: an option contradicts Distributed Muon, or would be ignored.
         NotImplementedError: a mode that Muon does not have yet; names the option and the way out.
     """
-    if not optimizer_config.use_distributed_optimizer:
+    sharded = [optimizer_config, *(c.ddp_config for c in model_chunks if hasattr(c, "ddp_config"))]
+    if not all(config.use_distributed_optimizer for config in sharded):
         raise ValueError(
             "optimizer='muon' shards over Megatron's distributed optimizer: set "
             "use_distributed_optimizer=True in OptimizerConfig and DistributedDataParallelConfig "
             "(--use-distributed-optimizer), or choose optimizer='adam'"
         )
-    _refuse_ignored_settings(optimizer_config)
-    if not all(hasattr(chunk, "ddp_config") for chunk in model_chunks):
-        raise NotImplementedError(
-            "optimizer='muon' needs model chunks in Megatron's DistributedDataParallel, got "
-            f"{[type(chunk).__name__ for chunk in model_chunks]} (torch FSDP2 is not supported)"
+    if not optimizer_config.decoupled_weight_decay:
+        raise ValueError(
+            "optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay=True, or "
+            "choose optimizer='adam' for L2 regularization"
         )
+    _refuse_ignored_settings(optimizer_config)
     modes = [*_optimizer_modes(optimizer_config), *_model_modes(model_chunks)]
     for option, value, way_out in modes:
         if value:
             raise NotImplementedError(
                 f"optimizer='muon' does not support {option} yet (got {value!r}): {way_out}, or "
                 "choose optimizer='adam'"
+            )
+    for chunk in model_chunks:
+        if not isinstance(chunk, DistributedDataParallel):
+            raise NotImplementedError(
+                f"optimizer='muon' does not support {type(chunk).__name__} yet: wrap model chunks "
+                "in Megatron's DistributedDataParallel, or choose optimizer='adam'"
             )
 
 
@@ -79,8 +87,8 @@ def _model_modes(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
         instances if instances > 1 else 0,
         "use one instance",
     )
-    yield "fp8 parameters", getattr(model, "fp8", None), "train in bf16 or fp32"
-    yield "fp4 parameters", getattr(model, "fp4", None), "train in bf16 or fp32"
+    yield "fp8", getattr(model, "fp8", None), "train in bf16 or fp32"
+    yield "fp4", getattr(model, "fp4", None), "train in bf16 or fp32"
     size = model.context_parallel_size
     yield "context_parallel_size", size if size > 1 else 0, "use context_parallel_size=1"
     yield "num_moe_experts", getattr(model, "num_moe_experts", None), "train a dense model"
@@ -92,7 +100,7 @@ def _model_modes(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
     yield "mtp_num_layers", getattr(model, "mtp_num_layers", None), "leave it unset"
     chunks = len(model_chunks)
     yield (
-        "virtual pipeline stages",
+        "virtual_pipeline_model_parallel_size",
         chunks if chunks > 1 else 0,
         "use one model chunk per pipeline stage",
     )
