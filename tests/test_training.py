@@ -1,12 +1,15 @@
-"""A small GPT trains on gloo ranks without a GPU, and equals one process in fp32."""
+"""A small GPT trains on gloo ranks with AdamW and with Muon, and equals one process in fp32."""
 
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from ranks import run
+
+import megatron_muon
 
 U = 2.0**-24  # fp32 unit roundoff
 
@@ -19,8 +22,11 @@ class Run:
     pp: int = 1
     dp: int = 1
     sp: bool = False
-    overlap: bool = False
+    overlap_reduce: bool = False
+    overlap_gather: bool = False
     bf16: bool = False
+    optimizer: str = "adam"
+    clip: float = 1.0
     unmarked: bool = False  # take away the norms' sequence_parallel mark
     lr: float = 1e-2
     steps: int = 4
@@ -89,8 +95,9 @@ def _model(r: Run) -> Any:
             param.sequence_parallel = r.sp and not r.unmarked
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
-        overlap_grad_reduce=r.overlap,
-        overlap_param_gather=r.overlap,
+        overlap_grad_reduce=r.overlap_reduce,
+        overlap_param_gather=r.overlap_gather,
+        bucket_size=20_000,  # several buckets where the reduction overlaps
         grad_reduce_in_fp32=True,
     )
     return DistributedDataParallel(config, ddp, Float16Module(config, gpt) if r.bf16 else gpt)
@@ -122,17 +129,21 @@ def _optimizer(r: Run, model: Any) -> Any:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer=r.optimizer,
         lr=r.lr,
         bf16=r.bf16,
         params_dtype=torch.bfloat16 if r.bf16 else torch.float32,
         use_distributed_optimizer=True,
-        overlap_param_gather=r.overlap,
-        clip_grad=1.0,
+        overlap_param_gather=r.overlap_gather,
+        clip_grad=r.clip,
         weight_decay=0.1,
         adam_eps=1e-4,
     )
-    return get_megatron_optimizer(config, [model])
+    megatron_muon.install()
+    try:
+        return get_megatron_optimizer(config, [model])
+    finally:
+        megatron_muon.uninstall()
 
 
 def _connect(r: Run, model: Any, optimizer: Any) -> None:
@@ -141,9 +152,10 @@ def _connect(r: Run, model: Any, optimizer: Any) -> None:
 
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
-    if r.overlap:
+    if r.overlap_reduce:
         model.config.no_sync_func = model.no_sync
         model.config.grad_sync_func = model.start_grad_sync
+    if r.overlap_gather:
         model.config.param_sync_func = model.start_param_sync
 
 
@@ -189,8 +201,14 @@ def _train(r: Run) -> dict[str, Any]:
         _, norm, _ = optimizer.step()
         losses.append(torch.stack([o["loss"] for o in out]).mean().item() if out else None)
         norms.append(norm)
-    inner = optimizer.state_dict()["optimizer"]["param_groups"]
-    return {"losses": losses, "norms": norms, "steps": [group["step"] for group in inner]}
+    model.start_param_sync(force_sync=True)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "steps": [group["step"] for group in optimizer.param_groups if group["params"]],
+        "params": {n: p.detach().float().numpy() for n, p in model.named_parameters()},
+        "buckets": sum(len(buffer.buckets) for buffer in model.buffers),
+    }
 
 
 def _curve(r: Run) -> tuple[list[float], list[float]]:
@@ -207,18 +225,46 @@ def _curve(r: Run) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize(
     "r",
     [
-        Run(dp=2, overlap=True),
+        Run(dp=2, overlap_reduce=True, overlap_gather=True),
         Run(tp=2),
         Run(tp=2, sp=True),
         Run(pp=2),
-        Run(tp=2, pp=2, dp=2, overlap=True),
-        Run(tp=2, pp=2, dp=2, overlap=True, sp=True),
+        Run(tp=2, pp=2, dp=2, overlap_reduce=True, overlap_gather=True),
+        Run(tp=2, pp=2, dp=2, overlap_reduce=True, overlap_gather=True, sp=True),
     ],
     ids=["dp2", "tp2", "tp2+sp", "pp2", "all", "all+sp"],
 )
 def test_bf16_training_learns(r: Run) -> None:
     losses, _ = _curve(replace(r, bf16=True))
     assert all(b < a for a, b in itertools.pairwise(losses))
+
+
+@pytest.mark.parametrize(
+    "r",
+    [
+        Run(),
+        Run(tp=2, dp=2, sp=True),
+        Run(tp=2, pp=2, dp=2, overlap_reduce=True, overlap_gather=True, sp=True),
+    ],
+    ids=["1", "tp2 x dp2 + sp", "all"],
+)
+def test_muon_learns_through_forward_and_backward(r: Run) -> None:
+    losses, _ = _curve(replace(r, bf16=True, optimizer="muon", lr=2e-2))
+    assert all(b < a for a, b in itertools.pairwise(losses))
+
+
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("reduce", "gather"), [(True, False), (True, True)])
+def test_overlap_does_not_change_a_muon_run(reduce: bool, gather: bool, bf16: bool) -> None:
+    """Bitwise, with other buckets: a sum of two ranks has one order, and the clip is off."""
+    plain = Run(dp=2, optimizer="muon", clip=0.0, bf16=bf16)
+    expected = run(_train, 2, plain)
+    found = run(_train, 2, replace(plain, overlap_reduce=reduce, overlap_gather=gather))
+    assert found[0]["buckets"] > expected[0]["buckets"] == 1
+    for one, other in zip(expected, found, strict=True):
+        assert one["losses"] == other["losses"]
+        for name, param in one["params"].items():
+            assert numpy.array_equal(param, other["params"][name]), name
 
 
 # One process and several differ in fp32 by the order of sums. Roundings in any order are a random
@@ -236,7 +282,7 @@ REDUCTION = 64 * U
         Run(tp=2),
         Run(tp=2, sp=True),
         Run(pp=2),
-        Run(tp=2, pp=2, dp=2, overlap=True, sp=True),
+        Run(tp=2, pp=2, dp=2, overlap_reduce=True, overlap_gather=True, sp=True),
     ],
     ids=["dp2", "tp2", "tp2+sp", "pp2", "all"],
 )
