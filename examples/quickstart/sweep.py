@@ -24,7 +24,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 GRIDS = {
     "muon": [1e-3, 2e-3, 5e-3, 1e-2, 2e-2],
-    "adam": [5e-4, 1e-3, 2e-3, 5e-3, 1e-2],
+    "adam": [5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2],
 }
 Key = tuple[str, float, int]  # optimizer, learning rate, seed
 
