@@ -79,17 +79,18 @@ def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) 
 UNSUPPORTED = {
     "no distributed optimizer": (
         {"optimizer": {"use_distributed_optimizer": False}},
-        "ValueError: optimizer='muon' shards over Megatron's distributed optimizer: set "
-        "use_distributed_optimizer=True",
+        "ValueError: optimizer='muon' shards over Megatron's distributed optimizer, but "
+        "OptimizerConfig.use_distributed_optimizer is False: set it",
     ),
     "ddp without distributed optimizer": (
         {"ddp": {"use_distributed_optimizer": False}},
-        "use_distributed_optimizer=True in OptimizerConfig and DistributedDataParallelConfig",
+        "DistributedDataParallelConfig.use_distributed_optimizer is False: set it in",
     ),
     "l2 regularization": (
         {"optimizer": {"decoupled_weight_decay": False}},
         "ValueError: optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay",
     ),
+    "spelling": ({"late": {"optimizer": "Muon"}}, "ValueError: write optimizer='muon', got 'Muon'"),
     "fp16": ({"optimizer": {"fp16": True, "bf16": False}}, "does not support fp16 yet"),
     "precision-aware": (
         {"late": {"use_precision_aware_optimizer": True}},  # its __post_init__ wants adam

@@ -68,6 +68,16 @@ def test_a_fused_qkv_is_three_matrices_or_one() -> None:
     assert (whole.rows, whole.cols) == (rows, 24)
 
 
+def test_an_embedding_module_is_adamws_whatever_its_name() -> None:
+    chunk = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4, bias=False))
+    chunk.config = SimpleNamespace(gated_linear_unit=False, **SIZES)
+    bucket = SimpleNamespace(offset=0, grad_data=torch.zeros(48))
+    places = {chunk[0].weight: (0, 32, 0), chunk[1].weight: (32, 48, 0)}
+    buffer = SimpleNamespace(param_index_map=places, buckets=[bucket])
+    found = muon_parameters([chunk], [buffer], 1, MuonConfig())
+    assert [parameter.name for _, parameter in found] == ["1.weight"]
+
+
 @pytest.mark.parametrize(
     ("local_rows", "tp_size", "sizes"),
     [

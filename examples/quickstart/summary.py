@@ -67,17 +67,17 @@ def table(summary: dict[str, Any]) -> str:
         ("steps", "steps", 1),
         ("step, ms (median)", "step_ms", 1),
         ("  of it optimizer, ms", "optimizer_ms", 1),
-        ("optimizer state, KiB/rank", "state_bytes_per_rank", 1024),
-        ("AdamW's traffic, KiB/rank/step", "adamw_bytes_per_rank", 1024),
-        ("Muon's exchange, KiB/rank/step", "exchange_bytes_per_rank", 1024),
-        ("Newton-Schulz, Mflop/rank/step", "ns_flops_per_rank", 1e6),
-        ("matrices orthogonalized/step", "matrices", 1),
+        ("optimizer + main params, KiB/rank", "state_bytes_per_rank", 1024),
+        ("grads + params sent, KiB/rank", "adamw_bytes_per_rank", 1024),
+        ("Muon's exchange sent, KiB/rank", "exchange_bytes_per_rank", 1024),
+        ("Newton-Schulz, Mflop/rank", "ns_flops_per_rank", 1e6),
+        ("matrices orthogonalized", "matrices", 1),
     ]
     topology = " x ".join(f"{k.upper()}{v}" for k, v in summary["topology"].items())
-    lines = [f"{topology:<32}{'Muon':>12}{'AdamW':>12}"]
+    lines = [f"{topology:<34}{'Muon':>12}{'AdamW':>12}"]
     for label, key, unit in rows:
         cells = "".join(f"{_cell(summary[run][key], unit):>12}" for run in ("muon", "adamw"))
-        lines.append(f"{label:<32}{cells}")
+        lines.append(f"{label:<34}{cells}")
     lines.append(_verdict(summary))
     return "\n".join(lines)
 
@@ -95,7 +95,7 @@ def _verdict(summary: dict[str, Any]) -> str:
         return f"Muon did not reach AdamW's final validation loss in {steps} steps."
     reached = steps / (1 + ratio)
     return (
-        f"Muon reached AdamW's final validation loss at step {reached:.0f} of {steps}"
+        f"Muon reached AdamW's final validation loss at step {reached:.1f} of {steps}"
         f" (leading ratio {ratio:.2f})."
     )
 

@@ -67,7 +67,7 @@ def _check_may_enable(allow_cuda: bool) -> None:
     if "megatron.core" in sys.modules:
         raise RuntimeError(
             "megatron.core is already imported: call megatron_muon.cpu.enable() before anything "
-            "imports Megatron"
+            "imports Megatron (megatron_muon.install() does, too)"
         )
     if not allow_cuda and torch.cuda.is_available():
         raise RuntimeError(

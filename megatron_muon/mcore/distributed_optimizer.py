@@ -173,6 +173,7 @@ def _not_finite(tensors: list[torch.Tensor], device: torch.device) -> torch.Tens
 
 def _no_checkpoint() -> NoReturn:
     raise NotImplementedError(
-        "optimizer='muon' cannot save or load its optimizer state yet: pass --no-save-optim and "
-        "--no-load-optim, or choose optimizer='adam'"
+        "optimizer='muon' cannot save or load its optimizer state yet: save and load the model "
+        "without the optimizer (in Megatron-LM --no-save-optim, --no-load-optim), or choose "
+        "optimizer='adam'"
     )

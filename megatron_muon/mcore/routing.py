@@ -1,6 +1,8 @@
 """Which parameters are Muon's and which matrices they hold: the one table, by name and module.
 
-2-D weights are Muon's unless they are an embedding or the output layer; all else is AdamW's.
+2-D weights are Muon's unless they are an embedding or the output layer; all else is AdamW's. Those
+two are known by Megatron's mark ``is_embedding_or_output_parameter``, by the class of their module
+or by name; a model of one's own marks what none of these tells.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.utils import get_model_config
 
 from megatron_muon.config import MuonConfig
@@ -70,9 +73,10 @@ def muon_parameters(
         for index, buffer in enumerate(buffers)
         for param, (start, stop, bucket_id) in buffer.param_index_map.items()
     }
+    tables = _embedding_tables(model_chunks)
     found = []
     for name, param in named_parameters(model_chunks):
-        if param in places and is_muons(name, param):
+        if param in places and param not in tables and is_muons(name, param):
             index, span, bucket = places[param]
             partition_dim = _partition_dim(param)
             matrices, blocks = _matrices(
@@ -86,6 +90,17 @@ def muon_parameters(
                 )
             )
     return found
+
+
+def _embedding_tables(model_chunks: Sequence[torch.nn.Module]) -> set[torch.nn.Parameter]:
+    """What an embedding module looks up, however the model names it."""
+    return {
+        param
+        for chunk in model_chunks
+        for module in chunk.modules()
+        if isinstance(module, (torch.nn.Embedding, VocabParallelEmbedding))
+        for param in module.parameters(recurse=False)
+    }
 
 
 def _matrices(

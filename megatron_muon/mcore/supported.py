@@ -21,13 +21,15 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
         ValueError: an option contradicts Distributed Muon, or would be ignored.
         NotImplementedError: a mode that Muon does not have yet; names the option and the way out.
     """
-    sharded = [optimizer_config, *(c.ddp_config for c in model_chunks if hasattr(c, "ddp_config"))]
-    if not all(config.use_distributed_optimizer for config in sharded):
-        raise ValueError(
-            "optimizer='muon' shards over Megatron's distributed optimizer: set "
-            "use_distributed_optimizer=True in OptimizerConfig and DistributedDataParallelConfig "
-            "(--use-distributed-optimizer), or choose optimizer='adam'"
-        )
+    ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
+    for config in (optimizer_config, *ddp_configs):
+        if not config.use_distributed_optimizer:
+            raise ValueError(
+                "optimizer='muon' shards over Megatron's distributed optimizer, but "
+                f"{type(config).__name__}.use_distributed_optimizer is False: set it in "
+                "OptimizerConfig and DistributedDataParallelConfig (--use-distributed-optimizer), "
+                "or choose optimizer='adam'"
+            )
     if not optimizer_config.decoupled_weight_decay:
         raise ValueError(
             "optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay=True, or "
