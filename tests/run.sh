@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests in an environment of their own: `bash tests/run.sh [pytest arguments]`.
-# Makes .venv-tests/ at the first call (Python 3.10 or newer, about 200 MB of downloads with a CPU
+# Makes .venv-tests/ at the first call (Python 3.10 or newer, about 250 MB of downloads with a CPU
 # build of torch); pip's own environment variables and configuration are honoured.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
