@@ -82,9 +82,9 @@ def _get_param_groups(
     model_chunks: list[Any], config: Any, config_overrides: dict[Any, Any] | None
 ) -> Any:
     """Wraps Megatron's: checks first; decays every parameter where the settings say so."""
-    if _config is not None and config.optimizer != "muon" == config.optimizer.lower():
-        raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
-    if config.optimizer == "muon" and _config is not None:
+    if _config is not None and config.optimizer.lower() == "muon":
+        if config.optimizer != "muon":
+            raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
         refuse_unsupported(config, model_chunks)
         if _config.weight_decay_all_params:
             config_overrides = _with_weight_decay(config, config_overrides)
