@@ -20,7 +20,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     _add_training(parser)
     _add_optimizer(parser)
     _add_output(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.lr_warmup_iters >= args.train_iters:  # Megatron's scheduler asserts it without a word
+        parser.error(
+            f"--lr-warmup-iters {args.lr_warmup_iters} must be below --train-iters "
+            f"{args.train_iters}"
+        )
+    return args
 
 
 def _switch(group: argparse._ArgumentGroup, *names: str, text: str | None = None) -> None:
