@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -15,8 +17,10 @@ from megatron_muon.plan import Grid, digest
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a rank stands in its stage."""
+    """Where a rank stands in its stage; for experts, in the expert groups of it."""
 
+    ep_rank: int
+    ep_size: int
     tp_rank: int
     tp_size: int
     dp_rank: int
@@ -39,35 +43,34 @@ def agree_on_grid(
         device: where the group's collectives want their tensors.
 
     Returns:
-        ``grid[tp_rank][dp_rank]``: a rank of the group.
+        ``grid[ep_rank][tp_rank][dp_rank]``: a rank of the group.
 
     Raises:
         PlanMismatchError: on every rank of the stage; names the first line that differs.
     """
-    c = coordinates
     words = [
         int.from_bytes(digest(description)[i : i + 8], "big", signed=True) for i in (0, 8, 16, 24)
     ]
-    mine = [c.tp_rank, c.tp_size, c.dp_rank, c.dp_size, *words]
+    mine = [*dataclasses.astuple(coordinates), *words]
     every = collectives.all_gather_numbers(mine, group, device)
-    if any(numbers[4:] != every[0][4:] for numbers in every):
+    if any(numbers[-4:] != every[0][-4:] for numbers in every):
         texts = collectives.all_gather_texts("\n".join(description), group)
         raise PlanMismatchError(_first_difference(texts))
-    return _grid([Coordinates(*numbers[:4]) for numbers in every])
+    return _grid([Coordinates(*numbers[:-4]) for numbers in every])
 
 
-def raise_together(error: Exception | None, group: Group, device: torch.device) -> None:
+def raise_together(error: Exception | None, group: Group | None, device: torch.device) -> None:
     """Raise on every rank of the group if one has an error: its own, or one that quotes the first.
 
     Raises:
         Exception: ``error`` where there is one.
         RuntimeError: on the other ranks.
     """
-    if collectives.any_rank(torch.tensor(error is not None, device=device), group):
+    if collectives.any_rank("muon/agree", torch.tensor(error is not None, device=device), group):
         raise_quoting(error, group)
 
 
-def raise_quoting(error: Exception | None, group: Group) -> NoReturn:
+def raise_quoting(error: Exception | None, group: Group | None) -> NoReturn:
     """Raise on every rank of the group, at least one of which has an error.
 
     Raises:
@@ -78,20 +81,23 @@ def raise_quoting(error: Exception | None, group: Group) -> NoReturn:
     if error is not None:
         raise error
     rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-    raise RuntimeError(f"rank {rank} of the world's {len(texts)} stopped this run: {text}")
+    raise RuntimeError(f"rank {collectives.world_rank(rank, group)} stopped this run: {text}")
 
 
 def _grid(every: list[Coordinates]) -> Grid:
-    tp_size, dp_size = every[0].tp_size, every[0].dp_size
-    ranks = {(c.tp_rank, c.dp_rank): rank for rank, c in enumerate(every)}
-    wanted = [(tp, dp) for tp in range(tp_size) for dp in range(dp_size)]
+    ep_size, tp_size, dp_size = every[0].ep_size, every[0].tp_size, every[0].dp_size
+    ranks = {(c.ep_rank, c.tp_rank, c.dp_rank): rank for rank, c in enumerate(every)}
+    wanted = list(itertools.product(range(ep_size), range(tp_size), range(dp_size)))
     if sorted(ranks) != wanted or len(every) != len(wanted):
         raise PlanMismatchError(
-            f"the stage's group has {len(every)} ranks at (tp, dp) {sorted(ranks)}, but TP x DP is "
-            f"{tp_size} x {dp_size}: pass get_megatron_optimizer the process groups that the model "
-            "was built with"
+            f"the stage's group has {len(every)} ranks at (ep, tp, dp) {sorted(ranks)}, but EP x TP"
+            f" x DP is {ep_size} x {tp_size} x {dp_size}: pass get_megatron_optimizer the process "
+            "groups that the model was built with"
         )
-    return tuple(tuple(ranks[tp, dp] for dp in range(dp_size)) for tp in range(tp_size))
+    return tuple(
+        tuple(tuple(ranks[ep, tp, dp] for dp in range(dp_size)) for tp in range(tp_size))
+        for ep in range(ep_size)
+    )
 
 
 def _first_difference(texts: Sequence[str]) -> str:

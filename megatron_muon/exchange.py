@@ -174,11 +174,13 @@ def _assemble(staged: Tensor, matrix: Matrix) -> Tensor:
     """From staging order to ``(rows, cols)``: put the column parts side by side."""
     if matrix.column_parts == 1:
         return staged.view(matrix.rows, matrix.cols)
-    parts = staged.view(matrix.column_parts, matrix.rows, matrix.cols // matrix.column_parts)
-    return parts.transpose(0, 1).reshape(matrix.rows, matrix.cols)
+    parts, blocks = matrix.column_parts, matrix.column_blocks
+    cut = staged.view(parts, matrix.rows, blocks, matrix.cols // (parts * blocks))
+    return cut.permute(1, 2, 0, 3).reshape(matrix.rows, matrix.cols)
 
 
 def _stage(direction: Tensor, matrix: Matrix) -> Tensor:
     """From ``(rows, cols)`` to staging order, flat."""
-    parts = direction.reshape(matrix.rows, matrix.column_parts, matrix.cols // matrix.column_parts)
-    return parts.transpose(0, 1).reshape(-1)
+    parts, blocks = matrix.column_parts, matrix.column_blocks
+    cut = direction.reshape(matrix.rows, blocks, parts, matrix.cols // (parts * blocks))
+    return cut.permute(2, 0, 1, 3).reshape(-1)

@@ -56,11 +56,19 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """A whole matrix of a parameter: its name in messages and its size over all TP ranks."""
+    """A whole matrix of a parameter.
+
+    Attributes:
+        name: in messages.
+        rows, cols: its size over all TP ranks.
+        column_blocks: equal ranges of columns of which each TP rank holds a part, in order; more
+            than one only where TP splits the columns of a gate and an up half.
+    """
 
     name: str
     rows: int
     cols: int
+    column_blocks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +76,16 @@ class Parameter:
     """A Muon parameter as a stage sees it: identical on every rank but for its TP slice.
 
     Attributes:
-        name: Megatron's parameter name.
-        shape: local (rows, cols), the same on every TP rank.
+        name: Megatron's parameter name, with the number of an expert among all EP ranks' experts.
+        shape: local (rows, cols), the same on every TP rank. A batch of matrices that is one
+            parameter is seen as all their rows, one matrix after another.
         partition_dim: the dim that tensor parallelism splits, None where TP ranks hold replicas.
         bucket: the bucket's elements within its grad buffer.
         span: the parameter's elements within the same buffer.
         buffer: index of the grad buffer.
         matrices: the whole matrices in it.
         blocks: for each TP rank, which local rows are which rows of which matrix.
+        ep_rank: the expert-parallel rank that has it; 0 for what is not an expert's.
     """
 
     name: str
@@ -86,6 +96,7 @@ class Parameter:
     buffer: int
     matrices: tuple[MatrixShape, ...]
     blocks: tuple[tuple[Block, ...], ...]
+    ep_rank: int = 0
 
     @property
     def column_parts(self) -> int:
@@ -120,9 +131,12 @@ class Parameter:
         return sum(1 for _ in self.pieces(dp_size)) > 1
 
 
+Matrices = tuple[tuple[MatrixShape, ...], tuple[tuple[Block, ...], ...]]
+
+
 def whole_matrix(
     name: str, shape: tuple[int, int], partition_dim: int | None, tp_size: int
-) -> tuple[tuple[MatrixShape, ...], tuple[tuple[Block, ...], ...]]:
+) -> Matrices:
     """The parameter is one matrix; TP slices it into equal ranges of rows or columns, or not."""
     rows, cols = shape
     parts = 1 if partition_dim is None else tp_size
@@ -138,9 +152,7 @@ def whole_matrix(
     return (matrix,), blocks
 
 
-def stacked_halves(
-    name: str, shape: tuple[int, int], tp_size: int
-) -> tuple[tuple[MatrixShape, ...], tuple[tuple[Block, ...], ...]]:
+def stacked_halves(name: str, shape: tuple[int, int], tp_size: int) -> Matrices:
     """A gated fc1, split by rows: each TP rank holds its part of the gate, then of the up half.
 
     One matrix whose rows are those of TP = 1, all of the gate before all of the up half.
@@ -164,7 +176,7 @@ def interleaved_rows(
     shape: tuple[int, int],
     tp_size: int,
     group_rows: tuple[tuple[str, int], ...],
-) -> tuple[tuple[MatrixShape, ...], tuple[tuple[Block, ...], ...]]:
+) -> Matrices:
     """A fused weight whose rows repeat group by group, e.g. (q, k, v) per query group.
 
     Args:
@@ -192,3 +204,43 @@ def interleaved_rows(
                 row += count
         blocks.append(tuple(local))
     return matrices, tuple(blocks)
+
+
+def batched_matrices(
+    names: tuple[str, ...],
+    shape: tuple[int, int],
+    partition_dim: int,
+    tp_size: int,
+    column_blocks: int = 1,
+) -> Matrices:
+    """A batch of matrices in one parameter, one after another, each split by TP in the same way.
+
+    Args:
+        names: of the matrices.
+        shape: local (rows of all matrices, cols).
+        partition_dim: of each matrix.
+        tp_size: number of TP ranks.
+        column_blocks: see MatrixShape.
+    """
+    rows, cols = shape
+    if rows % len(names):
+        raise ValueError(f"{names[0]}: {rows} local rows are not {len(names)} equal matrices")
+    each = rows // len(names)
+    by_rows = partition_dim == 0
+    matrices = tuple(
+        MatrixShape(
+            name,
+            each * (tp_size if by_rows else 1),
+            cols * (1 if by_rows else tp_size),
+            column_blocks,
+        )
+        for name in names
+    )
+    blocks = tuple(
+        tuple(
+            Block(index, Span(index * each, (index + 1) * each), tp_rank * each if by_rows else 0)
+            for index in range(len(names))
+        )
+        for tp_rank in range(tp_size)
+    )
+    return matrices, blocks

@@ -11,6 +11,7 @@ in a parameter is contiguous in the matrix, wherever a shard was cut.
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ from megatron_muon.layout import Parameter, Span
 # A rank keeps the matrices it holds until its work would pass this multiple of the ideal.
 HOME_SLACK = 1.05
 
-Grid = tuple[tuple[int, ...], ...]  # grid[tp_rank][dp_rank] is a rank of the stage's group
+# grid[ep_rank][tp_rank][dp_rank] is a rank of the stage's group. One EP rank for what is not an
+# expert's; for experts all three are those of the expert groups.
+Grid = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Matrix:
         name: parameter name, with the part in brackets where a parameter holds several.
         rows, cols: size over all TP ranks.
         column_parts: number of equal column ranges that staging lays out one after another.
+        column_blocks: of how many equal ranges of columns each such part holds a piece, in order.
         home: rank of the stage's group.
     """
 
@@ -39,6 +43,7 @@ class Matrix:
     rows: int
     cols: int
     column_parts: int
+    column_blocks: int
     home: int
 
     @property
@@ -100,7 +105,7 @@ class ExchangePlan:
     @property
     def size(self) -> int:
         """Number of ranks in the stage."""
-        return sum(len(row) for row in self.grid)
+        return grid_size(self.grid)
 
     def routes(self, rank: int) -> RankRoutes:
         """The segments that ``rank`` sends, receives and keeps."""
@@ -152,7 +157,7 @@ class ExchangePlan:
         return sent
 
     def boundary_parameters(self) -> list[Parameter]:
-        dp_size = len(self.grid[0])
+        dp_size = len(self.grid[0][0])
         return [p for p in self.parameters if p.is_boundary(dp_size)]
 
     def validate(self) -> None:
@@ -191,19 +196,19 @@ def make_plan(parameters: Sequence[Parameter], grid: Grid, config: MuonConfig) -
 
     Args:
         parameters: the stage's Muon parameters, in an order that is the same on all ranks.
-        grid: ``grid[tp_rank][dp_rank]``, a permutation of 0 … size - 1.
+        grid: ``grid[ep_rank][tp_rank][dp_rank]``, a permutation of 0 … size - 1.
         config: the settings; ``homes``, ``ns_steps`` and ``ns_dtype`` matter here.
 
     Raises:
         ValueError: the pieces do not cover a parameter exactly once.
     """
-    shapes = [(p, index, shape) for p in parameters for index, shape in enumerate(p.matrices)]
-    held = [_held_elements(p, index, grid) for p, index, _ in shapes]
-    flops = [ns_flops(shape.rows, shape.cols, config.ns_steps) for _, _, shape in shapes]
-    homes = choose_homes(flops, held, sum(len(row) for row in grid), config.homes)
+    shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
+    held = [elements for parameter in parameters for elements in _held_elements(parameter, grid)]
+    flops = [ns_flops(shape.rows, shape.cols, config.ns_steps) for _, shape in shapes]
+    homes = choose_homes(flops, held, grid_size(grid), config.homes)
     matrices = tuple(
-        Matrix(shape.name, shape.rows, shape.cols, parameter.column_parts, home)
-        for (parameter, _, shape), home in zip(shapes, homes, strict=True)
+        Matrix(s.name, s.rows, s.cols, parameter.column_parts, s.column_blocks, home)
+        for (parameter, s), home in zip(shapes, homes, strict=True)
     )
     plan = ExchangePlan(
         parameters=tuple(parameters),
@@ -231,6 +236,7 @@ def choose_homes(
             loaded. Ties go to the least loaded rank (under TP all holders tie), then the lowest.
     """
     loads = [0] * size
+    by_load = [(0, rank) for rank in range(size)]  # a heap; entries of an old load are passed over
     homes = [0] * len(flops)
     limit = HOME_SLACK * max(sum(flops) / size, max(flops, default=0))
     for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
@@ -238,17 +244,25 @@ def choose_homes(
         holders = [rank for rank, elements in held[index].items() if elements == most]
         home = min(holders, key=lambda rank: (loads[rank], rank))
         if policy == "balanced" and loads[home] + flops[index] > limit:
-            home = min(range(size), key=lambda rank: (loads[rank], rank))
+            while by_load[0][0] != loads[by_load[0][1]]:
+                heapq.heappop(by_load)
+            home = by_load[0][1]
         homes[index] = home
         loads[home] += flops[index]
+        heapq.heappush(by_load, (loads[home], home))
     return homes
 
 
 def held_pieces(parameter: Parameter, grid: Grid) -> Iterator[tuple[int, Span]]:
     """``(rank, elements of the parameter)`` for every rank of the stage that holds some."""
-    for dp_rank, piece in parameter.pieces(len(grid[0])):
-        for tp_row in grid:
-            yield tp_row[dp_rank], piece
+    for dp_rank, piece in parameter.pieces(len(grid[0][0])):
+        for row in grid[parameter.ep_rank]:
+            yield row[dp_rank], piece
+
+
+def grid_size(grid: Grid) -> int:
+    """Number of ranks."""
+    return sum(len(row) for plane in grid for row in plane)
 
 
 def describe(parameters: Sequence[Parameter], config: MuonConfig) -> list[str]:
@@ -273,10 +287,12 @@ def digest(lines: Sequence[str]) -> bytes:
 def _segments(
     parameters: Sequence[Parameter], matrices: Sequence[Matrix], grid: Grid
 ) -> Iterator[Segment]:
-    tp_rank_of = {rank: tp_rank for tp_rank, row in enumerate(grid) for rank in row}
+    tp_rank_of = {
+        rank: tp_rank for plane in grid for tp_rank, row in enumerate(plane) for rank in row
+    }
     first_matrix = 0
     for index, parameter in enumerate(parameters):
-        for tp_rank, row in enumerate(grid):
+        for tp_rank, row in enumerate(grid[parameter.ep_rank]):
             for dp_rank, piece in parameter.pieces(len(row)):
                 for matrix, elements, start in _runs(parameter, tp_rank, piece):
                     home = matrices[first_matrix + matrix].home
@@ -303,13 +319,13 @@ def _runs(parameter: Parameter, tp_rank: int, piece: Span) -> Iterator[tuple[int
             yield block.matrix, elements, part_start + block.matrix_row * cols + offset
 
 
-def _held_elements(parameter: Parameter, matrix: int, grid: Grid) -> dict[int, int]:
-    held: dict[int, int] = defaultdict(int)
-    for tp_rank, row in enumerate(grid):
+def _held_elements(parameter: Parameter, grid: Grid) -> list[dict[int, int]]:
+    """For each matrix of the parameter, the elements of it that each rank holds."""
+    held: list[dict[int, int]] = [defaultdict(int) for _ in parameter.matrices]
+    for tp_rank, row in enumerate(grid[parameter.ep_rank]):
         for dp_rank, piece in parameter.pieces(len(row)):
-            for index, elements, _ in _runs(parameter, tp_rank, piece):
-                if index == matrix:
-                    held[row[dp_rank]] += elements.size
+            for matrix, elements, _ in _runs(parameter, tp_rank, piece):
+                held[matrix][row[dp_rank]] += elements.size
     return held
 
 

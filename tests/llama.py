@@ -49,7 +49,7 @@ def main() -> None:
     for homes in ("balanced", "local"):
         for dp_size in (8, 64, 512):
             parameters, numel = llama_8b(dp_size)
-            plan = make_plan(parameters, (tuple(range(dp_size)),), MuonConfig(homes=homes))
+            plan = make_plan(parameters, ((tuple(range(dp_size)),),), MuonConfig(homes=homes))
             adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
             share = sum(plan.sent_bytes()) / dp_size / adamw_bytes
             flops = plan.ns_flops()

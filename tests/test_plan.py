@@ -18,6 +18,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.layout import (
     Parameter,
     Span,
+    batched_matrices,
     interleaved_rows,
     stacked_halves,
     whole_matrix,
@@ -31,13 +32,13 @@ from megatron_muon.plan import (
     ns_flops,
 )
 
-KINDS = ("rows", "columns", "replicated", "gated", "qkv")
+KINDS = ("rows", "columns", "replicated", "gated", "qkv", "batch", "transposed batch")
 
 
 def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Parameter:
     """A parameter of some kind at ``start`` in a buffer; its bucket is set later."""
     rows, cols = 1 + size % 7, 1 + size // 7
-    partition_dim = {"columns": 1, "replicated": None}.get(kind, 0)
+    partition_dim = {"columns": 1, "replicated": None, "transposed batch": 1}.get(kind, 0)
     if kind == "gated":
         rows *= 2
         matrices, blocks = stacked_halves(name, (rows, cols), tp_size)
@@ -45,6 +46,10 @@ def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Par
         rows *= 4
         parts = (("q", 2), ("k", 1), ("v", 1))
         matrices, blocks = interleaved_rows(name, (rows, cols), tp_size, parts)
+    elif "batch" in kind:
+        rows, cols, halves = 3 * rows, 2 * cols, 2 if partition_dim == 1 else 1
+        names = ("a", "b", "c")
+        matrices, blocks = batched_matrices(names, (rows, cols), partition_dim, tp_size, halves)
     else:
         matrices, blocks = whole_matrix(name, (rows, cols), partition_dim, tp_size)
     span = Span(start, start + rows * cols)
@@ -53,8 +58,12 @@ def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Par
 
 @st.composite
 def stages(draw: st.DrawFn) -> tuple[list[Parameter], Grid]:
-    """Random parameters with gaps between them, in random buckets, over a shuffled grid."""
-    tp_size, dp_size = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    """Random parameters with gaps between them, in random buckets, over a shuffled grid.
+
+    With several EP ranks each has parameters of its own in the same places.
+    """
+    ep_size, tp_size = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    dp_size = draw(st.integers(1, 5))
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=6))
     parameters, bucket, position = [], [], 0
     for index, kind in enumerate(kinds):
@@ -68,9 +77,12 @@ def stages(draw: st.DrawFn) -> tuple[list[Parameter], Grid]:
             stop = position + -(position - start) % dp_size
             parameters += [replace(p, bucket=Span(start, stop)) for p in bucket]
             bucket, position = [], stop
-    ranks = draw(st.permutations(range(tp_size * dp_size)))
-    grid = tuple(tuple(ranks[t * dp_size : (t + 1) * dp_size]) for t in range(tp_size))
-    return parameters, grid
+    ranks = iter(draw(st.permutations(range(ep_size * tp_size * dp_size))))
+    grid = tuple(
+        tuple(tuple(next(ranks) for _ in range(dp_size)) for _ in range(tp_size))
+        for _ in range(ep_size)
+    )
+    return [replace(p, ep_rank=ep) for ep in range(ep_size) for p in parameters], grid
 
 
 CONFIGS = st.builds(MuonConfig, homes=st.sampled_from(["balanced", "local"]))
@@ -114,10 +126,11 @@ def test_every_piece_gets_each_direction_exactly_once(
     )
     wanted = []
     for index, parameter in enumerate(parameters):
-        shard_size = parameter.bucket.size // len(grid[0])
+        rows = grid[parameter.ep_rank]
+        shard_size = parameter.bucket.size // len(rows[0])
         for element in range(parameter.span.size):
             in_bucket = parameter.span.start - parameter.bucket.start + element
-            wanted += [(index, row[in_bucket // shard_size], element) for row in grid]
+            wanted += [(index, row[in_bucket // shard_size], element) for row in rows]
     assert returned == sorted(wanted)
 
 
@@ -133,7 +146,7 @@ def test_gathered_elements_come_back_where_they_came_from(
             for offset in range(segment.elements.size):
                 value = (segment.parameter, segment.rank, segment.elements.start + offset)
                 homes[segment.matrix, segment.start + offset] = value
-    tp_rank_of = {rank: t for t, row in enumerate(plan.grid) for rank in row}
+    tp_rank_of = {rank: t for plane in plan.grid for t, row in enumerate(plane) for rank in row}
     for segment in plan.segments:
         for offset in range(segment.elements.size):
             parameter, rank, element = homes[segment.matrix, segment.start + offset]
@@ -166,7 +179,7 @@ from llama import llama_8b
 from megatron_muon.config import MuonConfig
 from megatron_muon.plan import describe, digest, make_plan
 parameters, _ = llama_8b(4)
-plan = make_plan(parameters, ((0, 1, 2, 3),), MuonConfig())
+plan = make_plan(parameters, (((0, 1, 2, 3),),), MuonConfig())
 print(digest(describe(parameters, MuonConfig())).hex(), digest([repr(plan)]).hex())
 """
 
@@ -190,7 +203,7 @@ def test_every_process_makes_the_same_plan() -> None:
 
 def test_tp_coordinates_are_those_of_one_rank() -> None:
     """Row parts, column parts, gated halves and query groups land where TP = 1 has them."""
-    grid = ((0,), (1,))
+    grid = (((0,), (1,)),)
     whole = Span(0, 8 * 3)
     for kind, wanted in {
         # for each TP rank and local element: the element of the whole matrix (row-major)
@@ -270,7 +283,7 @@ def test_replicas_are_orthogonalized_once_and_get_the_same_directions() -> None:
     matrices, blocks = whole_matrix("router", (4, 6), None, 2)
     span = Span(0, 24)
     parameter = Parameter("router", (4, 6), None, span, span, 0, matrices, blocks)
-    plan = make_plan([parameter], ((0, 1), (2, 3)), MuonConfig())
+    plan = make_plan([parameter], (((0, 1), (2, 3)),), MuonConfig())
     assert len(plan.matrices) == 1
     home = plan.matrices[0].home
     gathered = sum(s.elements.size for s in plan.segments if not s.replica)
@@ -286,7 +299,7 @@ def test_a_wrong_segment_is_refused(change: str) -> None:
     span = Span(0, 24)
     plan = make_plan(
         [Parameter("w", (4, 6), 0, span, span, 0, matrices, blocks)],
-        ((0, 1), (2, 3)),
+        (((0, 1), (2, 3)),),
         MuonConfig(),
     )
     first, *rest = plan.segments
@@ -303,7 +316,7 @@ def test_a_bucket_that_does_not_divide_is_refused() -> None:
     parameter = _parameter("rows", "w", 10, 1, 0)
     size = parameter.span.size
     with pytest.raises(ValueError, match=rf"bucket of {size} elements around w"):
-        make_plan([parameter], ((*range(size + 1),),), MuonConfig())
+        make_plan([parameter], (((*range(size + 1),),),), MuonConfig())
 
 
 @pytest.mark.parametrize(
@@ -315,7 +328,7 @@ def test_llama_8b_moves_few_bytes(
 ) -> None:
     """Mean bytes over AdamW's reduce-scatter (fp32) and all-gather (bf16); design section 3."""
     parameters, numel = llama_8b(dp_size)
-    plan = make_plan(parameters, (tuple(range(dp_size)),), MuonConfig(homes=homes))
+    plan = make_plan(parameters, ((tuple(range(dp_size)),),), MuonConfig(homes=homes))
     adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
     assert sum(plan.sent_bytes()) / dp_size <= most_bytes * adamw_bytes
     flops = plan.ns_flops()
