@@ -1,13 +1,16 @@
 """Every collective that the package calls, and nothing else.
 
-In a step: ``all_to_all`` twice over the stage and ``any_rank`` once over the world. Before the
-first step: ``all_gather_numbers`` once over the stage, which also creates its communicator, and
-``any_rank`` once over the world. ``all_gather_texts`` runs only to word an error.
+For each of Megatron's DistributedOptimizers (one, and one for experts): in a step ``any_rank`` once
+over all stages and ``all_to_all`` twice over the stage. Before the first step
+``all_gather_numbers`` once over the stage, which also creates its communicator, and once over the
+world for the report, and ``any_rank`` once over the world. ``split_world`` runs once where there
+are several optimizer instances, ``all_gather_texts`` only to word an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -18,43 +21,97 @@ from torch.profiler import record_function
 Group = dist.ProcessGroup
 
 
+class PhaseError(RuntimeError):
+    """A collective did not come about: another rank was stopped or killed, or raised."""
+
+
 def all_to_all(
     name: str, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], group: Group
 ) -> Tensor:
     """Send consecutive runs of ``sent`` to the group's ranks in order; returns what they sent here.
 
     Args:
-        name: of the phase, in traces.
+        name: of the phase, in errors and traces.
         sent: ``(sum(sent_sizes),)``.
         sent_sizes, received_sizes: elements for and from each rank of the group; 0 is fine.
         group: all its ranks call this together.
     """
     received = sent.new_empty(sum(received_sizes))
-    with record_function(name):
+    with _named(name, group):
         dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), group=group)
     return received
 
 
-def any_rank(flag: Tensor, group: Group) -> bool:
-    """True on every rank of the group if ``flag``, a bool scalar, is True on one."""
+def any_rank(name: str, flag: Tensor, group: Group | None) -> bool:
+    """True on every rank of the group if ``flag``, a bool scalar, is True on one.
+
+    Args:
+        name: of the phase.
+        flag: on the device that the group communicates from.
+        group: all its ranks call this together; None for the world.
+    """
     vote = flag.to(torch.int32)
-    with record_function("muon/vote"):
+    with _named(name, group):
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
-    return bool(vote.item())
+        return bool(vote.item())
 
 
 def all_gather_numbers(
-    numbers: Sequence[int], group: Group, device: torch.device
+    numbers: Sequence[int], group: Group | None, device: torch.device
 ) -> list[list[int]]:
-    """Every rank's ``numbers`` (64-bit, equally many on all ranks), in the order of the group."""
+    """Every rank's ``numbers`` (64-bit, equally many on all ranks), in the order of the group.
+
+    Args:
+        group: None for the world.
+    """
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
+    with _named("muon/agree", group):
+        dist.all_gather(every, mine, group=group)
     return [tensor.tolist() for tensor in every]
 
 
-def all_gather_texts(text: str, group: Group) -> list[str]:
-    """Every rank's ``text``, in the order of the group."""
+def all_gather_texts(text: str, group: Group | None) -> list[str]:
+    """Every rank's ``text``, in the order of the group; None is the world."""
     texts: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(texts, text, group=group)
+    with _named("muon/error", group):
+        dist.all_gather_object(texts, text, group=group)
     return cast(list[str], texts)
+
+
+def world_rank(rank: int, group: Group | None) -> int:
+    """The rank in the world of a group's rank; no communication."""
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def split_world(color: Sequence[int], device: torch.device) -> Group:
+    """A new group of all ranks that give the same color; every rank of the world calls this."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank, other in enumerate(all_gather_numbers(color, None, device)):
+        members.setdefault(tuple(other), []).append(rank)
+    mine: Group | None = None
+    for key, ranks in sorted(members.items()):  # every rank makes all groups, in one order
+        group = dist.new_group(ranks)
+        mine = group if key == tuple(color) else mine
+    assert mine is not None
+    return mine
+
+
+@contextmanager
+def _named(name: str, group: Group | None) -> Iterator[None]:
+    """Mark the collective in traces, and say which it was where it fails.
+
+    gloo raises where another rank is gone or the timeout has passed; NCCL's watchdog ends the
+    process instead, and logs the collective by its sequence number.
+    """
+    try:
+        with record_function(f"{name}/collective"):
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PhaseError(
+            f"{name}: rank {dist.get_rank(group)} of the group of {dist.get_world_size(group)} "
+            "waited for another, which was stopped or killed or raised an error: look for the "
+            f"first error among the ranks' logs ({error})"
+        ) from error

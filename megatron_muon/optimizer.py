@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Exchange, Meter
 from megatron_muon.layout import Span
 from megatron_muon.newton_schulz import orthogonalize, torch_dtype
+from megatron_muon.phases import Phase
 from megatron_muon.plan import ExchangePlan, ns_flops
 from megatron_muon.update import advance_momentum, apply_update, matched_rms_scale
 
@@ -50,6 +50,7 @@ class DistributedMuon:
         exchange: runs the plan for it.
         main_params: for each parameter of the plan that has a piece here, its flat fp32 shard.
         meter: counts what is done.
+        phase: names the parts of a step.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class DistributedMuon:
         exchange: Exchange,
         main_params: Mapping[int, Tensor],
         meter: Meter,
+        phase: Phase,
     ) -> None:
         sizes = {index: shard.numel() for index, shard in main_params.items()}
         planned = {index: piece.size for index, piece in plan.pieces(rank).items()}
@@ -70,6 +72,7 @@ class DistributedMuon:
         self.meter = meter
         self.main_params = dict(main_params)
         self._exchange = exchange
+        self._phase = phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
         self._scales = _scales(plan, rank, config.matched_adamw_rms)
 
@@ -86,14 +89,21 @@ class DistributedMuon:
             state: holds each Muon shard's momentum under ``MOMENTUM_KEY``.
             step_adamw: updates all that Muon does not own.
         """
+        phase = self._phase
         self.meter.start_step()
         shards = list(self._shards(groups, state))
-        pieces = self._advance_momentum(shards)
-        matrices = self._exchange.gather(pieces)
-        directions = self._orthogonalize(matrices)
-        updates = self._exchange.scatter(directions)
-        self._update(shards, updates)
-        step_adamw()
+        with phase("muon/momentum"):
+            pieces = self._advance_momentum(shards)
+        with phase("muon/gather"):
+            matrices = self._exchange.gather(pieces)
+        with phase("muon/newton_schulz"):
+            directions = self._orthogonalize(matrices)
+        with phase("muon/scatter"):
+            updates = self._exchange.scatter(directions)
+        with phase("muon/update"):
+            self._update(shards, updates)
+        with phase("muon/adamw"):
+            step_adamw()
 
     def _shards(self, groups: ParamGroups, state: State) -> Iterator[_Shard]:
         for group in groups:
@@ -111,35 +121,32 @@ class DistributedMuon:
     def _advance_momentum(self, shards: Sequence[_Shard]) -> dict[int, Tensor]:
         config = self.config
         pieces = {}
-        with record_function("muon/momentum"):
-            for shard in shards:
-                moved = advance_momentum(
-                    shard.momentum_buffer,
-                    shard.grad,
-                    momentum=config.momentum,
-                    nesterov=config.nesterov,
-                )
-                pieces[shard.parameter] = moved.to(torch_dtype(config.ns_dtype))
+        for shard in shards:
+            moved = advance_momentum(
+                shard.momentum_buffer,
+                shard.grad,
+                momentum=config.momentum,
+                nesterov=config.nesterov,
+            )
+            pieces[shard.parameter] = moved.to(torch_dtype(config.ns_dtype))
         return pieces
 
     def _orthogonalize(self, matrices: dict[int, Tensor]) -> dict[int, Tensor]:
         directions = {}
-        with record_function("muon/newton_schulz"):
-            for index in sorted(matrices):
-                matrix = matrices.pop(index)
-                rows, cols = matrix.shape
-                directions[index] = orthogonalize(matrix, self.config)
-                self.meter.matrices += 1
-                self.meter.ns_flops += ns_flops(rows, cols, self.config.ns_steps)
+        for index in sorted(matrices):
+            matrix = matrices.pop(index)
+            rows, cols = matrix.shape
+            directions[index] = orthogonalize(matrix, self.config)
+            self.meter.matrices += 1
+            self.meter.ns_flops += ns_flops(rows, cols, self.config.ns_steps)
         return directions
 
     def _update(self, shards: Sequence[_Shard], directions: dict[int, Tensor]) -> None:
-        with record_function("muon/update"):
-            for shard in shards:
-                update = directions.pop(shard.parameter).float()
-                for span, scale in self._scales[shard.parameter]:
-                    update[span.start : span.stop].mul_(shard.lr * scale)
-                apply_update(shard.main_param, update, lr=shard.lr, weight_decay=shard.weight_decay)
+        for shard in shards:
+            update = directions.pop(shard.parameter).float()
+            for span, scale in self._scales[shard.parameter]:
+                update[span.start : span.stop].mul_(shard.lr * scale)
+            apply_update(shard.main_param, update, lr=shard.lr, weight_decay=shard.weight_decay)
 
 
 def _scales(

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "megatron_muon"
 TIERS = [
     ("integers", ["config", "layout", "plan", "report"]),
     ("tensors", ["newton_schulz", "update"]),
-    ("communication", ["collectives", "agreement", "exchange"]),
+    ("communication", ["collectives", "agreement", "exchange", "phases"]),
     ("optimizer", ["optimizer"]),
     ("megatron", ["mcore", "cpu"]),
 ]

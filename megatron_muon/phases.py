@@ -1,0 +1,53 @@
+"""The parts of a step by name: in profiler traces, in NVTX, in Megatron's timers and in errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+TIMER_LOG_LEVEL = 2  # of Megatron's --timing-log-level: a timer there waits for the GPU
+
+
+def phases(timers: Callable[[], Any]) -> Phase:
+    """Makes a context manager per phase, e.g. ``with phase("muon/gather")``.
+
+    Args:
+        timers: gives Megatron's ``Timers``, or None where the run has none. Phases appear in them
+            as ``muon-gather`` from ``TIMER_LOG_LEVEL`` on.
+    """
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        with record_function(name), _nvtx(name), _timed(timers(), name):
+            try:
+                yield
+            except Exception as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(f"in phase {name} of Muon's step")
+                raise
+
+    return phase
+
+
+def _nvtx(name: str) -> AbstractContextManager[Any]:
+    # typed loosely: torch's range is an untyped generator
+    return torch.cuda.nvtx.range(name) if torch.cuda.is_available() else nullcontext()
+
+
+@contextmanager
+def _timed(timers: Any, name: str) -> Iterator[None]:
+    if timers is None:
+        yield
+        return
+    timer = timers(name.replace("/", "-"), log_level=TIMER_LOG_LEVEL)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.stop()
