@@ -35,6 +35,10 @@ class MuonConfig:
             gives ``wd_mult`` 0. Off, as in Megatron; the paper (appendix D) recommends it for long
             runs.
         split_qkv: orthogonalize the Q, K and V parts of a fused QKV weight as three matrices.
+        muon_include, muon_exclude: patterns of parameter names (``fnmatch``: ``*``, ``?``, ``[]``)
+            that overrule the routing: Muon's even so (2-D weights only), AdamW's even so. Names are
+            Megatron's, with layers and experts numbered over all pipeline stages and as on the
+            first EP rank; ``megatron-muon routes`` prints them.
         homes: which rank orthogonalizes a matrix. ``balanced`` keeps the rank that holds most of
             it unless that rank's work would pass 1.05 × the ideal or the largest matrix's, if that
             is more; ``local`` always keeps it.
@@ -52,6 +56,8 @@ class MuonConfig:
     ns_dtype: NsDtype = "bf16"
     weight_decay_all_params: bool = False
     split_qkv: bool = True
+    muon_include: tuple[str, ...] = ()
+    muon_exclude: tuple[str, ...] = ()
     homes: HomePolicy = "balanced"
 
     def __post_init__(self) -> None:
@@ -70,6 +76,8 @@ class MuonConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _require_choice("ns_dtype", self.ns_dtype, ("bf16", "fp32"))
+        for name in ("muon_include", "muon_exclude"):
+            _require_patterns(name, getattr(self, name))
         _require_choice("homes", self.homes, ("balanced", "local"))
 
 
@@ -85,6 +93,11 @@ def _require_coefficients(value: object) -> None:
         raise TypeError(f"ns_coefficients must be a tuple of three numbers, got {value!r}")
     for coefficient in value:
         _require_number("ns_coefficients", coefficient)
+
+
+def _require_patterns(name: str, value: object) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
+        raise TypeError(f"{name} must be a tuple of patterns, got {value!r}")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

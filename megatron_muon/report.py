@@ -1,36 +1,93 @@
-"""What a plan comes to, in words: the line that a run prints at its start."""
+"""What a plan comes to, in words: the lines that a run prints at its start."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from math import prod
 
 from megatron_muon.plan import ExchangePlan
 
+PREFIX = "[megatron_muon]"
 
-def start_line(plan: ExchangePlan, *, stage: int, trainable_elements: int, buckets: int) -> str:
-    """One line about a pipeline stage.
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Trainable elements of a pipeline stage or a model, each counted once over all ranks.
+
+    Attributes:
+        total, muon: of all parameters, and of Muon's.
+        active, active_muon: of those that one token goes through: of a layer's routed experts only
+            as many as the router picks.
+    """
+
+    total: int = 0
+    muon: int = 0
+    active: int = 0
+    active_muon: int = 0
+
+    def numbers(self) -> list[int]:
+        """For ``of``."""
+        return list(astuple(self))
+
+    @staticmethod
+    def of(numbers: Sequence[int]) -> Share:
+        """The reverse of ``numbers``."""
+        return Share(*numbers)
+
+    def __add__(self, other: Share) -> Share:
+        return Share(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def share_lines(stages: Sequence[Share], mla: bool) -> list[str]:
+    """What Muon has of the model, and a warning where that is less than half.
+
+    Args:
+        stages: of each pipeline stage.
+        mla: the model has multi-latent attention.
+    """
+    share = sum(stages, start=Share())
+    all_of_it, activated = _ratio(share.muon, share.total), _ratio(share.active_muon, share.active)
+    lines = [
+        f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_amount(share.total)}parameters and "
+        f"{activated:.1%} of the {_amount(share.active)}that a token activates, AdamW the rest"
+        + ("; each projection of multi-latent attention is one matrix, not split" if mla else "")
+    ]
+    if min(all_of_it, activated) < 0.5:
+        lines.append(
+            f"{PREFIX} warning: less than half is Muon's: embeddings and the output layer dominate "
+            "this model, so expect little difference from AdamW"
+        )
+    return lines
+
+
+def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: int) -> str:
+    """One line about the Muon part of one DistributedOptimizer of a pipeline stage.
 
     Args:
         plan: the stage's.
         stage: pipeline rank.
-        trainable_elements: of one TP rank, Muon's and AdamW's.
+        experts: it is the experts' optimizer.
         buckets: in the grad buffers of one rank.
     """
-    muon_elements = sum(prod(parameter.shape) for parameter in plan.parameters)
-    share = muon_elements / max(trainable_elements, 1)
     boundary = plan.boundary_parameters()
     boundary_bytes = sum(prod(parameter.shape) for parameter in boundary) * plan.itemsize
     flops = plan.ns_flops()
     mean = sum(flops) / len(flops)
     return (
-        f"[megatron_muon] pipeline stage {stage}: Muon has {len(plan.matrices)} matrices in "
-        f"{len(plan.parameters)} parameters ({share:.1%} of the elements), AdamW the rest; "
+        f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: "
+        f"{len(plan.matrices)} matrices in "
+        f"{len(plan.parameters)} parameters; "
         f"{buckets} bucket(s), {len(boundary)} boundary parameter(s) ({_amount(boundary_bytes)}B "
         f"per TP rank); the exchange sends {_amount(max(plan.sent_bytes()))}B a step on the "
         f"busiest rank; Newton-Schulz {_amount(sum(flops))}flop a step on the stage, "
         f"{max(flops) / mean if mean else 1:.2f} × the mean on the busiest rank; "
         "optimizer state cannot be saved yet"
     )
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 1.0
 
 
 def _amount(number: float) -> str:

@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.agreement import raise_quoting
 from megatron_muon.collectives import any_rank
-from megatron_muon.mcore.routing import named_parameters
+from megatron_muon.mcore.weights import weights
 from megatron_muon.optimizer import MOMENTUM_KEY, DistributedMuon
 
 
@@ -30,17 +30,24 @@ class MuonDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
     muon: DistributedMuon | None
 
     @torch.no_grad()
-    def step_with_ready_grads(self) -> bool:
-        """Check all gradients of the world, then step.
+    def prepare_grads(self) -> bool:
+        """Megatron's: copy, unscale, check for overflow; then check what it leaves unchecked.
+
+        All optimizers of a run prepare before any of them steps, so an error leaves everything as
+        it was. With a loss scaler Megatron skips the step on every rank instead.
+
+        Returns:
+            True where the loss scaler found an overflow.
 
         Raises:
-            FloatingPointError: a gradient here is missing or not finite. Nothing has changed yet.
+            FloatingPointError: a gradient here is missing or not finite.
             RuntimeError: one is on another rank.
         """
+        overflow = bool(super().prepare_grads())
         group = self.get_grad_stats_parallel_group()
-        if any_rank(self._some_grad_is_unusable(), group):
+        if not self.grad_scaler and any_rank("muon/vote", self._some_grad_is_unusable(), group):
             raise_quoting(self._gradient_error(), group)
-        return bool(super().step_with_ready_grads())
+        return overflow
 
     def _some_grad_is_unusable(self) -> torch.Tensor:
         """A bool scalar; on CUDA it is still being computed when this returns."""
@@ -51,7 +58,7 @@ class MuonDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return _not_finite([grad for grad in grads if grad is not None], device)
 
     def _gradient_error(self) -> FloatingPointError | None:
-        names = {param: name for name, param in named_parameters(self.model_chunks)}
+        names = {weight.param: weight.name for weight in weights(self.model_chunks)}
         bad = [
             names[param]
             for param, shard in ([] if self.is_stub_optimizer else owned_shards(self))

@@ -1,141 +1,112 @@
-"""Which parameters are Muon's and which matrices they hold: the one table, by name and module.
-
-2-D weights are Muon's unless they are an embedding or the output layer; all else is AdamW's. Those
-two are known by Megatron's mark ``is_embedding_or_output_parameter``, by the class of their module
-or by name; a model of one's own marks what none of these tells.
-"""
+"""Muon's parameters of one DistributedOptimizer: their places in its buffers and their matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.utils import get_model_config
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.layout import (
-    Block,
-    MatrixShape,
-    Parameter,
-    Span,
-    interleaved_rows,
-    stacked_halves,
-    whole_matrix,
-)
+from megatron_muon.layout import MatrixShape, Parameter, Span
+from megatron_muon.mcore.matrices import matrices_of
+from megatron_muon.mcore.weights import expert_name, weights, why_adamw
 
-Matrices = tuple[tuple[MatrixShape, ...], tuple[tuple[Block, ...], ...]]
-
-
-def named_parameters(
-    model_chunks: Sequence[torch.nn.Module],
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """``(name, parameter)`` of all chunks, without the names of wrapping modules."""
-    for index, chunk in enumerate(model_chunks):
-        prefix = f"chunk{index}." if len(model_chunks) > 1 else ""
-        for name, param in chunk.named_parameters():
-            while name.startswith("module."):
-                name = name.removeprefix("module.")
-            yield prefix + name, param
-
-
-def is_muons(name: str, param: torch.nn.Parameter) -> bool:
-    """True for a 2-D weight that is neither an embedding nor the output layer.
-
-    By Megatron's mark, and by name for what it does not mark: a pipeline stage's copy of a tied
-    embedding.
-    """
-    return (
-        param.dim() == 2
-        and not getattr(param, "is_embedding_or_output_parameter", False)
-        and "embedding" not in name
-        and "output_layer" not in name
-    )
+Found = list[tuple[torch.nn.Parameter, Parameter]]
 
 
 def muon_parameters(
-    model_chunks: Sequence[Any], buffers: Sequence[Any], tp_size: int, config: MuonConfig
-) -> list[tuple[torch.nn.Parameter, Parameter]]:
-    """Every trainable Muon parameter in the buffers, with its place and its matrices.
+    model_chunks: Sequence[Any],
+    buffers: Sequence[Any],
+    tp_size: int,
+    expert_tp_size: int,
+    config: MuonConfig,
+) -> Found:
+    """Every Muon parameter in the buffers, as on EP rank 0: the same list on all ranks of a stage.
 
     Args:
         model_chunks: of this rank.
         buffers: the grad buffers of one DistributedOptimizer.
-        tp_size: number of TP ranks.
-        config: ``split_qkv`` is read.
+        tp_size, expert_tp_size: number of TP ranks that share a weight, and an expert's weight.
+        config: the settings.
 
     Raises:
-        ValueError, NotImplementedError: a fused weight's shape is not what its name promises.
+        ValueError, NotImplementedError: a weight that cannot be routed or is not what its name
+            promises, or that was frozen after its place in a buffer was made.
     """
     places = {
         param: (index, Span(start, stop), _bucket_span(buffer.buckets[bucket_id]))
         for index, buffer in enumerate(buffers)
         for param, (start, stop, bucket_id) in buffer.param_index_map.items()
     }
-    tables = _embedding_tables(model_chunks)
     found = []
-    for name, param in named_parameters(model_chunks):
-        if param in places and param not in tables and is_muons(name, param):
-            index, span, bucket = places[param]
-            partition_dim = _partition_dim(param)
-            matrices, blocks = _matrices(
-                name, param, tp_size, get_model_config(model_chunks[0]), config
+    for weight in weights(model_chunks):
+        if weight.param not in places:
+            continue
+        if not weight.param.requires_grad:
+            raise ValueError(
+                f"{weight.name} is frozen, but has a place in DDP's gradient buffers, so nobody "
+                "could say whether Muon is to update it: freeze parameters before wrapping the "
+                "model in DistributedDataParallel"
             )
-            shape = (param.size(0), param.size(1))
-            found.append(
-                (
-                    param,
-                    Parameter(name, shape, partition_dim, bucket, span, index, matrices, blocks),
-                )
-            )
+        if why_adamw(weight, config) is not None:
+            continue
+        index, span, bucket = places[weight.param]
+        holding = matrices_of(weight, expert_tp_size if weight.is_expert else tp_size, config)
+        matrices, blocks = holding.matrices
+        parameter = Parameter(
+            name=weight.name,
+            shape=holding.shape,
+            partition_dim=holding.partition_dim,
+            bucket=bucket,
+            span=span,
+            buffer=index,
+            matrices=matrices,
+            blocks=blocks,
+        )
+        found.append((weight.param, parameter))
     return found
 
 
-def _embedding_tables(model_chunks: Sequence[torch.nn.Module]) -> set[torch.nn.Parameter]:
-    """What an embedding module looks up, however the model names it."""
-    return {
-        param
-        for chunk in model_chunks
-        for module in chunk.modules()
-        if isinstance(module, (torch.nn.Embedding, VocabParallelEmbedding))
-        for param in module.parameters(recurse=False)
-    }
+def on_every_ep_rank(
+    parameters: Sequence[Parameter], ep_size: int, local_experts: int
+) -> list[Parameter]:
+    """All of a stage's parameters: those of each EP rank in turn, experts numbered over all.
 
-
-def _matrices(
-    name: str, param: torch.nn.Parameter, tp_size: int, model_config: Any, config: MuonConfig
-) -> Matrices:
-    shape = (param.size(0), param.size(1))
-    if name.endswith("self_attention.linear_qkv.weight") and config.split_qkv:
-        return _qkv(name, shape, tp_size, model_config)
-    if name.endswith("linear_fc1.weight") and model_config.gated_linear_unit:
-        return stacked_halves(name, shape, tp_size)
-    return whole_matrix(name, shape, _partition_dim(param), tp_size)
-
-
-def _qkv(name: str, shape: tuple[int, int], tp_size: int, model_config: Any) -> Matrices:
-    """Rows repeat per query group: its q heads, its k, its v (Attention.get_query_key_value)."""
-    groups = model_config.num_query_groups
-    heads_per_group = model_config.num_attention_heads // groups
-    head = model_config.kv_channels
-    rows = groups * (heads_per_group + 2) * head
-    if groups % tp_size or shape[0] * tp_size != rows:
-        raise NotImplementedError(
-            f"{name}: {shape[0]} rows on each of {tp_size} TP ranks are not the q, k and v of "
-            f"{groups} query groups of {heads_per_group} + 2 heads of {head}: cannot split it, "
-            "set split_qkv=False in MuonConfig"
+    Args:
+        parameters: as on EP rank 0.
+        ep_size: number of EP ranks; 1 for what is not an expert's.
+        local_experts: experts of a layer on one EP rank.
+    """
+    if ep_size == 1:
+        return list(parameters)
+    return [
+        replace(
+            parameter,
+            name=expert_name(parameter.name, ep_rank, local_experts),
+            matrices=tuple(
+                _numbered(matrix, ep_rank, local_experts) for matrix in parameter.matrices
+            ),
+            ep_rank=ep_rank,
         )
-    parts = (("q", heads_per_group * head), ("k", head), ("v", head))
-    return interleaved_rows(name, shape, tp_size, parts)
+        for ep_rank in range(ep_size)
+        for parameter in parameters
+    ]
 
 
-def _partition_dim(param: torch.nn.Parameter) -> int | None:
-    """The dim that TP splits. Megatron says -1, and a mark, where we say None."""
-    if not getattr(param, "tensor_model_parallel", False):
-        return None
-    partition_dim = int(getattr(param, "partition_dim", -1))
-    return partition_dim if partition_dim >= 0 else None
+def local_experts(model_chunks: Sequence[Any], ep_size: int) -> int:
+    """Experts of a layer on one EP rank; 0 in a dense model."""
+    return (getattr(get_model_config(model_chunks[0]), "num_moe_experts", None) or 0) // ep_size
+
+
+def _numbered(matrix: MatrixShape, ep_rank: int, local_experts: int) -> MatrixShape:
+    name, bracket, number = matrix.name.partition("[expert ")
+    if bracket:
+        number = str(int(number.rstrip("]")) + ep_rank * local_experts)
+        return replace(matrix, name=f"{name}[expert {number}]")
+    return replace(matrix, name=expert_name(name, ep_rank, local_experts))
 
 
 def _bucket_span(bucket: Any) -> Span:

@@ -36,7 +36,11 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
             "choose optimizer='adam' for L2 regularization"
         )
     _refuse_ignored_settings(optimizer_config)
-    modes = [*_optimizer_modes(optimizer_config), *_model_modes(model_chunks)]
+    modes = [
+        *_optimizer_modes(optimizer_config),
+        *_model_modes(model_chunks),
+        *_upstream_faults(optimizer_config, get_model_config(model_chunks[0])),
+    ]
     for option, value, way_out in modes:
         if value:
             raise NotImplementedError(
@@ -63,18 +67,12 @@ def _refuse_ignored_settings(optimizer_config: Any) -> None:
 
 
 def _optimizer_modes(config: Any) -> Iterator[tuple[str, Any, str]]:
-    yield "fp16", config.fp16, "use bf16 or fp32"
     yield (
         "use_precision_aware_optimizer",
         config.use_precision_aware_optimizer,
         "keep fp32 main parameters by leaving it off",
     )
     yield "optimizer_cpu_offload", config.optimizer_cpu_offload, "leave it off"
-    yield (
-        "overlap_param_gather_with_optimizer_step",
-        config.overlap_param_gather_with_optimizer_step,
-        "use overlap_param_gather",
-    )
     graph = getattr(config, "optimizer_cuda_graph", False)
     yield "optimizer_cuda_graph", graph, "leave it off"
 
@@ -83,26 +81,46 @@ def _model_modes(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
     ddp = model_chunks[0].ddp_config
     model = get_model_config(model_chunks[0])
     yield "use_megatron_fsdp", ddp.use_megatron_fsdp, "use the distributed optimizer without FSDP"
-    instances = ddp.num_distributed_optimizer_instances
+    for name in ("fp8_param", "fp4_param"):
+        yield name, getattr(model, name, False), "keep parameters in bf16 (computing in it is fine)"
+    yield "fp8_param_gather", ddp.fp8_param_gather, "keep parameters in bf16"
     yield (
-        "num_distributed_optimizer_instances",
-        instances if instances > 1 else 0,
-        "use one instance",
+        "moe_single_grouped_weight",
+        getattr(model, "moe_single_grouped_weight", False),
+        "keep a weight per expert",
     )
-    yield "fp8", getattr(model, "fp8", None), "train in bf16 or fp32"
-    yield "fp4", getattr(model, "fp4", None), "train in bf16 or fp32"
-    size = model.context_parallel_size
-    yield "context_parallel_size", size if size > 1 else 0, "use context_parallel_size=1"
-    yield "num_moe_experts", getattr(model, "num_moe_experts", None), "train a dense model"
+    for chunk in model_chunks:
+        for name, param in chunk.named_parameters():
+            yield (
+                "generalized tensor parallelism",
+                getattr(param, "is_gtp_weight_remat", False) and name,
+                "use tensor parallelism alone",
+            )
+
+
+def _upstream_faults(config: Any, model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Combinations that train wrongly in Megatron, with AdamW too."""
+    early = config.overlap_param_gather_with_optimizer_step
     yield (
-        "multi_latent_attention",
-        getattr(model, "multi_latent_attention", False),
-        "use multi-head or grouped-query attention",
+        "overlap_param_gather_with_optimizer_step in fp16",
+        early and config.fp16,
+        "use overlap_param_gather alone, since Megatron gives each half of the model a loss scale "
+        "of its own",
     )
-    yield "mtp_num_layers", getattr(model, "mtp_num_layers", None), "leave it unset"
-    chunks = len(model_chunks)
+    if not getattr(model, "num_moe_experts", None):
+        return
     yield (
-        "virtual_pipeline_model_parallel_size",
-        chunks if chunks > 1 else 0,
-        "use one model chunk per pipeline stage",
+        "overlap_param_gather_with_optimizer_step with experts",
+        early,
+        "use overlap_param_gather alone, since Megatron gathers the first chunk's experts before "
+        "their optimizer has stepped",
+    )
+    alone = model.expert_model_parallel_size == 1
+    other_tp = model.expert_tensor_parallel_size != model.tensor_model_parallel_size
+    yield (
+        "expert_tensor_parallel_size other than tensor_model_parallel_size without expert "
+        "parallelism",
+        alone and other_tp and model.expert_tensor_parallel_size,
+        "set expert_model_parallel_size above 1, since Megatron does not add up the gradients of "
+        "such experts over TP ranks",
     )

@@ -1,0 +1,133 @@
+"""What a model's routing comes to, over all pipeline stages: said once, before the first step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+
+from megatron_muon import collectives
+from megatron_muon.agreement import raise_together
+from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.groups import Place, Sizes
+from megatron_muon.mcore.matrices import matrices_of
+from megatron_muon.mcore.weights import Weight, is_unknown, matching, weights, why_adamw
+from megatron_muon.report import Share, share_lines
+
+# Model chunks of an optimizer that Megatron builds in parts, until all of them have come.
+_earlier: list[weakref.ref[Any]] = []
+
+
+def survey(dist_opt: Any, config: MuonConfig, place: Place) -> list[str]:
+    """Check the patterns and count the elements of the whole model. Every rank of the world calls.
+
+    Args:
+        dist_opt: Megatron's dense one.
+        config: the settings.
+        place: this rank's.
+
+    Returns:
+        Lines for this rank to print: on rank 0 about the model, on the first rank of a stage about
+        the stage's weights of unknown modules.
+
+    Raises:
+        ValueError: a pattern matches no parameter of any stage.
+    """
+    chunks = _all_chunks(dist_opt)
+    if chunks is None:
+        return []
+    found = list(weights(chunks))
+    share, error = Share(), None
+    try:
+        share = _share(found, config, place.sizes)
+    except Exception as own:  # e.g. an expert's weight that no other stage has
+        error = own
+    raise_together(error, None, place.device)
+    patterns = [*config.muon_include, *config.muon_exclude]
+    matched = [int(any(matching(w.name, [pattern]) for w in found)) for pattern in patterns]
+    mine = [place.pipeline_rank, *share.numbers(), *matched]
+    every = collectives.all_gather_numbers(mine, None, place.device)
+    for index, pattern in enumerate(patterns, start=-len(patterns)):
+        if not any(numbers[index] for numbers in every):
+            raise ValueError(
+                f"{pattern!r} in muon_include or muon_exclude matches no parameter of the model; "
+                "`megatron-muon routes` prints their names"
+            )
+    stages = {numbers[0]: Share.of(numbers[1 : 1 + len(share.numbers())]) for numbers in every}
+    lines = _unknown(found, config) if place.speaks_for_stage else []
+    if dist.get_rank() == 0:
+        lines = [*share_lines(list(stages.values()), _is_mla(chunks)), *lines]
+    return lines
+
+
+def _all_chunks(dist_opt: Any) -> list[Any] | None:
+    """This rank's model chunks, once the optimizers of all of them are being built.
+
+    With overlap_param_gather_with_optimizer_step Megatron builds one for the first chunk, then one
+    for the rest.
+    """
+    wanted = getattr(
+        get_model_config(dist_opt.model_chunks[0]), "virtual_pipeline_model_parallel_size", None
+    )
+    known = [*filter(None, (reference() for reference in _earlier)), *dist_opt.model_chunks]
+    if dist_opt.config.overlap_param_gather_with_optimizer_step and len(known) < (wanted or 1):
+        _earlier[:] = [weakref.ref(chunk) for chunk in known]
+        return None
+    _earlier.clear()
+    return known
+
+
+def _share(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share:
+    """Elements of this stage over all its ranks, each once."""
+    total = muon = active = muon_active = 0
+    for weight in found:
+        if weight.is_tied_copy or not weight.param.requires_grad:
+            continue
+        is_muons = why_adamw(weight, config) is None
+        elements = _elements(weight, sizes, config)
+        used = _used(elements, weight)
+        total += elements
+        active += used
+        muon += elements * is_muons
+        muon_active += used * is_muons
+    return Share(total, muon, active, muon_active)
+
+
+def _elements(weight: Weight, sizes: Sizes, config: MuonConfig) -> int:
+    """Of the whole parameter, of an expert's parameter those of its likes on all EP ranks."""
+    tp_size = sizes.expert_tp if weight.is_expert else sizes.tp
+    ep_size = sizes.ep if weight.is_expert else 1
+    if why_adamw(weight, config) is None:
+        replicated = matrices_of(weight, tp_size, config).partition_dim is None
+    else:
+        replicated = not getattr(weight.param, "tensor_model_parallel", False)
+    return int(weight.param.numel()) * ep_size * (1 if replicated else tp_size)
+
+
+def _used(elements: int, weight: Weight) -> int:
+    """Elements that one token goes through."""
+    if not weight.is_expert:
+        return elements
+    model = weight.model_config
+    return int(elements * model.moe_router_topk // model.num_moe_experts)
+
+
+def _unknown(found: Sequence[Weight], config: MuonConfig) -> list[str]:
+    names = [
+        f"{weight.name} ({type(weight.module).__name__})"
+        for weight in found
+        if weight.param.requires_grad and is_unknown(weight, config)
+    ]
+    if not names:
+        return []
+    return [
+        "[megatron_muon] AdamW keeps these 2-D weights, since Muon's table does not know the type "
+        f"of their module: {', '.join(names)}. muon_include and muon_exclude in MuonConfig decide."
+    ]
+
+
+def _is_mla(chunks: Sequence[Any]) -> bool:
+    return bool(getattr(get_model_config(chunks[0]), "multi_latent_attention", False))
