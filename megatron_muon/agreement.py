@@ -56,7 +56,7 @@ def agree_on_grid(
     if any(numbers[-4:] != every[0][-4:] for numbers in every):
         texts = collectives.all_gather_texts("\n".join(description), group)
         raise PlanMismatchError(_first_difference(texts))
-    return _grid([Coordinates(*numbers[:-4]) for numbers in every])
+    return grid_of([Coordinates(*numbers[:-4]) for numbers in every])
 
 
 def raise_together(error: Exception | None, group: Group | None, device: torch.device) -> None:
@@ -84,7 +84,18 @@ def raise_quoting(error: Exception | None, group: Group | None) -> NoReturn:
     raise RuntimeError(f"rank {collectives.world_rank(rank, group)} stopped this run: {text}")
 
 
-def _grid(every: list[Coordinates]) -> Grid:
+def grid_of(every: Sequence[Coordinates]) -> Grid:
+    """The ranks of a stage by their coordinates.
+
+    Args:
+        every: of rank 0, 1, … of the stage.
+
+    Returns:
+        ``grid[ep_rank][tp_rank][dp_rank]``: a rank of the stage.
+
+    Raises:
+        PlanMismatchError: they are not one rank for each place.
+    """
     ep_size, tp_size, dp_size = every[0].ep_size, every[0].tp_size, every[0].dp_size
     ranks = {(c.ep_rank, c.tp_rank, c.dp_rank): rank for rank, c in enumerate(every)}
     wanted = list(itertools.product(range(ep_size), range(tp_size), range(dp_size)))

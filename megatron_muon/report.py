@@ -49,8 +49,8 @@ def share_lines(stages: Sequence[Share], mla: bool) -> list[str]:
     share = sum(stages, start=Share())
     all_of_it, activated = _ratio(share.muon, share.total), _ratio(share.active_muon, share.active)
     lines = [
-        f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_amount(share.total)}parameters and "
-        f"{activated:.1%} of the {_amount(share.active)}that a token activates, AdamW the rest"
+        f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_count(share.total)} parameters and "
+        f"{activated:.1%} of the {_count(share.active)} that a token activates, AdamW the rest"
         + ("; each projection of multi-latent attention is one matrix, not split" if mla else "")
     ]
     if min(all_of_it, activated) < 0.5:
@@ -88,6 +88,10 @@ def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: int) -
 
 def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else 1.0
+
+
+def _count(number: int) -> str:
+    return _amount(number).strip()
 
 
 def _amount(number: float) -> str:

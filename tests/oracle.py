@@ -55,7 +55,9 @@ def qkv_rows(heads: int, groups: int, head_size: int) -> list[list[int]]:
 
 
 def is_muon(name: str, w: Tensor) -> bool:
-    """Every 2-D weight that is neither an embedding nor the output layer."""
+    """Every 2-D weight that is neither an embedding nor the output layer, and legacy experts."""
+    if w.ndim == 3:  # [experts, in, out]
+        return ".experts." in name
     return w.ndim == 2 and "embedding" not in name and "output_layer" not in name
 
 
@@ -112,8 +114,10 @@ class Oracle:
             scale = lr * self.rms * math.sqrt(self.scale_size(name, *direction.shape))
             w[rows] = r(w[rows] - r(scale * direction))
 
-    def matrices(self, name: str, w: Tensor) -> list[list[int]]:
-        """The rows of each matrix of a weight."""
+    def matrices(self, name: str, w: Tensor) -> list[list[int]] | range:
+        """The rows of each matrix of a weight; of legacy experts, the number of each."""
+        if w.ndim == 3:
+            return range(w.shape[0])
         if self.blocks is not None:
             return self.blocks(name, w)
         if self.split_qkv and name.endswith("linear_qkv.weight"):

@@ -27,15 +27,11 @@ CASE = Case(layers=2, steps=1)
 def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) -> str:
     """Change attributes of the configs, then ask for the optimizer; the error as text."""
     import torch.distributed as dist
-    from megatron.core import parallel_state as ps
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     import megatron_muon
 
     built = build(case, topology)
-    if "groups" in changes:
-        ps.destroy_model_parallel()
-        ps.initialize_model_parallel(1, 1, **changes["groups"])
     options: dict[str, Any] = {
         "optimizer": "muon",
         "lr": 0.01,
@@ -51,6 +47,8 @@ def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) 
         setattr(built.ddp.ddp_config, name, value)
     for name, value in changes.get("model", {}).items():
         setattr(built.ddp.module.config, name, value)
+    for name, value in changes.get("mark", {}).items():
+        setattr(next(iter(built.params.values())), name, value)
     collectives: list[str] = []
 
     def forbidden(name: str) -> Any:
@@ -66,7 +64,7 @@ def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) 
     try:
         for name in names:
             setattr(dist, name, forbidden(name))
-        get_megatron_optimizer(config, [built.ddp] * changes.get("chunks", 1))
+        get_megatron_optimizer(config, [built.ddp])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -91,7 +89,6 @@ UNSUPPORTED = {
         "ValueError: optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay",
     ),
     "spelling": ({"late": {"optimizer": "Muon"}}, "ValueError: write optimizer='muon', got 'Muon'"),
-    "fp16": ({"optimizer": {"fp16": True, "bf16": False}}, "does not support fp16 yet"),
     "precision-aware": (
         {"late": {"use_precision_aware_optimizer": True}},  # its __post_init__ wants adam
         "does not support use_precision_aware_optimizer yet (got True)",
@@ -100,24 +97,47 @@ UNSUPPORTED = {
         {"optimizer": {"optimizer_cpu_offload": True}},
         "does not support optimizer_cpu_offload yet",
     ),
-    "early gather": (
-        {"optimizer": {"overlap_param_gather_with_optimizer_step": True}},
-        "overlap_param_gather_with_optimizer_step yet (got True): use overlap_param_gather",
+    "optimizer cuda graph": (
+        {"late": {"optimizer_cuda_graph": True}},
+        "does not support optimizer_cuda_graph yet (got True): leave it off",
     ),
     "megatron fsdp": ({"ddp": {"use_megatron_fsdp": True}}, "support use_megatron_fsdp yet"),
-    "instances": (
-        {
-            "ddp": {"num_distributed_optimizer_instances": 2},
-            "groups": {"num_distributed_optimizer_instances": 2},
-        },
-        "does not support num_distributed_optimizer_instances yet (got 2): use one instance",
+    "fp8 parameters": (
+        {"model": {"fp8": "e4m3", "fp8_param": True}},
+        "does not support fp8_param yet (got True): keep parameters in bf16",
     ),
-    "fp8": ({"model": {"fp8": "e4m3"}}, "does not support fp8 yet (got 'e4m3')"),
-    "cp": ({"model": {"context_parallel_size": 2}}, "does not support context_parallel_size yet"),
-    "moe": ({"model": {"num_moe_experts": 4}}, "does not support num_moe_experts yet (got 4)"),
-    "mla": ({"model": {"multi_latent_attention": True}}, "support multi_latent_attention yet"),
-    "mtp": ({"model": {"mtp_num_layers": 1}}, "does not support mtp_num_layers yet (got 1)"),
-    "chunks": ({"chunks": 2}, "virtual_pipeline_model_parallel_size yet (got 2): use one"),
+    "fp8 gather": ({"ddp": {"fp8_param_gather": True}}, "does not support fp8_param_gather yet"),
+    "fp4 parameters": ({"model": {"fp4_param": True}}, "does not support fp4_param yet"),
+    "generalized tensor parallelism": (
+        {"mark": {"is_gtp_weight_remat": True}},
+        "does not support generalized tensor parallelism yet",
+    ),
+    "one grouped weight": (
+        {"model": {"moe_single_grouped_weight": True}},
+        "does not support moe_single_grouped_weight yet (got True): keep a weight per expert",
+    ),
+    "early gather in fp16": (
+        {
+            "optimizer": {
+                "overlap_param_gather_with_optimizer_step": True,
+                "fp16": True,
+                "bf16": False,
+            }
+        },
+        "overlap_param_gather_with_optimizer_step in fp16 yet (got True): use overlap_param_gather",
+    ),
+    "early gather of experts": (
+        {
+            "optimizer": {"overlap_param_gather_with_optimizer_step": True},
+            "model": {"num_moe_experts": 4},
+        },
+        "support overlap_param_gather_with_optimizer_step with experts yet",
+    ),
+    "experts that drift": (
+        {"model": {"num_moe_experts": 4, "expert_tensor_parallel_size": 2}},
+        "expert_tensor_parallel_size other than tensor_model_parallel_size without expert "
+        "parallelism yet (got 2): set expert_model_parallel_size above 1",
+    ),
     "ignored setting": (
         {"optimizer": {"muon_momentum": 0.5}},
         "ValueError: OptimizerConfig.muon_momentum=0.5 configures Megatron's own Muon",
@@ -206,14 +226,13 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
         assert kind != "shape" or "cannot split it, set split_qkv=False" in text
 
 
-def _bad_gradient(topology: Topology, bad: float, where: str, clip: float) -> dict[str, Any]:
+def _bad_gradient(case: Case, topology: Topology, bad: float, where: str) -> dict[str, Any]:
     """One bad element on one rank; the error as text, and whether anything changed."""
-    built = start(replace(CASE, clip=clip), topology)
+    built = start(case, topology)
     take_step(built, 0)
     before = held(built)["shards"]
     set_schedule(built, 1)
     write_grads(built, 1)
-    (megatron,) = distributed_optimizers(built.optimizer)
     owned = where in held(built)["shards"] and built.tp_rank == 0
     if owned:
         start_of_piece, _, _ = held(built)["shards"][where]
@@ -229,7 +248,7 @@ def _bad_gradient(topology: Topology, bad: float, where: str, clip: float) -> di
         for name in before
         for kind in before[name][2]
     )
-    return {"text": text, "same": same, "owned": owned, "muon": megatron.muon is not None}
+    return {"text": text, "same": same, "owned": owned}
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0], ids=["", "clip"])
@@ -241,13 +260,29 @@ def test_a_bad_gradient_is_an_error_everywhere_and_changes_nothing(
     where: str, bad: float, clip: float
 ) -> None:
     topology = Topology(tp=2, pp=2, dp=1)
-    results = run(_bad_gradient, topology.world_size, topology, bad, where, clip)
+    results = run(
+        _bad_gradient, topology.world_size, replace(CASE, clip=clip), topology, bad, where
+    )
+    _check_bad_gradient(results, where)
+
+
+def test_a_bad_gradient_of_an_expert_leaves_the_dense_part_unstepped_too() -> None:
+    """Its optimizer is the second of the chain; the first would have stepped by then."""
+    topology = Topology(dp=2, ep=2)
+    where = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
+    case = replace(CASE, moe=True)
+    local = where.replace("experts.3", "experts.1")  # as the rank counts its own experts
+    results = run(_bad_gradient, topology.world_size, case, topology, float("nan"), where)
+    _check_bad_gradient(results, local)
+
+
+def _check_bad_gradient(results: list[dict[str, Any]], where: str) -> None:
     assert sum(result["owned"] for result in results) == 1
     for result in results:
         assert result["same"]
         wanted = "FloatingPointError: " if result["owned"] else "RuntimeError: rank "
         assert result["text"].startswith(wanted), result["text"]
-        short = where.removeprefix("decoder.layers.0.")
+        short = where.split(".", 3)[-1] if where.startswith("decoder") else where
         assert "NaN or Inf" in result["text"] and short in result["text"]
 
 
@@ -341,19 +376,63 @@ def test_a_missing_attribute_is_an_error_that_names_it() -> None:
     assert "DistributedOptimizer of megatron-core 0.16.1 has no shard_fp32_groups" in text
 
 
-def _error_without_the_stage_group() -> str:
+def _error_without_a_group(moe: bool) -> str:
+    from types import SimpleNamespace
+
     from megatron_muon.config import MuonConfig
     from megatron_muon.mcore.build import make_muons
 
-    megatron = start(replace(CASE, optimizer="adam"), Topology()).optimizer.chained_optimizers[0]
+    case = replace(CASE, optimizer="adam", moe=moe)
+    megatron = start(case, Topology()).optimizer.chained_optimizers[0]
     with pytest.raises(ValueError) as caught:
-        make_muons(megatron, MuonConfig(), pg_collection=object())
+        make_muons(megatron, MuonConfig(), pg_collection=SimpleNamespace(ep=megatron.tp_group))
     return str(caught.value)
 
 
-def test_process_groups_without_the_stages_are_refused() -> None:
-    (text,) = run(_error_without_the_stage_group, 1)
-    assert "give the pg_collection its tp_dp_cp group" in text
+@pytest.mark.parametrize(("moe", "group"), [(False, "tp_dp_cp"), (True, "expt_tp")])
+def test_process_groups_without_one_that_is_needed_are_refused(moe: bool, group: str) -> None:
+    (text,) = run(_error_without_a_group, 1, moe)
+    assert f"give the pg_collection its {group} group" in text
+
+
+def _error_of_patterns(settings: dict[str, tuple[str, ...]]) -> str:
+    case = replace(CASE, muon=tuple(settings.items()))
+    try:
+        start(case, Topology(pp=2))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_pattern_that_matches_nothing_on_any_stage_is_an_error_everywhere() -> None:
+    for text in run(_error_of_patterns, 2, {"muon_exclude": ("*.linear_fc3.*",)}):
+        assert text.startswith("ValueError: '*.linear_fc3.*' in muon_include or muon_exclude match")
+    # of one stage only: no error
+    assert run(_error_of_patterns, 2, {"muon_include": ("output_layer.weight",)}) == 2 * [
+        "no error"
+    ]
+
+
+def _frozen_too_late() -> str:
+    import megatron_muon
+
+    built = build(CASE, Topology(pp=2))
+    if built.pp_rank == 0:
+        built.params["decoder.layers.0.mlp.linear_fc1.weight"].requires_grad_(False)
+    megatron_muon.install()
+    try:
+        make_optimizer(built)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        megatron_muon.uninstall()
+    return "no error"
+
+
+def test_freezing_after_the_buffers_are_made_is_an_error() -> None:
+    one, other = run(_frozen_too_late, 2)
+    assert one.startswith("ValueError: decoder.layers.0.mlp.linear_fc1.weight is frozen, but")
+    assert other.startswith("RuntimeError: rank 0 stopped this run: decoder.layers.0.mlp.linear_f")
 
 
 def test_a_changed_megatron_is_an_error_that_names_the_symbol() -> None:

@@ -21,14 +21,22 @@ from gpt import (
 from ranks import run
 from torch.utils.flop_counter import FlopCounterMode
 
-TOPOLOGIES = [
-    Topology(1, 1, 1),
-    Topology(1, 1, 3),
-    Topology(2, 1, 2),
-    Topology(2, 1, 2, overlap=True),
-    Topology(2, 2, 2),
-]
 CASE = Case(layers=2, steps=2)
+MOE = Case(layers=2, steps=2, moe=True)
+RUNS = [
+    (CASE, Topology(1, 1, 1)),
+    (CASE, Topology(1, 1, 3)),
+    (CASE, Topology(2, 1, 2)),
+    (CASE, Topology(2, 1, 2, overlap=True)),
+    (CASE, Topology(2, 2, 2)),
+    (CASE, Topology(2, 1, 1, cp=2)),
+    (CASE, Topology(dp=6, instances=2)),
+    (Case(layers=4, steps=2), Topology(pp=2, chunks=2)),
+    (MOE, Topology(2, 1, 1, ep=2, etp=1, sequence_parallel=True)),
+    (MOE, Topology(2, 1, 2, ep=2, etp=1, instances=2, sequence_parallel=True)),
+    (Case(layers=2, steps=2, moe=True, grouped="legacy"), Topology(dp=4, ep=2)),
+    (Case(layers=2, steps=2, mla="duplicated"), Topology(2, 1, 2)),
+]
 
 
 @contextmanager
@@ -71,16 +79,19 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
 
     built = start(case, topology)
     take_step(built, 0)
-    (megatron,) = distributed_optimizers(built.optimizer)
+    megatrons = distributed_optimizers(built.optimizer)
     take_step(built, 1)  # leaves the meter of a whole step
     whole_step = megatron_muon.meter(built.optimizer)
-    for shard in megatron.get_parameters():
-        shard.grad = torch.ones_like(shard)
+    for megatron in megatrons:
+        for shard in megatron.get_parameters():
+            shard.grad = torch.ones_like(shard)
     with _counted_collectives() as calls, FlopCounterMode(display=False) as flops:
-        megatron.optimizer.step()
+        for megatron in megatrons:
+            megatron.optimizer.step()
     meter = megatron_muon.meter(built.optimizer)
-    muon = megatron.muon
-    rank = dist.get_rank(megatron.muon._exchange._group)
+    plans = [megatron.muon.plan for megatron in megatrons]
+    rank = dist.get_rank(megatrons[0].muon._exchange._group)
+    states = [_state_bytes(megatron) for megatron in megatrons]
     return {
         "steps": meter.steps,
         "calls": calls,
@@ -88,13 +99,14 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
         "meter": (meter.matrices, meter.ns_flops, meter.sent_bytes),
         "whole_step": (whole_step.matrices, whole_step.ns_flops, whole_step.sent_bytes),
         "plan": (
-            len(muon.plan.homes(rank)),
-            muon.plan.ns_flops()[rank],
-            muon.plan.sent_bytes()[rank],
+            sum(len(plan.homes(rank)) for plan in plans),
+            sum(plan.ns_flops()[rank] for plan in plans),
+            sum(plan.sent_bytes()[rank] for plan in plans),
         ),
-        "stage_matrices": len(muon.plan.matrices),
-        "state": _state_bytes(megatron),
-        "pp_rank": built.pp_rank,
+        "stage_matrices": sum(len(plan.matrices) for plan in plans),
+        "state": tuple(map(sum, zip(*states, strict=True))),
+        "stage": (built.pp_rank, megatrons[0].distributed_optimizer_instance_id),
+        "optimizers": len(megatrons),
     }
 
 
@@ -109,9 +121,9 @@ def _state_bytes(megatron: Any) -> tuple[int, int, int, int]:
     return tuple(totals)
 
 
-def _first_step(topology: Topology) -> list[str]:
+def _first_step(case: Case, topology: Topology) -> list[str]:
     """Every collective of a run's first optimizer step, Megatron's own with them."""
-    built = start(CASE, topology)
+    built = start(case, topology)
     set_schedule(built, 0)
     write_grads(built, 0)
     with _counted_collectives() as calls:
@@ -119,19 +131,31 @@ def _first_step(topology: Topology) -> list[str]:
     return [name for name, _, _ in calls]
 
 
-@pytest.mark.parametrize("topology", [Topology(dp=3), Topology(2, 2, 2)], ids=str)
-def test_the_first_step_makes_no_group_and_gathers_no_object(topology: Topology) -> None:
+@pytest.mark.parametrize(
+    ("case", "topology", "optimizers"),
+    [
+        (CASE, Topology(dp=3), 1),
+        (CASE, Topology(2, 2, 2), 1),
+        (CASE, Topology(dp=6, instances=2), 1),
+        (MOE, Topology(2, 1, 2, ep=2, sequence_parallel=True), 2),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Topology) else "",
+)
+def test_the_first_step_makes_no_group_and_gathers_no_object(
+    case: Case, topology: Topology, optimizers: int
+) -> None:
     """Communicators exist before it, and all ranks call the same collectives in one order."""
-    every = run(_first_step, topology.world_size, topology)
+    every = run(_first_step, topology.world_size, case, topology)
     for names in every:
-        assert names.count("all_to_all_single") == 2
+        assert names.count("all_to_all_single") == 2 * optimizers
         assert not [n for n in names if "object" in n or n in ("new_group", "barrier")]
     assert all(names == every[0] for names in every)
 
 
-@pytest.fixture(scope="module", params=TOPOLOGIES, ids=str)
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[1]}")
 def counted(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run(_step_counted, request.param.world_size, CASE, request.param)
+    case, topology = request.param
+    return run(_step_counted, topology.world_size, case, topology)
 
 
 def test_bytes_on_the_wire_are_the_meters_and_the_plans(counted: list[dict[str, Any]]) -> None:
@@ -146,7 +170,7 @@ def test_the_inner_step_calls_nothing_but_the_exchange(counted: list[dict[str, A
     """One all-to-all there and one back over the stage; no object collective, no world."""
     for rank in counted:
         names = [name for name, _, _ in rank["calls"]]
-        assert names in ([], ["all_to_all_single"] * 2)
+        assert names in [["all_to_all_single"] * 2 * n for n in range(rank["optimizers"] + 1)]
     if len(counted) > 2:
         assert any(rank["calls"] for rank in counted)
 
@@ -156,8 +180,8 @@ def test_flops_are_torchs_count_and_every_matrix_is_done_once(
 ) -> None:
     for rank in counted:
         assert rank["flops"] == rank["meter"][1] == rank["plan"][1]
-    for stage in {rank["pp_rank"] for rank in counted}:
-        ranks = [rank for rank in counted if rank["pp_rank"] == stage]
+    for stage in {rank["stage"] for rank in counted}:
+        ranks = [rank for rank in counted if rank["stage"] == stage]
         assert sum(rank["meter"][0] for rank in ranks) == ranks[0]["stage_matrices"]
         assert all(rank["meter"][0] == rank["plan"][0] for rank in ranks)
 

@@ -52,6 +52,7 @@ Tensor = torch.Tensor
 UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8}
 TRIALS = 3
 STEPS = 10
+FEW = 4  # where what differs is which matrices there are; the clip is active in some
 BASE = Case(steps=STEPS, clip=200.0)
 TOPOLOGIES = [Topology(1, 1, 1), Topology(2, 1, 2), Topology(2, 2, 2)]
 Result = dict[str, dict[str, Tensor]]
@@ -76,6 +77,23 @@ CASES = {
     "decay-all": replace(FP32, muon=(*FP32.muon, ("weight_decay_all_params", True))),
     "tied": replace(FP32, tied=True),
     "gated": replace(FP32, gated=True),
+    "moe": replace(FP32, moe=True, steps=FEW),
+    "moe-bf16": replace(BF16, moe=True, steps=FEW),
+    "te-experts": replace(FP32, moe=True, grouped="te", gated=True, steps=FEW),
+    "legacy-experts": replace(FP32, moe=True, grouped="legacy", gated=True, steps=FEW),
+    "mla": replace(FP32, mla="duplicated", steps=FEW),
+    "mtp": replace(FP32, mtp=True, tied=True, steps=FEW),
+    "bf16-gradients": replace(BF16, fp32_grads=False, steps=FEW),
+    "fp16": with_ns(replace(BASE, bf16=False, fp16=True, steps=FEW), "bf16"),
+}
+EXPERTS = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
+WHERE = {
+    "moe": EXPERTS,
+    "moe-bf16": Topology(2, 2, 2, ep=2, sequence_parallel=True),
+    "te-experts": EXPERTS,
+    "legacy-experts": Topology(2, 1, 2, ep=2, sequence_parallel=True),
+    "mla": Topology(2, 1, 2),
+    "mtp": Topology(1, 2, 2),
 }
 
 
@@ -124,6 +142,8 @@ def computed(case: Case, oracle: Oracle, norms: Norms = None) -> Result:
     """Take the case's steps with an oracle, clipping by the given norms or by its own."""
     for step in range(case.steps):
         grads = {n: whole_grad(case, n, s, step) for n, s in shapes(case).items()}
+        if not case.fp32_grads:
+            grads = {n: g.to(case.dtype).float() for n, g in grads.items()}
         oracle.step(grads, norms[step] if norms else None)
     return {"main": oracle.weights, "exp_avg": oracle.momentum}
 
@@ -206,7 +226,7 @@ def compare(case: Case, topology: Topology, **changes: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("which", CASES)
 def test_plugin_equals_the_oracle(which: str) -> None:
-    assert compare(CASES[which], Topology(2, 2, 2)) == {}
+    assert compare(CASES[which], WHERE.get(which, Topology(2, 2, 2))) == {}
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES[:2], ids=str)
@@ -231,6 +251,14 @@ def test_global_norm_equals_the_oracles() -> None:
     bound = UNIT["fp32"] * math.sqrt(sum(w.numel() for w in oracle.weights.values())) / 2
     for topology in TOPOLOGIES:
         assert plugin(FP32, topology)[1] == pytest.approx(oracle.norms, rel=bound)
+
+
+def test_global_norm_with_experts_equals_the_oracles() -> None:
+    """Over two optimizers; routers and shared experts' gates are counted once over TP."""
+    oracle = oracle_for(CASES["moe"])
+    computed(CASES["moe"], oracle)
+    bound = UNIT["fp32"] * math.sqrt(sum(w.numel() for w in oracle.weights.values())) / 2
+    assert plugin(CASES["moe"], EXPERTS)[1] == pytest.approx(oracle.norms, rel=bound)
 
 
 def test_clip_is_active_in_some_steps_and_not_in_others() -> None:
@@ -294,6 +322,26 @@ def test_mutant_with_the_scale_of_the_local_matrix_is_noticed(case: Case) -> Non
 
     wrong = compare(case, TOPOLOGIES[1], scale_size=local)
     assert names(wrong) == {"linear_fc1.weight", "linear_fc2.weight"}
+
+
+class _OneMatrix(Oracle):
+    """Takes a batch of experts for one matrix, as the parameter's two dims suggest."""
+
+    def _muon(self, name: str, w: Tensor, g: Tensor) -> None:
+        flat = partial(torch.flatten, start_dim=0, end_dim=-2)
+        if name in self.momentum:
+            self.momentum[name] = flat(self.momentum[name])
+        super()._muon(name, flat(w), flat(g))
+        self.momentum[name] = self.momentum[name].view(w.shape)
+
+
+def test_mutant_with_all_experts_of_a_batch_as_one_matrix_is_noticed() -> None:
+    case = CASES["legacy-experts"]
+    found, norms = plugin(case, WHERE["legacy-experts"])
+    oracle = oracle_for(case)
+    oracle.__class__ = _OneMatrix
+    wrong = outside(case, found, computed(case, oracle, norms))
+    assert names(wrong) == {"experts.weight1", "experts.weight2"}
 
 
 @NS_DTYPES

@@ -1,14 +1,20 @@
-"""The line that a run prints at its start, against what Megatron's buffers really hold."""
+"""The lines that a run prints at its start, against what Megatron's buffers really hold."""
 
 from __future__ import annotations
 
 import io
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
 from typing import Any
 
+import gpt
 import pytest
-from gpt import Case, Topology, start
+import torch
+from gpt import Case, Topology, muon_weights, start, truth
 from ranks import run
+
+from megatron_muon.report import Share, share_lines
 
 
 def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
@@ -41,10 +47,100 @@ def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
 def test_each_stage_says_its_buckets_and_boundary_parameters_once(overlap: bool) -> None:
     topology = Topology(tp=2, pp=2, dp=2, overlap=overlap)
     for rank in run(_start_line, topology.world_size, Case(layers=2), topology):
-        lines = [x for x in rank["printed"].splitlines() if "[megatron_muon]" in x]
+        lines = [x for x in rank["printed"].splitlines() if "pipeline stage" in x]
         assert len(lines) == int(rank["first of its stage"])
         for line in lines:
             assert f"in {rank['parameters']} parameters" in line
             assert f" {rank['buckets']} bucket(s), {rank['boundary']} boundary parameter(s)" in line
             assert f"({rank['bytes'] / 1000:.3g} kB per TP rank)" in line
     assert rank["boundary"] <= rank["buckets"] * (topology.dp - 1)
+
+
+def _printed(case: Case, topology: Topology, mixer: bool = False) -> str:
+    """All that a rank prints; with ``mixer``, of a model with a matrix in a module of its own."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), _with_mixer() if mixer else nullcontext():
+        start(case, topology)
+    return printed.getvalue()
+
+
+class Mixer(torch.nn.Module):
+    """A module type that Muon's table does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = torch.nn.Parameter(torch.zeros(8, 8))
+
+
+@contextmanager
+def _with_mixer() -> Iterator[None]:
+    """Models built here get one more module, on the first stage only."""
+    original = gpt.gpt
+
+    def with_mixer(case: Case, config: Any, vp_stage: int | None) -> Any:
+        model = original(case, config, vp_stage)
+        if model.pre_process:
+            model.decoder.mixer = Mixer()
+        return model
+
+    gpt.gpt = with_mixer
+    try:
+        yield
+    finally:
+        gpt.gpt = original
+
+
+def _shares(case: Case) -> tuple[int, int, int, int]:
+    """Elements of all, of Muon's, and of those that a token activates, of one process' model."""
+    weights = {
+        name: tensor.numel() for name, tensor in truth(replace(case, steps=0))["main"].items()
+    }
+    weights = {name: n for name, n in weights.items() if not name.startswith("unused")}
+    muon = muon_weights(case)
+    used = {
+        name: n * 2 // 4 if ".experts." in name else n  # the router picks 2 of 4
+        for name, n in weights.items()
+    }
+    return (
+        sum(weights.values()),
+        sum(n for name, n in weights.items() if name in muon),
+        sum(used.values()),
+        sum(n for name, n in used.items() if name in muon),
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        (Case(), Topology(tp=2, pp=2, dp=1)),
+        (Case(tied=True), Topology(pp=2)),
+        (Case(moe=True), Topology(tp=2, ep=2, etp=1, sequence_parallel=True)),
+        (Case(moe=True, grouped="te"), Topology(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True)),
+        (Case(mla="duplicated"), Topology(tp=2, dp=1)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Topology) else "",
+)
+def test_the_share_of_all_and_of_activated_parameters_is_the_models(
+    case: Case, topology: Topology
+) -> None:
+    total, muon, active, active_muon = _shares(case)
+    first, *others = run(_printed, topology.world_size, case, topology)
+    (line,) = [x for x in first.splitlines() if "Muon has" in x]
+    assert f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k" in line
+    assert f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line
+    assert ("one matrix, not split" in line) == bool(case.mla)
+    assert not any("Muon has" in other for other in others)
+    assert "warning" not in first
+
+
+def test_a_model_of_embeddings_gets_a_warning() -> None:
+    share = Share(total=100, muon=60, active=80, active_muon=39)
+    assert len(share_lines([share], mla=False)) == 2
+    assert "warning: less than half" in share_lines([share], mla=False)[1]
+    assert len(share_lines([share, Share(10, 10, 10, 10)], mla=False)) == 1
+
+
+def test_a_matrix_of_an_unknown_module_is_named_once_by_its_stage() -> None:
+    texts = run(_printed, 4, Case(), Topology(pp=2, dp=2), True)
+    found = [text.count("decoder.mixer.mixing (Mixer)") for text in texts]
+    assert found == [1, 0, 0, 0]

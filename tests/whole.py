@@ -1,10 +1,11 @@
-"""Put what the ranks hold together again into whole (TP 1) tensors, and compare them.
+"""Put what the ranks hold together again into whole (TP 1, EP 1) tensors, and compare them.
 
 Needs torch only: it runs in the test's process, which imports no Megatron.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,70 +14,130 @@ Tensor = torch.Tensor
 Whole = dict[str, dict[str, Tensor]]  # kind ("params", "main", "exp_avg", …) → TP 1 name → tensor
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A tensor is cut into ``count`` equal parts along ``dim``, and this is part ``index``.
+
+    A gated fc1 holds gate rows and up rows: rank r has [gate_r; up_r] (megatron/core/transformer/
+    mlp.py, glu), so with ``halves`` both halves of ``dim`` are cut alike and put together.
+    """
+
+    dim: int
+    index: int
+    count: int
+    halves: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of a whole tensor.
+
+    ``shape`` is the local one in the whole tensor's dims; the cuts are made one after another.
+    Ranks with equal pieces of a parameter are replicas of each other.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        shape = list(self.shape)
+        for cut_ in self.cuts:
+            shape[cut_.dim] *= cut_.count
+        return tuple(shape)
+
+
+def cut(full: Tensor, piece: Piece) -> Tensor:
+    """The part of ``full`` that a rank holds."""
+    for one in piece.cuts:
+        halves = full.chunk(2, one.dim) if one.halves else (full,)
+        full = torch.cat([half.chunk(one.count, one.dim)[one.index] for half in halves], one.dim)
+    assert full.shape == piece.shape
+    return full
+
+
+def join(parts: dict[tuple[Cut, ...], Tensor]) -> Tensor:
+    """The reverse of ``cut``: all parts of a tensor, by their cuts."""
+    if () in parts:
+        (full,) = parts.values()
+        return full
+    groups: dict[Cut, dict[tuple[Cut, ...], Tensor]] = {}
+    for (first, *rest), tensor in parts.items():
+        groups.setdefault(first, {})[tuple(rest)] = tensor
+    ordered = sorted(groups, key=lambda one: one.index)
+    first = ordered[0]
+    assert [one.index for one in ordered] == list(range(first.count)), "parts are missing"
+    joined = [join(groups[one]) for one in ordered]
+    if first.halves:
+        halves = [part.chunk(2, first.dim) for part in joined]
+        joined = [half[i] for i in (0, 1) for half in halves]
+    return torch.cat(joined, first.dim)
+
+
 def whole(results: list[dict[str, Any]]) -> Whole:
-    """Put the ranks' results together, in TP 1 coordinates.
+    """Put the ranks' results together, in TP 1, EP 1 coordinates.
+
+    Args:
+        results: what ``gpt.held`` returned, in rank order.
 
     Raises:
-        AssertionError: shards that overlap or leave a hole, or replicas that differ.
+        AssertionError: shards that overlap or leave a hole, parts that are missing, or replicas
+            (over DP and CP, optimizer instances, TP, pipeline stages) that differ.
     """
-    ranks = {result["rank"]: result for result in results}
-    assert len(ranks) == len(results)
-    tp_size, pp_size, dp_size = (max(rank[i] for rank in ranks) + 1 for i in range(3))
     out: Whole = {"params": {}}
-    for pp_rank in range(pp_size):
-        for name, split in ranks[0, pp_rank, 0]["splits"].items():
-            column = [
-                _one_tp_rank([ranks[t, pp_rank, d] for d in range(dp_size)], name)
-                for t in range(tp_size)
-            ]
-            for kind in column[0]:
-                full = join([part[kind] for part in column], split)
-                seen = out.setdefault(kind, {}).setdefault(name, full)
-                assert torch.equal(seen, full), f"{kind} of the tied {name} differs over stages"
+    for name in {name: None for result in results for name in result["params"]}:
+        holders = {rank: r for rank, r in enumerate(results) if name in r["params"]}
+        pieces = {r["pieces"][name]: None for r in holders.values()}
+        found = [
+            _one_piece(name, {n: r for n, r in holders.items() if r["pieces"][name] == piece})
+            for piece in pieces
+        ]
+        for kind in _same_kinds(name, found):
+            parts = zip(pieces, found, strict=True)
+            out.setdefault(kind, {})[name] = join({p.cuts: tensors[kind] for p, tensors in parts})
     return out
 
 
-def _one_tp_rank(replicas: list[dict[str, Any]], name: str) -> dict[str, Tensor]:
-    """All kinds of one parameter on one TP rank, put together over its DP ranks."""
-    params = [torch.from_numpy(replica["params"][name]) for replica in replicas]
-    assert all(torch.equal(param, params[0]) for param in params), f"{name} differs over DP"
-    found = {"params": params[0]}
-    shards = sorted(
-        (r["shards"][name] for r in replicas if name in r["shards"]), key=lambda s: s[0]
-    )
-    if not shards:
-        return found  # frozen
+def _one_piece(name: str, replicas: dict[int, dict[str, Any]]) -> dict[str, Tensor]:
+    """All kinds of one piece, put together from the shards of the ranks that hold it.
+
+    The ranks among which a parameter is sharded are its owners; each group of owners has all of
+    the piece, and what several groups have must be the same.
+    """
+    params = [torch.from_numpy(replica["params"][name]) for replica in replicas.values()]
+    for rank, param in zip(replicas, params, strict=True):
+        assert torch.equal(param, params[0]), f"{name} differs on rank {rank}: replicas differ"
+    shape = next(iter(replicas.values()))["pieces"][name].shape
+    copies = []
+    for owners in {r["owners"].get(name, ()): None for r in replicas.values()}:  # () if frozen
+        assert set(owners) <= set(replicas), f"{name}: {owners} own it, {set(replicas)} hold it"
+        shards = [replicas[r]["shards"][name] for r in owners if name in replicas[r]["shards"]]
+        copies.append(_joined_shards(name, shards, params[0].numel()) if owners else {})
+    for kind in _same_kinds(name, copies):
+        for copy in copies:
+            same = torch.equal(copy[kind], copies[0][kind])
+            assert same, f"{kind} of {name}: replicas with owners of their own differ"
+    found = {"params": params[0], **copies[0]}
+    return {kind: tensor.view(shape) for kind, tensor in found.items()}
+
+
+def _same_kinds(name: str, found: list[dict[str, Tensor]]) -> list[str]:
+    """The kinds that all have; else e.g. Muon would have one copy of a parameter, Adam another."""
+    kinds = [list(tensors) for tensors in found]
+    assert all(each == kinds[0] for each in kinds), f"{name} has the kinds {kinds}"
+    return kinds[0]
+
+
+def _joined_shards(name: str, shards: list[Any], numel: int) -> dict[str, Tensor]:
+    """Kind → flat tensor of ``numel`` elements, from ``(start, end, arrays by kind)``."""
+    shards = sorted(shards, key=lambda shard: shard[0])
     edges = [0, *(end for _, end, _ in shards)]
     assert [start for start, _, _ in shards] == edges[:-1], f"shards of {name} overlap or miss"
-    assert edges[-1] == params[0].numel(), f"shards of {name} end at {edges[-1]}"
-    for kind in shards[0][2]:
-        flat = torch.cat([torch.from_numpy(arrays[kind]) for _, _, arrays in shards])
-        found[kind] = flat.view(params[0].shape)
-    return found
-
-
-def cut(full: Tensor, split: str, tp_rank: int, tp_size: int) -> Tensor:
-    """The part of ``full`` that a TP rank holds; ``split`` is one of "", "0", "1", "gated".
-
-    A gated fc1 holds gate rows and up rows: rank r has [gate_r; up_r] (megatron/core/transformer/
-    mlp.py, glu), so its rows are not one range of the whole tensor.
-    """
-    if split == "":
-        return full
-    if split == "gated":
-        return torch.cat([half.chunk(tp_size)[tp_rank] for half in full.chunk(2)])
-    return full.chunk(tp_size, dim=int(split))[tp_rank]
-
-
-def join(parts: list[Tensor], split: str) -> Tensor:
-    """The reverse of ``cut``; replicas must be equal."""
-    if split == "":
-        assert all(torch.equal(part, parts[0]) for part in parts), "replicas differ"
-        return parts[0]
-    if split == "gated":
-        halves = [part.chunk(2) for part in parts]
-        return torch.cat([half[i] for i in (0, 1) for half in halves])
-    return torch.cat(parts, dim=int(split))
+    assert edges[-1] == numel, f"shards of {name} end at {edges[-1]}"
+    return {
+        kind: torch.cat([torch.from_numpy(arrays[kind]) for _, _, arrays in shards])
+        for kind in shards[0][2]
+    }
 
 
 def differences(one: Whole, other: Whole) -> list[str]:
@@ -84,6 +145,6 @@ def differences(one: Whole, other: Whole) -> list[str]:
     assert one.keys() == other.keys(), (one.keys(), other.keys())
     found = []
     for kind, tensors in one.items():
-        assert tensors.keys() == other[kind].keys()
+        assert tensors.keys() == other[kind].keys(), tensors.keys() ^ other[kind].keys()
         found += [f"{kind} {n}" for n, t in tensors.items() if not torch.equal(t, other[kind][n])]
     return found

@@ -50,7 +50,7 @@ def make_muons(dist_opt: Any, config: MuonConfig, pg_collection: Any = None) -> 
     dist_opt.__class__ = MuonDistributedOptimizer
     if dist_opt.is_stub_optimizer:  # then all ranks have one: Megatron gathers the groups' keys
         return
-    place = groups.place_of(dist_opt, pg_collection, device_of(dist_opt))
+    place = groups.place_of(dist_opt, pg_collection, device_of(dist_opt.model_chunks))
     muon = _made_together(dist_opt, config, place)
     lines = [] if place.experts else survey(dist_opt, config, place)
     _put_inside(dist_opt, muon)

@@ -51,7 +51,7 @@ class MuonDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
 
     def _some_grad_is_unusable(self) -> torch.Tensor:
         """A bool scalar; on CUDA it is still being computed when this returns."""
-        device = device_of(self)
+        device = device_of(self.model_chunks)
         grads = [shard.grad for shard in self._shards()]
         if any(grad is None for grad in grads):
             return torch.tensor(True, device=device)
@@ -163,9 +163,9 @@ def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tens
             yield from zip(model_group, shard_group, strict=True)
 
 
-def device_of(dist_opt: Any) -> torch.device:
+def device_of(model_chunks: Iterable[torch.nn.Module]) -> torch.device:
     """Where the rank's tensors are; known on a stage without any parameter, too."""
-    for chunk in dist_opt.model_chunks:
+    for chunk in model_chunks:
         for param in chunk.parameters():
             return torch.device(param.device)
     return torch.device(torch.cuda.current_device())

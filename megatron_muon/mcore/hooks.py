@@ -61,16 +61,23 @@ HOOKS = (
     ),
     Hook(
         "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.prepare_grads",
+        ("self",),
+        "called on every rank once gradients are reduced, before any optimizer of the chain steps; "
+        "copies them to the shards and divides by the loss scale",
+    ),
+    Hook(
+        "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer.step_with_ready_grads",
         ("self",),
-        "called on every rank once gradients are reduced, unscaled and clipped; calls the inner "
-        "optimizer's step, copies main to model parameters and starts the all-gather",
+        "called on every rank once gradients are prepared and clipped; calls the inner optimizer's "
+        "step, copies main to model parameters and starts the all-gather",
     ),
     Hook(
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer.get_grad_stats_parallel_group",
         ("self",),
-        "the ranks that skip or take a step together: all of the world with one instance",
+        "the ranks that skip or take a step together: all stages of one optimizer instance",
     ),
     Hook(
         "megatron.core.optimizer.distrib_optimizer",
@@ -90,6 +97,18 @@ HOOKS = (
         ("with_context_parallel",),
         "the ranks of a pipeline stage",
     ),
+    Hook(
+        "megatron.core.parallel_state",
+        "get_expert_tensor_parallel_group",
+        (),
+        "the ranks that share an expert's weights",
+    ),
+    Hook(
+        "megatron.core.parallel_state",
+        "get_expert_model_parallel_group",
+        (),
+        "the ranks that a layer's experts are spread over",
+    ),
 )
 
 
@@ -98,6 +117,9 @@ ATTRIBUTES = {
     "model_chunks": "the DDP-wrapped modules, for names and marks of parameters",
     "is_stub_optimizer": "True on a rank that has no parameter groups and never steps",
     "tp_group": "set by the factory after construction",
+    "config": "its timers, and what the run asks for",
+    "grad_scaler": "None, or the loss scaler, which dense and experts' optimizers come to share",
+    "distributed_optimizer_instance_id": "which of several instances this rank is in",
 }
 # And of one that is no stub.
 BUILT_ATTRIBUTES = {

@@ -8,12 +8,13 @@ from typing import Any
 
 from megatron.core import optimizer as mcore_optimizer
 
+from megatron_muon.agreement import raise_together
 from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Meter
 from megatron_muon.mcore.build import make_muons
-from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
+from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer, device_of
 from megatron_muon.mcore.hooks import check_hooks
-from megatron_muon.mcore.supported import refuse_unsupported
+from megatron_muon.mcore.supported import frozen_too_late, refuse_unsupported
 
 # Megatron's own functions, kept after uninstall() too: a module that took a hooked name by import
 # meanwhile goes on calling ours, which then only pass the call on.
@@ -86,6 +87,7 @@ def _get_param_groups(
         if config.optimizer != "muon":
             raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
         refuse_unsupported(config, model_chunks)
+        raise_together(frozen_too_late(model_chunks), None, device_of(model_chunks))
         if _config.weight_decay_all_params:
             config_overrides = _with_weight_decay(config, config_overrides)
     return _originals["_get_param_groups"](model_chunks, config, config_overrides)

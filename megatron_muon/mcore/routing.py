@@ -34,7 +34,7 @@ def muon_parameters(
 
     Raises:
         ValueError, NotImplementedError: a weight that cannot be routed or is not what its name
-            promises, or that was frozen after its place in a buffer was made.
+            promises.
     """
     places = {
         param: (index, Span(start, stop), _bucket_span(buffer.buckets[bucket_id]))
@@ -43,15 +43,7 @@ def muon_parameters(
     }
     found = []
     for weight in weights(model_chunks):
-        if weight.param not in places:
-            continue
-        if not weight.param.requires_grad:
-            raise ValueError(
-                f"{weight.name} is frozen, but has a place in DDP's gradient buffers, so nobody "
-                "could say whether Muon is to update it: freeze parameters before wrapping the "
-                "model in DistributedDataParallel"
-            )
-        if why_adamw(weight, config) is not None:
+        if weight.param not in places or why_adamw(weight, config) is not None:
             continue
         index, span, bucket = places[weight.param]
         holding = matrices_of(weight, expert_tp_size if weight.is_expert else tp_size, config)

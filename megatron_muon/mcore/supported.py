@@ -9,6 +9,8 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
+from megatron_muon.mcore.weights import weights
+
 
 def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
     """Check the options of a run that asks for ``optimizer='muon'``.
@@ -53,6 +55,25 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
                 f"optimizer='muon' does not support {type(chunk).__name__} yet: wrap model chunks "
                 "in Megatron's DistributedDataParallel, or choose optimizer='adam'"
             )
+
+
+def frozen_too_late(model_chunks: Sequence[Any]) -> ValueError | None:
+    """The error for a weight that was frozen once it had a place in DDP's gradient buffers.
+
+    Megatron's DistributedOptimizer would look for it among the parameters that train. One stage may
+    have such a weight and another not, so the caller raises it on all ranks.
+    """
+    for weight in weights(model_chunks):
+        if not weight.param.requires_grad and any(
+            weight.param in buffer.param_index_map
+            for chunk in model_chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ):
+            return ValueError(
+                f"{weight.name} is frozen, but has a place in DDP's gradient buffers: freeze "
+                "parameters before wrapping the model in DistributedDataParallel"
+            )
+    return None
 
 
 def _refuse_ignored_settings(optimizer_config: Any) -> None:

@@ -42,7 +42,7 @@ def survey(dist_opt: Any, config: MuonConfig, place: Place) -> list[str]:
     found = list(weights(chunks))
     share, error = Share(), None
     try:
-        share = _share(found, config, place.sizes)
+        share = share_of(found, config, place.sizes)
     except Exception as own:  # e.g. an expert's weight that no other stage has
         error = own
     raise_together(error, None, place.device)
@@ -57,7 +57,7 @@ def survey(dist_opt: Any, config: MuonConfig, place: Place) -> list[str]:
                 "`megatron-muon routes` prints their names"
             )
     stages = {numbers[0]: Share.of(numbers[1 : 1 + len(share.numbers())]) for numbers in every}
-    lines = _unknown(found, config) if place.speaks_for_stage else []
+    lines = unknown_lines(found, config) if place.speaks_for_stage else []
     if dist.get_rank() == 0:
         lines = [*share_lines(list(stages.values()), _is_mla(chunks)), *lines]
     return lines
@@ -80,8 +80,17 @@ def _all_chunks(dist_opt: Any) -> list[Any] | None:
     return known
 
 
-def _share(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share:
-    """Elements of this stage over all its ranks, each once."""
+def share_of(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share:
+    """Elements of a stage over all its ranks, each once.
+
+    Args:
+        found: all of a rank's weights.
+        config: the settings.
+        sizes: of the stage's groups.
+
+    Raises:
+        ValueError, NotImplementedError: a weight cannot be routed.
+    """
     total = muon = active = muon_active = 0
     for weight in found:
         if weight.is_tied_copy or not weight.param.requires_grad:
@@ -115,7 +124,8 @@ def _used(elements: int, weight: Weight) -> int:
     return int(elements * model.moe_router_topk // model.num_moe_experts)
 
 
-def _unknown(found: Sequence[Weight], config: MuonConfig) -> list[str]:
+def unknown_lines(found: Sequence[Weight], config: MuonConfig) -> list[str]:
+    """A line that names the 2-D weights whose module type is not in Muon's table, if any is."""
     names = [
         f"{weight.name} ({type(weight.module).__name__})"
         for weight in found
