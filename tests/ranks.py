@@ -6,13 +6,14 @@ its own process with ``torch.distributed`` initialised (gloo, rendezvous through
 ``torch.distributed.get_rank()`` says which rank it is. Afterwards Megatron's global state is reset.
 
 Workers are forked from a server that has torch and Megatron imported, kept for the next call, and
-replaced when a call fails. They end with the interpreter.
+replaced when a call fails or has left threads behind. They end with the interpreter.
 """
 
 import atexit
 import contextlib
 import datetime
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import os
@@ -31,7 +32,11 @@ from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from typing import Any
 
+import psutil
+
 HERE = os.path.dirname(os.path.abspath(__file__))
+MOST_THREADS = 60  # of a worker that is used again; what keeps more alive is left behind
+FULL = b"full"
 GRACE = 0.3  # seconds after the first failure in which other ranks' reports are still collected
 PRELOAD = [
     "torch",
@@ -74,8 +79,21 @@ class Report:
 # ---------------------------------------------------------------- in the worker
 
 
+def _free_models() -> None:
+    """Take Megatron's DDP apart, and with it the process groups that it holds, 50 threads a call.
+
+    It hangs hooks of its own on its parameters' AccumulateGrad nodes, which it keeps: a cycle
+    through C++ that gc cannot see.
+    """
+    for module in [o for o in gc.get_objects() if type(o).__name__ == "DistributedDataParallel"]:
+        for node in module.grad_accs:
+            node.register_hook(lambda *_: None).hooks_dict_ref().clear()  # all hooks share one
+    gc.collect()
+
+
 def _reset_megatron() -> None:
     """Forget Megatron's process-wide state, where Megatron is imported."""
+    _free_models()
     for name, calls in (
         ("megatron.core.parallel_state", ("destroy_model_parallel",)),
         ("megatron.core.num_microbatches_calculator", ("unset_num_microbatches_calculator",)),
@@ -152,7 +170,7 @@ def _work(pipe: connection.Connection, stacks: str) -> None:
         try:
             dist.destroy_process_group()
             _reset_megatron()
-            pipe.send_bytes(b"")
+            pipe.send_bytes(FULL if psutil.Process().num_threads() > MOST_THREADS else b"")
         except BaseException:
             pipe.send_bytes(traceback.format_exc().encode())
 
@@ -244,8 +262,8 @@ def _context() -> Any:
     return _server
 
 
-def _collect(workers: list[_Worker], deadline: float) -> dict[int, Report]:
-    """Reports by rank: all of them, or those up to GRACE after the first failure, or in time."""
+def _collect(workers: list[_Worker], deadline: float, grace: float) -> dict[int, Report]:
+    """Reports by rank: all, or those up to ``grace`` after the first failure, or in time."""
     waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
     reports: dict[int, Report] = {}
     while waiting and time.monotonic() < deadline:
@@ -260,7 +278,7 @@ def _collect(workers: list[_Worker], deadline: float) -> dict[int, Report]:
                 why = f"the process ended with exit code {process.exitcode}"
                 reports[rank] = Report(rank, "died", why, 0.0)  # before what it caused in others
             if reports[rank].kind != "ok":
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + grace)
     return reports
 
 
@@ -287,8 +305,13 @@ def _last_line(text: str) -> str:
     return text.strip().rsplit("\n", 1)[-1]
 
 
-def _clean_up(workers: list[_Worker], fn: str, limit: float = 30.0) -> None:
-    """Have all ranks leave the process group, now that none of them needs it any more."""
+def _clean_up(workers: list[_Worker], fn: str, limit: float = 30.0) -> list[_Worker]:
+    """Have all ranks leave the process group, now that none of them needs it any more.
+
+    Returns:
+        The workers that can be used again; the others are ended.
+    """
+    usable = []
     for worker in workers:
         worker.pipe.send_bytes(b"all done")
     for rank, worker in enumerate(workers):
@@ -297,12 +320,22 @@ def _clean_up(workers: list[_Worker], fn: str, limit: float = 30.0) -> None:
             text = worker.stack() if late else worker.pipe.recv_bytes().decode()
         except (EOFError, OSError):
             text = f"the process ended with exit code {worker.process.exitcode}"
-        if text:
+        if text == FULL.decode():
+            worker.kill()
+        elif not text:
+            usable.append(worker)
+        else:
             raise RankError(f"{fn}: rank {rank} of {len(workers)} failed to clean up:\n{text}")
+    return usable
 
 
 def run(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, threads: int = 1
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    threads: int = 1,
+    grace: float = GRACE,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` gloo ranks and return their values in rank order.
 
@@ -311,6 +344,7 @@ def run(
         args: picklable, the same for every rank.
         timeout: seconds for the whole call.
         threads: torch threads of each rank.
+        grace: seconds in which other ranks' reports are still collected after a failure.
 
     Raises:
         RankError: a rank raised or died (its number and traceback are in the text), or did not
@@ -325,22 +359,21 @@ def run(
     workers = _pool.take(world_size)
     rendezvous = os.path.join(_pool.folder, f"rendezvous{next(_pool.numbers)}")
     payload = pickle.dumps((fn, args))
-    done = False
+    usable: list[_Worker] | None = None
     try:
         for rank, worker in enumerate(workers):
             task = Task(
                 payload, rank, world_size, rendezvous, timeout, threads, sys.path[:], os.getcwd()
             )
             worker.pipe.send_bytes(pickle.dumps(task))
-        reports = _collect(workers, time.monotonic() + timeout)
+        reports = _collect(workers, time.monotonic() + timeout, grace)
         if len(reports) < world_size or any(r.kind != "ok" for r in reports.values()):
             raise RankError(_failure(workers, reports, fn.__qualname__, timeout))
-        _clean_up(workers, fn.__qualname__)
-        done = True
+        usable = _clean_up(workers, fn.__qualname__)
         return [pickle.loads(reports[rank].value) for rank in range(world_size)]
     finally:
-        if done:
-            _pool.idle += workers
+        if usable is not None:
+            _pool.idle += usable
         else:
             for worker in workers:
                 worker.kill()
