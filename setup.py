@@ -20,6 +20,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_muon", "megatron_muon.*"]),
     package_data={"megatron_muon": ["py.typed"]},
+    entry_points={"console_scripts": ["megatron-muon = megatron_muon.cli:main"]},
     install_requires=["torch>=2.4", "megatron-core==0.16.1"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],

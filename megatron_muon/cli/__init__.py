@@ -1,0 +1,42 @@
+"""The command ``megatron-muon``; each of its commands is a module that is imported when it runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+# Command: (module with main(argv) -> exit status, what it does).
+COMMANDS = {
+    "routes": (
+        "megatron_muon.cli.routes",
+        "which parameters are Muon's, in what matrices, and where each is orthogonalized",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the command's name and its own arguments; those of the process where None.
+
+    Returns:
+        The exit status: 0, or 2 where the arguments are wrong.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"megatron-muon: error: no command {name!r}\n{_usage()}", file=sys.stderr)
+        return 2
+    module, _ = COMMANDS[name]
+    return int(importlib.import_module(module).main(rest))
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()]
+    return "\n".join(["usage: megatron-muon COMMAND ... (COMMAND --help says more)", "", *lines])

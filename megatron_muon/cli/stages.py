@@ -1,0 +1,245 @@
+"""What a run does with every parameter of every pipeline stage, from the code that the run runs."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_muon.cli import world
+from megatron_muon.cli.model import (
+    Ranks,
+    build_chunks,
+    optimizer_config,
+    ranks_of,
+    transformer_config,
+)
+from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.groups import Sizes
+from megatron_muon.mcore.matrices import matrices_of
+from megatron_muon.mcore.routing import local_experts, muon_parameters, on_every_ep_rank
+from megatron_muon.mcore.supported import refuse_unsupported
+from megatron_muon.mcore.survey import share_of, unknown_lines
+from megatron_muon.mcore.weights import Weight, expert_name, matching, weights, why_adamw
+from megatron_muon.plan import ExchangePlan, make_plan
+from megatron_muon.report import Share, share_lines, start_line
+from megatron_muon.update import matched_rms_scale
+
+Split = Literal["rows", "columns", "replicated", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A matrix: whole size, factor of its orthogonalized update, and who orthogonalizes it.
+
+    Attributes:
+        name: the parameter's, with the part in brackets where it holds several.
+        rows, cols: over all TP ranks.
+        scale: ``matched_rms_scale`` of it.
+        home: rank of the stage.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    scale: float
+    home: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A parameter of a stage.
+
+    Attributes:
+        name: Megatron's, with layers and experts numbered over all ranks.
+        shape: of one TP rank's.
+        tp: what of a matrix TP ranks hold: ranges of rows or of columns, replicas, or all of it
+            where they are not several.
+        ep_rank: that has it, of what is an expert's on one of several EP ranks.
+        reason: why AdamW has it; None where Muon does.
+        matrices: Muon's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tp: Split
+    ep_rank: int | None
+    reason: str | None
+    matrices: tuple[Routed, ...] = ()
+
+    @property
+    def optimizer(self) -> Literal["muon", "adamw"]:
+        return "muon" if self.reason is None else "adamw"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage.
+
+    Attributes:
+        number: pipeline rank.
+        ranks: of the world, by their number in the stage; with several optimizer instances, those
+            of the first one.
+        rows: every parameter, those of an expert's on every EP rank.
+        share: elements.
+        lines: that a run prints about the stage at its start.
+        plan_seconds: processor time of making its exchange plans.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    rows: tuple[Row, ...]
+    share: Share
+    lines: tuple[str, ...]
+    plan_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """A model's, over all stages; ``lines`` are those that a run prints about all of it."""
+
+    stages: tuple[Stage, ...]
+    lines: tuple[str, ...]
+    ranks: Ranks
+
+
+@dataclass
+class _Found:
+    """From the plans of a stage's optimizers: matrices by parameter name and EP rank."""
+
+    matrices: dict[tuple[str, int], tuple[Routed, ...]] = field(default_factory=dict)
+    on_ep_ranks: set[Any] = field(default_factory=set)
+    lines: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def routes(flags: Namespace, config: MuonConfig) -> Routes:
+    """Build one rank of each pipeline stage, without memory for parameters, and ask the plugin.
+
+    Args:
+        flags: see ``flags``.
+        config: the settings.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin finds
+            something wrong, as they would in the run.
+    """
+    ranks = ranks_of(flags)
+    matched: set[str] = set()
+    stages = []
+    for number, rank in enumerate(world.first_ranks(ranks)):
+        with world.as_rank(rank, ranks):
+            chunks = _built(flags, ranks)
+            stages.append(_stage(flags, config, ranks, number, chunks))
+            patterns = [*config.muon_include, *config.muon_exclude]
+            for weight in weights(chunks):
+                matched |= set(matching(weight.name, patterns))
+    for pattern in (*config.muon_include, *config.muon_exclude):
+        if pattern not in matched:
+            raise ValueError(
+                f"{pattern!r} in --muon-include or --muon-exclude matches no parameter"
+            )
+    lines = share_lines([stage.share for stage in stages], flags.multi_latent_attention)
+    return Routes(tuple(stages), tuple(lines), ranks)
+
+
+def _built(flags: Namespace, ranks: Ranks) -> list[Any]:
+    with warnings.catch_warnings(), world.without_memory():
+        warnings.simplefilter("ignore")  # advice about speed on GPUs
+        chunks = build_chunks(flags, transformer_config(flags, ranks))
+    refuse_unsupported(optimizer_config(flags), chunks)
+    return chunks
+
+
+def _stage(
+    flags: Namespace, config: MuonConfig, ranks: Ranks, number: int, chunks: Sequence[Any]
+) -> Stage:
+    found = _Found()
+    early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
+    for part in (chunks[:1], chunks[1:]) if early else (chunks,):
+        _plan(found, config, ranks, number, part, experts=False)
+    _plan(found, config, ranks, number, chunks, experts=True)
+    here = list(weights(chunks))
+    moe = ranks.expert_tp, ranks.ep
+    sizes = Sizes(ranks.tp, *moe) if flags.num_experts else Sizes(ranks.tp)
+    return Stage(
+        number=number,
+        ranks=tuple(world.stage_ranks(ranks)),
+        rows=tuple(row for weight in here for row in _rows(weight, found, config, sizes, chunks)),
+        share=share_of(here, config, sizes),
+        lines=(*unknown_lines(here, config), *found.lines),
+        plan_seconds=found.seconds,
+    )
+
+
+def _plan(
+    found: _Found,
+    config: MuonConfig,
+    ranks: Ranks,
+    number: int,
+    chunks: Sequence[Any],
+    *,
+    experts: bool,
+) -> None:
+    """The exchange plan of one DistributedOptimizer, as ``mcore.build`` makes it."""
+    kind = "expert_parallel_buffers" if experts else "buffers"
+    buffers = [buffer for chunk in chunks for buffer in getattr(chunk, kind)]
+    if not buffers:
+        return
+    here = muon_parameters(chunks, buffers, ranks.tp, ranks.expert_tp, config)
+    ep_size = ranks.ep if experts else 1
+    parameters = on_every_ep_rank([p for _, p in here], ep_size, local_experts(chunks, ep_size))
+    grid = world.expert_grid(ranks) if experts else world.dense_grid(ranks)
+    start = time.process_time()
+    plan = make_plan(parameters, grid, config)
+    found.seconds += time.process_time() - start
+    _take(found, plan, config)
+    if experts:
+        found.on_ep_ranks |= {param for buffer in buffers for param in buffer.param_index_map}
+    buckets = sum(len(buffer.buckets) for buffer in buffers)
+    found.lines.append(start_line(plan, stage=number, experts=experts, buckets=buckets))
+
+
+def _take(found: _Found, plan: ExchangePlan, config: MuonConfig) -> None:
+    planned = iter(plan.matrices)
+    rms = config.matched_adamw_rms
+    for parameter in plan.parameters:
+        found.matrices[parameter.name, parameter.ep_rank] = tuple(
+            Routed(m.name, m.rows, m.cols, matched_rms_scale(m.rows, m.cols, rms), m.home)
+            for m in (next(planned) for _ in parameter.matrices)
+        )
+
+
+def _rows(
+    weight: Weight, found: _Found, config: MuonConfig, sizes: Sizes, chunks: Sequence[Any]
+) -> list[Row]:
+    """The parameter, once for each EP rank that has one of its own."""
+    on_ep_ranks = weight.param in found.on_ep_ranks
+    tp_size = sizes.expert_tp if weight.is_expert else sizes.tp
+    reason = why_adamw(weight, config)
+    if reason is None:
+        tp = _split(matrices_of(weight, tp_size, config).partition_dim, tp_size)
+    else:
+        tp = _split_by_mark(weight, tp_size)
+    ep_size = sizes.ep if on_ep_ranks else 1
+    rows = []
+    for ep_rank in range(ep_size):
+        name = expert_name(weight.name, ep_rank, local_experts(chunks, ep_size))
+        matrices = found.matrices[name, ep_rank] if reason is None else ()
+        number = ep_rank if on_ep_ranks else None
+        rows.append(Row(name, tuple(weight.param.shape), tp, number, reason, matrices))
+    return rows
+
+
+def _split_by_mark(weight: Weight, tp_size: int) -> Split:
+    param: Any = weight.param
+    return _split(param.partition_dim if param.tensor_model_parallel else None, tp_size)
+
+
+def _split(dim: int | None, tp_size: int) -> Split:
+    if tp_size == 1:
+        return "whole"
+    return "replicated" if dim is None or dim < 0 else ("rows", "columns")[dim]

@@ -1,0 +1,392 @@
+"""``megatron-muon routes`` prints what a run does, without a GPU, a launcher or memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import (
+    EXPERTS,
+    FFN,
+    GROUPS,
+    HEAD_SIZE,
+    HEADS,
+    HIDDEN,
+    KV_RANK,
+    MOE_FFN,
+    Q_RANK,
+    ROPE_HEAD,
+    SEQUENCE,
+    SHARED_FFN,
+    VOCAB,
+    Case,
+    Topology,
+)
+from gpt import distributed_optimizers, start
+from ranks import run
+
+from megatron_muon.cli import COMMANDS, main
+
+ROOT = Path(__file__).parent.parent
+TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --bf16 "
+    "--position-embedding-type rope --transformer-impl local --use-distributed-optimizer"
+).split()
+LLAMA_3_8B = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm --bf16 "
+    "--untie-embeddings-and-output-weights --vocab-size 128256 --position-embedding-type rope "
+    "--disable-bias-linear --use-distributed-optimizer"
+).split()
+DEEPSEEK_V3 = (
+    "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --num-experts 256 "
+    "--moe-ffn-hidden-size 2048 --moe-router-topk 8 --moe-shared-expert-intermediate-size 2048 "
+    "--moe-layer-freq ([0]*3+[1]*58) --moe-grouped-gemm --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 129280 "
+    "--position-embedding-type rope --seq-length 4096 --bf16 --use-distributed-optimizer "
+    "--pipeline-model-parallel-size 16 --decoder-last-pipeline-num-layers 1 "
+    "--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --world-size 1024"
+).split()
+
+
+def flags_of(case: Case, topology: Topology) -> list[str]:
+    """Megatron's flags for the model and the ranks that ``gpt.build`` makes."""
+    words: list[Any] = ["--num-layers", case.layers, "--hidden-size", HIDDEN]
+    words += ["--num-attention-heads", HEADS, "--ffn-hidden-size", FFN, "--seq-length", SEQUENCE]
+    words += ["--padded-vocab-size", VOCAB, "--position-embedding-type", "rope"]
+    words += ["--transformer-impl", "local", "--use-distributed-optimizer", "--bf16"]
+    words += ["--tensor-model-parallel-size", topology.tp, "--context-parallel-size", topology.cp]
+    words += ["--pipeline-model-parallel-size", topology.pp, "--world-size", topology.world_size]
+    words += ["--num-distributed-optimizer-instances", topology.instances]
+    words += ["--swiglu"] * case.gated
+    words += ["--untie-embeddings-and-output-weights"] * (not case.tied)
+    if topology.chunks > 1:
+        words += ["--num-virtual-stages-per-pipeline-rank", topology.chunks]
+    if topology.overlap:
+        words += ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", 5000]
+    if case.moe:
+        words += ["--num-experts", EXPERTS, "--moe-ffn-hidden-size", MOE_FFN]
+        words += ["--moe-shared-expert-intermediate-size", SHARED_FFN, "--disable-bias-linear"]
+        words += ["--expert-model-parallel-size", topology.ep]
+        words += ["--expert-tensor-parallel-size", topology.expert_tp]
+        words += ["--moe-grouped-gemm"] * (case.grouped == "legacy")
+    if case.mla:
+        words += ["--multi-latent-attention", "--q-lora-rank", Q_RANK, "--kv-lora-rank", KV_RANK]
+        words += ["--qk-head-dim", HEAD_SIZE, "--v-head-dim", HEAD_SIZE, "--qk-layernorm"]
+        words += ["--qk-pos-emb-head-dim", ROPE_HEAD, "--normalization", "RMSNorm"]
+    else:
+        words += ["--group-query-attention", "--num-query-groups", GROUPS]
+    if case.mtp:
+        words += ["--mtp-num-layers", 1]
+    return [str(word) for word in words]
+
+
+def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
+    """On a rank of a real run: what its Muon parts plan, its other weights, and what it printed."""
+    from megatron_muon.mcore.weights import weights, why_adamw
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        built = start(case, topology)
+    plans = {}
+    for dist_opt in distributed_optimizers(built.optimizer):
+        plan = dist_opt.muon.plan
+        matrices = iter(plan.matrices)
+        for parameter in plan.parameters:
+            plans[parameter.name, parameter.ep_rank] = [
+                (m.name, m.rows, m.cols, m.home)
+                for m in (next(matrices) for _ in parameter.matrices)
+            ]
+    settings = dist_opt.muon.config
+    return {
+        "stage": built.pp_rank,
+        "first": built.place.ep_rank == 0,
+        "plans": plans,
+        "weights": {
+            weight.name: (list(weight.param.shape), why_adamw(weight, settings))
+            for weight in weights(built.chunks)
+        },
+        "lines": [line for line in printed.getvalue().split("\n") if "[megatron_muon]" in line],
+    }
+
+
+MOE = Case(moe=True, gated=True)
+CASES = [
+    (Case(), Topology(2, 2, 2)),
+    (Case(gated=True), Topology(2, 1, 2, overlap=True)),
+    (MOE, Topology(2, 1, 2, ep=2, etp=1)),
+    (Case(layers=4), Topology(1, 2, 1, chunks=2)),
+    (Case(), Topology(1, 1, 4, instances=2)),
+    (Case(moe=True, gated=True, grouped="legacy"), Topology(1, 1, 2, ep=2)),
+    (Case(mla="column", mtp=True, tied=True), Topology(2, 2, 1)),
+    (Case(), Topology(2, 1, 1, cp=2)),
+]
+
+
+@pytest.mark.parametrize(("case", "topology"), CASES, ids=lambda value: str(value)[:40])
+def test_what_is_printed_is_what_a_run_does(
+    case: Case, topology: Topology, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = routes_json(flags_of(case, topology), capsys)
+    results = run(built_by_a_run, topology.world_size, case, topology)
+    assert [stage["stage"] for stage in found["stages"]] == list(range(topology.pp))
+    for result in results:
+        stage = found["stages"][result["stage"]]
+        planned = {
+            (row["name"], row["ep_rank"] or 0): [
+                (m["name"], m["rows"], m["cols"], m["home"]) for m in row["matrices"]
+            ]
+            for row in stage["parameters"]
+            if row["optimizer"] == "muon"
+        }
+        assert planned == result["plans"]
+        if result["first"]:  # weights are named as on the first EP rank
+            shown = {
+                row["name"]: (row["shape"], row["reason"])
+                for row in stage["parameters"]
+                if not row["ep_rank"]
+            }
+            assert shown == result["weights"]
+    said = sorted(line for result in results for line in result["lines"])
+    stages = [line for stage in found["stages"] for line in stage["lines"]]
+    assert said == sorted(found["lines"] + stages)
+
+
+def test_tp_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    found = routes_json([*TINY, "--tensor-model-parallel-size", "2"], capsys)
+    tp = {row["name"].rsplit(".", 2)[-2]: row["tp"] for row in found["stages"][0]["parameters"]}
+    assert tp["linear_fc1"] == tp["word_embeddings"] == "rows"
+    assert tp["final_layernorm"] == "replicated"
+    fc2 = next(r for r in found["stages"][0]["parameters"] if "fc2.weight" in r["name"])
+    assert (fc2["tp"], fc2["shape"]) == ("columns", [64, 128])
+    (matrix,) = fc2["matrices"]
+    assert (matrix["rows"], matrix["cols"]) == (64, 256)
+    assert matrix["scale"] == pytest.approx(0.2 * 256**0.5)
+
+
+# --- as a program ----------------------------------------------------------------------------
+
+
+def routes_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["routes", "--json", *argv]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.timeout(1200)  # seconds of the wall; an idle machine needs a fraction
+def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(tmp_path: Path) -> None:
+    """As a program by itself, with processor time and memory as the kernel counts them."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "megatron_muon.cli", "routes", "--json", *DEEPSEEK_V3]
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=tmp_path)
+        _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, (tmp_path / "err").read_text()
+    found = json.loads((tmp_path / "out").read_text())
+    assert usage.ru_utime + usage.ru_stime < 60, "seconds of one core, imports too"
+    assert usage.ru_maxrss < 2e6, "KiB"
+    assert max(stage["plan_cpu_seconds"] for stage in found["stages"]) <= 2
+    names = {row["name"] for stage in found["stages"] for row in stage["parameters"]}
+    assert "decoder.layers.60.mlp.experts.local_experts.255.linear_fc2.weight" in names
+    homes = [
+        matrix["home"]
+        for row in found["stages"][1]["parameters"]
+        if row["ep_rank"] is not None
+        for matrix in row["matrices"]
+    ]
+    assert len(homes) == 4 * 256 * 2 and set(homes) == set(range(64))
+    assert "671 G" in found["lines"][0] and "37.6 G" in found["lines"][0]  # arXiv 2412.19437
+
+
+def test_the_share_of_llama_3_8b(capsys: pytest.CaptureFixture[str]) -> None:
+    found = routes_json(LLAMA_3_8B, capsys)
+    matrices = 32 * 4096 * (4096 + 4096 + 2 * 1024 + 3 * 14336)
+    total = matrices + 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
+    assert found["lines"][0].startswith(f"[megatron_muon] Muon has {matrices / total:.1%} of")
+    assert total == sum(numel(row["shape"]) for row in found["stages"][0]["parameters"])
+
+
+def numel(shape: list[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+# --- patterns and settings -------------------------------------------------------------------
+
+
+def optimizers(found: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
+    return {
+        row["name"]: (row["optimizer"], row["reason"])
+        for stage in found["stages"]
+        for row in stage["parameters"]
+    }
+
+
+def test_patterns_move_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    patterns = ["--muon-include", "embedding.word*", "--muon-exclude", "*.1.*fc1.weight"]
+    patterns += ["--muon-exclude", "*.linear_proj.weight"]
+    before = optimizers(routes_json(TINY, capsys))
+    after = optimizers(routes_json([*TINY, *patterns], capsys))
+    assert {name: after[name] for name in after if after[name] != before[name]} == {
+        "embedding.word_embeddings.weight": ("muon", None),
+        "decoder.layers.1.mlp.linear_fc1.weight": ("adamw", "muon_exclude '*.1.*fc1.weight'"),
+        **{
+            f"decoder.layers.{layer}.self_attention.linear_proj.weight": (
+                "adamw",
+                "muon_exclude '*.linear_proj.weight'",
+            )
+            for layer in (0, 1)
+        },
+    }
+
+
+def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    def qkv(*settings: str) -> dict[str, Any]:
+        found = routes_json([*TINY, *settings], capsys)
+        rows: list[dict[str, Any]] = found["stages"][0]["parameters"]
+        return next(row for row in rows if row["name"].endswith(".linear_qkv.weight"))
+
+    assert [m["rows"] for m in qkv()["matrices"]] == [64, 64, 64]
+    assert [m["rows"] for m in qkv("--muon-no-split-qkv")["matrices"]] == [192]
+    scaled = qkv("--muon-matched-adamw-rms", "0.4")["matrices"][0]["scale"]
+    assert scaled == pytest.approx(0.4 * 64**0.5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num-layers", "two"], "argument --num-layers: invalid int value: 'two'"),
+        (["--normalization", "Batch"], "argument --normalization: invalid choice: 'Batch'"),
+        (["--num-experts", "4", "--moe-layer-freq", "[0,2]"], "no number and no list of 0 and 1"),
+        (["--moe-layer-freq", "__import__('os')"], "no number and no list of 0 and 1"),
+        (["--muon-homes", "here"], "argument --muon-homes: invalid choice: 'here'"),
+        (["--muon-ns-steps", "0"], "ns_steps must be at least 1, got 0"),
+        (["--muon-include", "no.such.*"], "'no.such.*' in --muon-include or --muon-exclude"),
+        (["--muon-include", "*norm*"], "Muon updates matrices: only 2-D weights"),
+        (["--world-size", "3", "--tensor-model-parallel-size", "2"], "not a multiple of TP x CP"),
+        (["--tensor-model-parallel-size", "3"], "num_attention_heads (4) must be a multiple"),
+        (["--num-distributed-optimizer-instances", "2"], "does not divide the 1 shards"),
+        (["--no-position-embedding", "--position-embedding-type", "none"], "needs --position"),
+        (["--spec", "a", "b"], "--spec is not supported"),
+        (["--fp8-param-gather"], "does not support fp8_param_gather yet"),
+        (["--optimizer-cpu-offload"], "does not support optimizer_cpu_offload yet"),
+        (["--num-layers", "2", "17"], "unrecognized arguments: 17"),
+    ],
+)
+def test_bad_values_are_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["routes", *TINY, *argv])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert message in said.err
+
+
+def test_a_vocabulary_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    without = [word for word in TINY if word not in ("--vocab-size", "100")]
+    with pytest.raises(SystemExit):
+        main(["routes", *without, "--tokenizer-type", "GPT2BPETokenizer"])
+    assert "give --padded-vocab-size, or --vocab-size" in capsys.readouterr().err
+
+
+def test_flags_that_are_not_read_are_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*TINY[:2], "--lr", "1e-3", "--adam-betas", "-1", "2", "--log-throughput"]
+    argv += ["--swigul", "--train-iters=7", "--recompute-num-layers", "1", *TINY[2:]]
+    assert main(["routes", *argv]) == 0
+    assert capsys.readouterr().err.strip().split("\n") == [
+        "megatron-muon routes: not read: --lr 1e-3, --adam-betas -1 2, --log-throughput, "
+        "--swigul (did you mean --swiglu?), --train-iters=7, --recompute-num-layers 1"
+    ]
+
+
+def test_what_differs_from_transformer_engine_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [word for word in TINY if word not in ("--transformer-impl", "local")]
+    argv += ["--num-experts", "4", "--moe-grouped-gemm", "--disable-bias-linear"]
+    assert main(["routes", *argv]) == 0
+    said = capsys.readouterr()
+    assert "built from Megatron's local modules, not --transformer-impl transformer_engine" in (
+        said.err
+    )
+    assert "experts.linear_fc1.weight7 as experts.local_experts.7.linear_fc1.weight" in said.err
+    assert ".experts.local_experts.{0..3}.linear_fc1.weight" in said.out
+
+
+# --- the table -------------------------------------------------------------------------------
+
+
+def expanded(name: str) -> list[str]:
+    """Names of ``a.{0..1,3}.b``, as a shell has them."""
+    parts = re.split(r"\{(.*?)\}", name)
+    choices = [parts[::2][0:1]]
+    for numbers, text in zip(parts[1::2], parts[2::2], strict=True):
+        values = []
+        for each in numbers.split(","):
+            first, _, last = each.partition("..")
+            values += list(range(int(first), int(last or first) + 1))
+        choices += [[str(value) for value in values], [text]]
+    return ["".join(each) for each in itertools.product(*choices)]
+
+
+def table(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    assert main(["routes", *argv]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    rows = [re.split(" {2,}", line) for line in lines]
+    return [row for row in rows if len(row) > 3 and row[0] != "parameter"]
+
+
+def test_lines_that_share_a_range_are_all_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*TINY, "--num-layers", "6", "--num-experts", "4", "--moe-layer-freq", "[1,0,1,1,0,0]"]
+    argv += ["--disable-bias-linear", "--expert-model-parallel-size", "2", "--world-size", "4"]
+    every, short = table([*argv, "--all"], capsys), table(argv, capsys)
+    assert len(short) < len(every) / 3
+    names = [name for row in short for name in expanded(row[0])]
+    assert sorted(names) == sorted(row[0] for row in every)
+    by_name = {row[0]: row[1:6] for row in every}
+    for row in short:
+        for name in expanded(row[0]):
+            assert by_name[name][:5] == row[1:6], "all but the homes are the same"
+    fc1 = next(row[0] for row in short if "experts" in row[0] and "fc1" in row[0])
+    assert fc1 == "decoder.layers.{0,2..3}.mlp.experts.local_experts.{0..3}.linear_fc1.weight"
+
+
+def test_homes_in_the_table_are_those_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*TINY, "--world-size", "4"]
+    found = routes_json(argv, capsys)
+    homes = {
+        row["name"]: ",".join(str(m["home"]) for m in row["matrices"])
+        for row in found["stages"][0]["parameters"]
+        if row["matrices"]
+    }
+    shown = {row[0]: row[6] for row in table([*argv, "--all"], capsys) if row[3] == "muon"}
+    assert {name: set(text.split(",")) for name, text in homes.items()} == {
+        name: set(text.split(",")) for name, text in shown.items()
+    }
+
+
+# --- the program megatron-muon ---------------------------------------------------------------
+
+
+def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    assert main([]) == 2 and main(["rotes"]) == 2
+    assert "no command 'rotes'" in capsys.readouterr().err
+
+
+def test_the_program_is_installed_under_its_name() -> None:
+    assert '"megatron-muon = megatron_muon.cli:main"' in (ROOT / "setup.py").read_text()
