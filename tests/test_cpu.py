@@ -93,6 +93,7 @@ assert d.HAVE_APEX_OR_TE and d.USING_TE_OPTIMIZER
 assert same(values, products())
 half = kernels()
 assert matmul_is_native or all(x != y for x, y in zip(half, table))
+absent = cpu._patches.ABSENT
 megatron_patches = [(w, n, v) for w, n, v in cpu._patches.changed if w not in OWNERS]
 cpu.disable()
 for owner, old in zip(OWNERS, before):
@@ -102,8 +103,17 @@ for owner, old in zip(OWNERS, before):
 assert kernels() == table and same(values, products())
 assert o.Adam is torch.optim.AdamW and o.USING_PYTORCH_OPTIMIZER is True
 assert d.Adam is torch.optim.Adam and d.HAVE_APEX_OR_TE is d.USING_TE_OPTIMIZER is False
-assert {w for w, _, _ in megatron_patches} == {o, d, r, W}
-for owner, name, old in megatron_patches: assert vars(owner)[name] is old, (owner, name)
+import megatron.core.transformer.multi_latent_attention as l
+import megatron.core.tensor_parallel.mappings as m
+from megatron.core.transformer.dot_product_attention import DotProductAttention as A
+import megatron.core.transformer.moe.grouped_gemm_util as g
+import megatron.core.transformer.moe.moe_utils as u
+import megatron.core.transformer.moe.token_dispatcher as t
+assert {w for w, _, _ in megatron_patches} == {o, d, r, W, A, l, m, g, u, t}
+for owner, name, old in reversed(megatron_patches):  # the value before the first change counts
+    first = next(v for w, n, v in megatron_patches if (w, n) == (owner, name))
+    if first is absent: assert name not in vars(owner), (owner, name)
+    else: assert vars(owner)[name] is first, (owner, name)
 assert torch.zeros(1).type() == "torch.FloatTensor"
 cpu.disable()
 print("as before")

@@ -2,8 +2,15 @@
 
 Call ``enable()`` before anything imports Megatron, then use Megatron as on a GPU with the process
 group made by ``torch.distributed.init_process_group("gloo", ...)``. What is replaced, and why, is
-the table ``REPLACEMENTS``; ``disable()`` puts all of it back. Dense models with data, tensor
-(with and without sequence parallelism) and pipeline parallelism are covered.
+the table ``REPLACEMENTS``; ``disable()`` puts all of it back.
+
+Covered, with the local layer specs: data, tensor (with and without sequence parallelism), pipeline
+(also virtual), context and expert parallelism, expert tensor parallelism, several optimizer
+instances, and every overlap; mixtures of experts with SequentialMLP and the legacy GroupedMLP
+(bf16, as it asks), shared experts, the allgather and alltoall dispatchers; multi-latent attention,
+multi-token prediction, full recompute; fp32, bf16, and fp16 with the dynamic loss scale. Not
+covered: Transformer Engine's own layers, sliding windows or cross-attention with context
+parallelism, packed sequences, fused kernels, CUDA graphs, fp8.
 """
 
 import importlib
@@ -19,7 +26,13 @@ from megatron_muon.cpu.table import REPLACEMENTS
 __all__ = ["REPLACEMENTS", "FusedAdam", "Replacement", "disable", "enable", "enabled"]
 
 _patches: Patches | None = None
-_IMPORTED_LATER = ("megatron.core.optimizer", "megatron.core.transformer.torch_norm")
+_IMPORTED_LATER = (
+    "megatron.core.optimizer",
+    "megatron.core.transformer.torch_norm",
+    "megatron.core.transformer.dot_product_attention",
+    "megatron.core.transformer.multi_latent_attention",
+    "megatron.core.transformer.moe.token_dispatcher",
+)
 _KNOWN_FALLBACKS = ("Transformer Engine and Apex are not installed", "Apex is not installed")
 
 

@@ -1,6 +1,6 @@
 """The table of everything that ``enable()`` replaces, in the order in which it is applied."""
 
-from megatron_muon.cpu import matmul, megatron_core, torch_cuda
+from megatron_muon.cpu import attention, experts, matmul, megatron_core, torch_cuda
 from megatron_muon.cpu.patch import Replacement
 
 REPLACEMENTS: tuple[Replacement, ...] = (
@@ -69,6 +69,47 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "torch norm under sequence parallelism",
         "WrappedTorchNorm refuses it (torch_norm.py:32) because nothing marks its parameters",
         megatron_core.sequence_parallel_norm,
+        "after megatron",
+    ),
+    Replacement(
+        "MoE router without Transformer Engine",
+        "moe_utils.py:1192 tests te_general_gemm, a name that only a successful import defines",
+        experts.router,
+        "after megatron",
+    ),
+    Replacement(
+        "split sizes of the alltoall dispatcher",
+        "maybe_move_tensor_to_cpu makes numpy arrays of GPU tensors only, and the all-to-all "
+        "(mappings.py:444) cannot take sizes as CPU tensors",
+        experts.split_sizes,
+        "after megatron",
+    ),
+    Replacement(
+        "gather and reduce-scatter of uneven parts",
+        "gloo wants equal parts; the alltoall dispatcher over expert tensor parallelism gives each "
+        "rank another number of tokens (mappings.py:150, 194), so they are padded",
+        experts.uneven_parts,
+        "after megatron",
+    ),
+    Replacement(
+        "grouped_gemm",
+        "the legacy GroupedMLP takes its products from a CUDA package (grouped_gemm_util.py:16)",
+        experts.grouped_gemm,
+        "after megatron",
+    ),
+    Replacement(
+        "multi-latent attention without Transformer Engine",
+        "its constructor does not take the head sizes k_channels and v_channels that "
+        "multi_latent_attention.py:155 hands it, only Transformer Engine's does; and line 185 asks "
+        "isinstance of a mock, because HAVE_TE is True there without Transformer Engine",
+        attention.multi_latent,
+        "after megatron",
+    ),
+    Replacement(
+        "context parallelism in DotProductAttention",
+        "it leaves that to Transformer Engine (dot_product_attention.py:58); keys and values are "
+        "gathered over the group, with the causal mask of the true positions",
+        attention.context_parallel,
         "after megatron",
     ),
 )

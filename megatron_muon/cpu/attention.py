@@ -1,0 +1,161 @@
+"""What Megatron's plain-torch attention leaves to Transformer Engine.
+
+Context parallelism, and the head sizes of multi-latent attention.
+"""
+
+import copy
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from megatron_muon.cpu.patch import Patches
+
+
+def chunks(cp_size: int, cp_rank: int) -> tuple[int, int]:
+    """The two of 2 × ``cp_size`` chunks of the sequence on a rank: an early one and a late one.
+
+    Source: ``get_batch_on_this_cp_rank``; causal attention is then about equal work on each rank.
+    """
+    return cp_rank, 2 * cp_size - 1 - cp_rank
+
+
+def positions(sequence: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """int64 [sequence / cp_size]: where in the whole sequence a rank's tokens are.
+
+    Raises:
+        ValueError: ``sequence`` (tokens of all ranks) is not a multiple of 2 × ``cp_size``.
+    """
+    if sequence % (2 * cp_size):
+        raise ValueError(
+            f"a sequence of {sequence} tokens over {cp_size} context-parallel ranks: "
+            f"use a multiple of {2 * cp_size}"
+        )
+    size = sequence // (2 * cp_size)
+    return torch.cat([torch.arange(c * size, (c + 1) * size) for c in chunks(cp_size, cp_rank)])
+
+
+def whole_sequence(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """All ranks' parts of ``tensor`` [sequence / cp, ...], in the order of the sequence.
+
+    The gradient is summed over the ranks and each gets its part.
+    """
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    gathered: torch.Tensor = mappings.gather_from_sequence_parallel_region(tensor, group=group)
+    size = group.size()
+    parts = [positions(gathered.shape[0], size, rank) for rank in range(size)]
+    return gathered.index_select(0, torch.cat(parts).argsort())
+
+
+def causal_mask(sequence: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """bool [1, 1, sequence / cp_size, sequence]: True where a key is later than the query."""
+    queries = positions(sequence, cp_size, cp_rank)
+    return (torch.arange(sequence) > queries[:, None])[None, None]
+
+
+def _group(attention: Any) -> Any:
+    group = getattr(attention.pg_collection, "cp", None)
+    if group is None:
+        state = importlib.import_module("megatron.core.parallel_state")
+        group = state.get_context_parallel_group()
+    return group
+
+
+def _mask(attention: Any, given: torch.Tensor | None, sequence: int, group: Any) -> Any:
+    """The mask for this rank's queries, from what the caller gave, or None for no mask."""
+    enums = importlib.import_module("megatron.core.transformer.enums")
+    cp_size, cp_rank = group.size(), group.rank()
+    if given is None:
+        if attention.attn_mask_type != enums.AttnMaskType.causal:
+            return None
+        return causal_mask(sequence, cp_size, cp_rank)
+    rows, columns = given.shape[-2:]
+    if columns == sequence and rows in (1, sequence // cp_size):
+        return given  # as get_batch_on_this_cp_rank cuts it
+    if columns == sequence and rows == sequence:
+        return given[..., positions(sequence, cp_size, cp_rank), :]
+    raise ValueError(
+        f"attention_mask {tuple(given.shape)} for a sequence of {sequence} tokens over {cp_size} "
+        f"context-parallel ranks: give None, [.., {sequence // cp_size}, {sequence}] from "
+        f"get_batch_on_this_cp_rank, or the whole [.., {sequence}, {sequence}]"
+    )
+
+
+def _refuse(attention: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+    if attention.scale_mask_softmax.window_size is not None:
+        raise NotImplementedError(
+            f"window_size={attention.scale_mask_softmax.window_size} with context parallelism is "
+            "not in the CPU attention; use context_parallel_size=1"
+        )
+    if query.shape[0] != key.shape[0]:
+        raise NotImplementedError(
+            f"{query.shape[0]} queries and {key.shape[0]} keys on a rank: the CPU attention has "
+            "context parallelism for self-attention only; use context_parallel_size=1"
+        )
+
+
+def multi_latent(patches: Patches) -> None:
+    """Values may have another size per head than queries and keys: the output then has theirs."""
+    latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    extensions = importlib.import_module("megatron.core.extensions.transformer_engine")
+    patches.set_existing(latent, "HAVE_TE", extensions.HAVE_TE)
+    module = importlib.import_module("megatron.core.transformer.dot_product_attention")
+    attention = module.DotProductAttention
+    init = attention.__init__
+
+    @functools.wraps(init)
+    def new_init(
+        self: Any,
+        config: Any,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        init(self, config, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    patches.set(attention, "__init__", new_init)
+
+
+def context_parallel(patches: Patches) -> None:
+    """Each rank's queries attend to the keys and values of all ranks, gathered before the product.
+
+    Transformer Engine passes them around instead; the result is the same but for rounding, and the
+    memory for keys and values is that of one rank without context parallelism.
+    """
+    module = importlib.import_module("megatron.core.transformer.dot_product_attention")
+    attention = module.DotProductAttention
+    init, forward = attention.__init__, attention.forward
+
+    @functools.wraps(init)
+    def new_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.context_parallel_size == 1:
+            init(self, config, *args, **kwargs)
+            return
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        init(self, alone, *args, **kwargs)
+        self.config = config
+
+    @functools.wraps(forward)
+    def new_forward(
+        self: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if self.config.context_parallel_size > 1:
+            _refuse(self, query, key)
+            group = _group(self)
+            key, value = whole_sequence(key, group), whole_sequence(value, group)
+            attention_mask = _mask(self, attention_mask, key.shape[0], group)
+        return forward(self, query, key, value, attention_mask, *args, **kwargs)
+
+    patches.set(attention, "__init__", new_init)
+    patches.set(attention, "forward", new_forward)

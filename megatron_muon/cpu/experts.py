@@ -1,0 +1,107 @@
+"""Replacements for mixture-of-experts layers: the router, the token exchange, grouped products."""
+
+import importlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_muon.cpu.patch import Patches
+
+
+def router(patches: Patches) -> None:
+    """The router's product is torch's: moe_utils tests the name, which only an import sets."""
+    module = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    patches.set(module, "te_general_gemm", None)
+
+
+def _moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's ``maybe_move_tensor_to_cpu``, for tensors that are there already."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def split_sizes(patches: Patches) -> None:
+    """Counts that a GPU run fetches as numpy arrays become numpy arrays here too."""
+    for name in ("moe_utils", "token_dispatcher"):
+        module = importlib.import_module(f"megatron.core.transformer.moe.{name}")
+        patches.set(module, "maybe_move_tensor_to_cpu", _moved)
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
+
+
+def uneven_parts(patches: Patches) -> None:
+    """Gather and reduce-scatter parts of different lengths, padded to the longest."""
+    module = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    gather = module._gather_along_first_dim
+    reduce_scatter = module._reduce_scatter_along_first_dim
+
+    def new_gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        even = output_split_sizes is None or len(set(output_split_sizes)) == 1
+        if even or group.size() == 1:
+            result: torch.Tensor = gather(input_, group, None, *args, **kwargs)
+            return result
+        longest = max(output_split_sizes)
+        parts = gather(_padded(input_, longest), group).split(longest)
+        return torch.cat([p[:n] for p, n in zip(parts, output_split_sizes, strict=True)])
+
+    def new_reduce_scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        even = input_split_sizes is None or len(set(input_split_sizes)) == 1
+        if even or group.size() == 1:
+            result: torch.Tensor = reduce_scatter(input_, group, None, *args, **kwargs)
+            return result
+        sizes = list(input_split_sizes)
+        longest = max(sizes)
+        parts = [_padded(part, longest) for part in input_.split_with_sizes(sizes)]
+        mine: torch.Tensor = reduce_scatter(torch.cat(parts), group)
+        return mine[: sizes[group.rank()]]
+
+    patches.set(module, "_gather_along_first_dim", new_gather)
+    patches.set(module, "_reduce_scatter_along_first_dim", new_reduce_scatter)
+
+
+def gmm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    batch_sizes: torch.Tensor | Sequence[int],
+    trans_b: bool = False,
+) -> torch.Tensor:
+    """One product for each expert, over its own rows of ``a``, as grouped_gemm's ``ops.gmm``.
+
+    Every expert's matrix gets a gradient, zero where it has no rows.
+
+    Args:
+        a: [rows, k], sorted by expert.
+        b: [experts, k, n], or [experts, n, k] with ``trans_b``.
+        batch_sizes: rows of each expert, integers that sum to ``rows``.
+
+    Returns:
+        [rows, n], in the dtype of ``a``.
+
+    Raises:
+        ValueError: the sizes do not fit ``a`` and ``b``.
+    """
+    sizes = [int(size) for size in batch_sizes]
+    if len(sizes) != b.shape[0] or sum(sizes) != a.shape[0]:
+        raise ValueError(
+            f"batch_sizes {sizes} for {b.shape[0]} experts and {a.shape[0]} rows: they need one "
+            "size for each expert, and the sum must be the number of rows"
+        )
+    if trans_b:
+        b = b.transpose(1, 2)
+    rows = a.split_with_sizes(sizes)
+    return torch.cat([part @ matrix for part, matrix in zip(rows, b.unbind(0), strict=True)])
+
+
+def grouped_gemm(patches: Patches) -> None:
+    """Stand in for the package grouped_gemm, of which Megatron takes ``ops.gmm``."""
+    module = importlib.import_module("megatron.core.transformer.moe.grouped_gemm_util")
+    ops = SimpleNamespace(gmm=gmm)
+    patches.set(module, "grouped_gemm", SimpleNamespace(ops=ops))
+    patches.set(module, "ops", ops)
