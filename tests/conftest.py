@@ -29,3 +29,14 @@ if not torch.cuda.is_available():
 def _fixed_seeds() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--table", action="store_true", help="print what was verified, in Markdown")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.config.getoption("--table"):
+        from table import table
+
+        terminalreporter.write_line("\n".join(table()))

@@ -77,6 +77,7 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+VERIFIED: list[tuple[Case, Topology]] = []  # by ``check``, for the table
 
 
 # --- on every rank ---------------------------------------------------------------------------
@@ -351,4 +352,5 @@ def check(case: Case, topology: Topology) -> Whole:
     if case.optimizer == "muon" and case.steps:  # they have Muon's state and not Adam's
         assert found["main"].keys() - found["exp_avg_sq"].keys() == muon_weights(case)
     assert differences(truth(case), found) == []
+    VERIFIED.append((case, topology))
     return found

@@ -30,6 +30,7 @@ import megatron_muon
 
 Array = Any
 U = 2.0**-24  # fp32 unit roundoff
+TRAINED: list[tuple[Model, Topology]] = []  # by ``trained``, for the table
 MICROBATCHES = 4  # over all data-parallel ranks
 
 
@@ -251,6 +252,7 @@ def trained(m: Model, t: Topology, mutation: Callable[[], Any] = nullcontext) ->
         gradients = {name: _merged(found) for name, found in parts.items()}
     for (before, after), ok in zip(itertools.pairwise(losses), ranks[0]["ok"], strict=False):
         assert after < before if ok else after == before, losses
+    TRAINED.append((m, t))
     return Whole(losses, ranks[0]["norms"], gradients, ranks[0])
 
 

@@ -1,38 +1,27 @@
-"""The plugin on any topology equals the plugin on one process, bit for bit.
+"""The plugin on any topology equals the plugin on one process, bit for bit: dense models.
 
-Ten steps with new gradients each, written after the reduction and the same everywhere; the clip is
+Steps with new gradients each, written after the reduction and the same everywhere; the clip is
 off, because a global norm sums in an order that depends on the topology. Parameters, main
 parameters and all optimizer state are compared with ``torch.equal``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import pytest
-from gpt import Case, Topology, train, trained, truth
+from gpt import Case, Topology, check, train, trained, truth
+from mutants import swapped_tp_order, wrong_piece
 from ranks import run
-from whole import Whole, differences
+from whole import differences
 
 SHAPES = [(1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 1), (2, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 2)]
 BF16 = Case()
 FP32 = Case(bf16=False, muon=(("ns_dtype", "fp32"),))
+FP16 = Case(bf16=False, fp16=True)
 TIED = Case(tied=True)
 GATED = Case(gated=True)
 GROUPS = Case(faster=("*.linear_fc2.weight", "decoder.layers.1.*", "embedding.*"))
-
-
-def check(case: Case, topology: Topology) -> Whole:
-    """Compare with one process; what was computed is returned for further looks."""
-    found = trained(case, topology)
-    muon = found["main"].keys() - found["exp_avg_sq"].keys()
-    assert len(muon) == 4 * case.layers  # qkv, proj, fc1, fc2 have Muon's state and not Adam's
-    assert differences(truth(case), found) == []
-    return found
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
@@ -88,6 +77,112 @@ def test_sequence_parallel(shape: tuple[int, int, int]) -> None:
     check(BF16, Topology(*shape, sequence_parallel=True))
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("case", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_context_parallel(tp: int, case: Case, overlap: bool) -> None:
+    check(case, Topology(tp=tp, cp=2, overlap=overlap))
+
+
+CHUNKS = Topology(pp=2, chunks=2)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        CHUNKS,
+        replace(CHUNKS, dp=2),
+        replace(CHUNKS, dp=2, overlap=True),
+        replace(CHUNKS, dp=2, overlap=True, step_overlap=True),
+        replace(CHUNKS, tp=2, dp=2, overlap=True, step_overlap=True),
+    ],
+    ids=str,
+)
+def test_model_chunks(topology: Topology) -> None:
+    check(Case(layers=4, steps=5), topology)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "step-overlap"])
+def test_model_chunks_with_tied_embeddings(overlap: bool) -> None:
+    topology = replace(CHUNKS, dp=2, overlap=overlap, step_overlap=overlap)
+    check(Case(layers=4, steps=5, tied=True), topology)
+
+
+def test_step_overlap_really_has_two_dense_optimizers() -> None:
+    topology = replace(CHUNKS, dp=2, overlap=True, step_overlap=True)
+    case = Case(layers=4, steps=0)
+    assert [r["optimizers"] for r in run(train, 4, case, topology)] == [2] * 4
+    results = run(train, 4, case, replace(topology, step_overlap=False))
+    assert [r["optimizers"] for r in results] == [1] * 4
+
+
+INSTANCES = Topology(dp=4, instances=2)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("case", [BF16, FP32], ids=["bf16", "fp32"])
+def test_two_optimizer_instances(case: Case, overlap: bool) -> None:
+    check(case, replace(INSTANCES, overlap=overlap))
+
+
+@pytest.mark.parametrize(
+    "topology", [replace(INSTANCES, tp=2), Topology(cp=4, instances=2)], ids=str
+)
+def test_two_optimizer_instances_with_others(topology: Topology) -> None:
+    check(replace(BF16, steps=5), topology)
+
+
+def test_instances_really_shard_over_half_of_the_ranks() -> None:
+    results = run(train, 4, replace(BF16, steps=0), INSTANCES)
+    owners = [set(result["owners"].values()) for result in results]
+    assert owners == [{(0, 1)}, {(0, 1)}, {(2, 3)}, {(2, 3)}]
+
+
+# --- precisions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 1, 2), Topology(2, 2, 2, overlap=True)], ids=str)
+def test_fp16(topology: Topology) -> None:
+    check(FP16, topology)
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 1, 2), Topology(1, 2, 2, overlap=True)], ids=str)
+def test_bf16_gradients(topology: Topology) -> None:
+    check(Case(fp32_grads=False), topology)
+
+
+def test_bf16_gradients_are_others_than_fp32_ones() -> None:
+    """Without this, an option that has no effect would pass."""
+    assert differences(truth(BF16), truth(replace(BF16, fp32_grads=False)))
+
+
+OVERFLOW = replace(FP16, overflow=((1, "*.layers.1.mlp.linear_fc2.weight"),))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=str)
+def test_overflow_skips_the_step_on_every_rank(shape: tuple[int, int, int]) -> None:
+    """The inf is in one element, so on one rank; take_step wants the same answer from all."""
+    check(OVERFLOW, Topology(*shape))
+
+
+def test_overflow_changes_nothing_but_the_loss_scale() -> None:
+    one_step, two_steps = replace(FP16, steps=1), replace(OVERFLOW, steps=2)
+    assert differences(truth(one_step), truth(two_steps)) == []
+    for result in run(train, 4, replace(OVERFLOW, steps=6), Topology(2, 1, 2)):
+        scales = result["log"]["loss_scales"]
+        # halved by the overflow in step 1, doubled after three good steps
+        assert scales == [2.0**12, 2.0**12, 2.0**11, 2.0**11, 2.0**11, 2.0**12]
+
+
+# --- large -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_16_ranks(overlap: bool) -> None:
+    check(BF16, Topology(2, 2, 4, overlap=overlap))
+
+
 @pytest.mark.parametrize(
     "setting",
     [("split_qkv", False), ("homes", "local"), ("ns_dtype", "fp32"), ("nesterov", False)],
@@ -104,50 +199,6 @@ def test_the_machinery_itself_with_plain_adam() -> None:
 
 
 # --- mutants of the plan: each must be noticed -----------------------------------------------
-
-
-@contextmanager
-def _changed_plan(change: Callable[..., Any]) -> Iterator[None]:
-    """Within it the package makes its plan with ``change(make_plan, parameters, grid, config)``."""
-    import megatron_muon.plan as plans
-
-    original = plans.make_plan
-    plans.make_plan = partial(change, original)
-    try:
-        yield
-    finally:
-        plans.make_plan = original
-
-
-def wrong_piece() -> Any:
-    """Two pieces of one parameter, equally long, on one rank, go to each other's place: the plan
-    still covers every element once, and its own check accepts it."""
-
-    def change(make_plan: Any, parameters: Any, grid: Any, config: Any) -> Any:
-        plan = make_plan(parameters, grid, config)
-        segments = list(plan.segments)
-        for a, one in enumerate(segments):
-            for b in range(a + 1, len(segments)):
-                two = segments[b]
-                same = (one.parameter, one.rank, one.elements.size)
-                if same == (two.parameter, two.rank, two.elements.size):
-                    segments[a] = replace(one, matrix=two.matrix, start=two.start)
-                    segments[b] = replace(two, matrix=one.matrix, start=one.start)
-                    changed = replace(plan, segments=tuple(segments))
-                    changed.validate()
-                    return changed
-        raise AssertionError("the plan has no two pieces to swap")
-
-    return _changed_plan(change)
-
-
-def swapped_tp_order() -> Any:
-    """Every rank takes its TP slice for the other TP rank's."""
-
-    def change(make_plan: Any, parameters: Any, grid: Any, config: Any) -> Any:
-        return make_plan(parameters, grid[::-1], config)
-
-    return _changed_plan(change)
 
 
 @pytest.mark.parametrize("case", [BF16, FP32], ids=["bf16", "fp32"])
