@@ -48,15 +48,28 @@ def agree_on_grid(
     Raises:
         PlanMismatchError: on every rank of the stage; names the first line that differs.
     """
-    words = [
-        int.from_bytes(digest(description)[i : i + 8], "big", signed=True) for i in (0, 8, 16, 24)
-    ]
-    mine = [*dataclasses.astuple(coordinates), *words]
+    mine = [*dataclasses.astuple(coordinates), *_words(description)]
     every = collectives.all_gather_numbers(mine, group, device)
     if any(numbers[-4:] != every[0][-4:] for numbers in every):
         texts = collectives.all_gather_texts("\n".join(description), group)
-        raise PlanMismatchError(_first_difference(texts))
+        raise PlanMismatchError(_first_difference(texts, "one pipeline stage"))
     return grid_of([Coordinates(*numbers[:-4]) for numbers in every])
+
+
+def agree_everywhere(description: Sequence[str], device: torch.device) -> None:
+    """Stop where two ranks of the world describe something differently.
+
+    Args:
+        description: what must be the same, a line each.
+        device: where the world's collectives want their tensors.
+
+    Raises:
+        PlanMismatchError: on every rank; names the first line that differs.
+    """
+    every = collectives.all_gather_numbers(_words(description), None, device)
+    if any(words != every[0] for words in every):
+        texts = collectives.all_gather_texts("\n".join(description), None)
+        raise PlanMismatchError(_first_difference(texts, "the run"))
 
 
 def raise_together(error: Exception | None, group: Group | None, device: torch.device) -> None:
@@ -111,7 +124,13 @@ def grid_of(every: Sequence[Coordinates]) -> Grid:
     )
 
 
-def _first_difference(texts: Sequence[str]) -> str:
+def _words(description: Sequence[str]) -> list[int]:
+    """The digest as four numbers."""
+    whole = digest(description)
+    return [int.from_bytes(whole[i : i + 8], "big", signed=True) for i in (0, 8, 16, 24)]
+
+
+def _first_difference(texts: Sequence[str], whose: str) -> str:
     reference = texts[0].split("\n")
     for rank, text in enumerate(texts):
         lines = text.split("\n")
@@ -121,8 +140,8 @@ def _first_difference(texts: Sequence[str]) -> str:
             if theirs != ours:
                 name = (ours if ours != "nothing more" else theirs).split(":", 1)[0]
                 return (
-                    f"ranks of one pipeline stage disagree about the exchange plan, first at {name}"
-                    f": rank {rank} of the stage has\n  {theirs}\nwhere rank 0 has\n  {ours}\nAll "
+                    f"ranks of {whose} disagree about the exchange plan, first at {name}"
+                    f": rank {rank} of {whose} has\n  {theirs}\nwhere rank 0 has\n  {ours}\nAll "
                     "ranks of a stage need the same model, the same trainable parameters and the "
                     "same MuonConfig."
                 )

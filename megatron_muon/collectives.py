@@ -1,10 +1,9 @@
 """Every collective that the package calls, and nothing else.
 
 For each of Megatron's DistributedOptimizers (one, and one for experts): in a step ``any_rank`` once
-over all stages and ``all_to_all`` twice over the stage. Before the first step
-``all_gather_numbers`` once over the stage, which also creates its communicator, and once over the
-world for the report, and ``any_rank`` once over the world. ``split_world`` runs once where there
-are several optimizer instances, ``all_gather_texts`` only to word an error.
+over all stages and ``all_to_all`` twice over the stage. While it is built, votes and numbers go
+over the world, numbers over the stage, which also creates its communicator, and ``split_world``
+once where there are several optimizer instances. ``all_gather_texts`` runs only to word an error.
 """
 
 from __future__ import annotations
@@ -84,14 +83,21 @@ def world_rank(rank: int, group: Group | None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def split_world(color: Sequence[int], device: torch.device) -> Group:
-    """A new group of all ranks that give the same color; every rank of the world calls this."""
+def split_world(color: Sequence[int], like: Group, device: torch.device) -> Group:
+    """A new group of all ranks that give the same color; every rank of the world calls this.
+
+    Args:
+        color: integers, equally many on all ranks.
+        like: the new groups have its timeout.
+        device: that the groups communicate from.
+    """
+    timeout = like._get_backend(device).options._timeout
     members: dict[tuple[int, ...], list[int]] = {}
     for rank, other in enumerate(all_gather_numbers(color, None, device)):
         members.setdefault(tuple(other), []).append(rank)
     mine: Group | None = None
     for key, ranks in sorted(members.items()):  # every rank makes all groups, in one order
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout)
         mine = group if key == tuple(color) else mine
     assert mine is not None
     return mine
@@ -111,7 +117,7 @@ def _named(name: str, group: Group | None) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise PhaseError(
-            f"{name}: rank {dist.get_rank(group)} of the group of {dist.get_world_size(group)} "
-            "waited for another, which was stopped or killed or raised an error: look for the "
-            f"first error among the ranks' logs ({error})"
+            f"{name}: rank {dist.get_rank(group)} of the group of {dist.get_world_size(group)} did "
+            "not get through its collective. Most often another rank was stopped or killed or "
+            f"raised an error: look for the first error among the ranks' logs ({error})"
         ) from error

@@ -30,11 +30,6 @@ class Span:
     def size(self) -> int:
         return self.stop - self.start
 
-    def intersect(self, other: Span) -> Span | None:
-        """The elements in both, or None where there are none."""
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
-        return Span(start, stop) if start < stop else None
-
     def shift(self, offset: int) -> Span:
         return Span(self.start + offset, self.stop + offset)
 
@@ -121,10 +116,8 @@ class Parameter:
         shard_size = self.bucket.size // dp_size
         start, stop = self.span.start - self.bucket.start, self.span.stop - self.bucket.start
         for dp_rank in range(start // shard_size, (stop - 1) // shard_size + 1):
-            shard = Span(dp_rank * shard_size, (dp_rank + 1) * shard_size)
-            piece = shard.intersect(Span(start, stop))
-            assert piece is not None
-            yield dp_rank, piece.shift(-start)
+            first, last = dp_rank * shard_size, (dp_rank + 1) * shard_size
+            yield dp_rank, Span(max(first, start) - start, min(last, stop) - start)
 
     def is_boundary(self, dp_size: int) -> bool:
         """True where more than one DP rank holds a piece."""

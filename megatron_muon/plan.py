@@ -15,6 +15,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_muon.config import HomePolicy, MuonConfig
 from megatron_muon.layout import Parameter, Span
@@ -203,7 +204,8 @@ def make_plan(parameters: Sequence[Parameter], grid: Grid, config: MuonConfig) -
         ValueError: the pieces do not cover a parameter exactly once.
     """
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
-    held = [elements for parameter in parameters for elements in _held_elements(parameter, grid)]
+    runs = list(_all_runs(parameters, grid))
+    held = _held_elements(runs, len(shapes))
     flops = [ns_flops(shape.rows, shape.cols, config.ns_steps) for _, shape in shapes]
     homes = choose_homes(flops, held, grid_size(grid), config.homes)
     matrices = tuple(
@@ -213,7 +215,7 @@ def make_plan(parameters: Sequence[Parameter], grid: Grid, config: MuonConfig) -
     plan = ExchangePlan(
         parameters=tuple(parameters),
         matrices=matrices,
-        segments=tuple(_segments(parameters, matrices, grid)),
+        segments=tuple(_segments(parameters, matrices, runs, grid)),
         grid=grid,
         itemsize=2 if config.ns_dtype == "bf16" else 4,
         ns_steps=config.ns_steps,
@@ -284,26 +286,27 @@ def digest(lines: Sequence[str]) -> bytes:
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
-def _segments(
-    parameters: Sequence[Parameter], matrices: Sequence[Matrix], grid: Grid
-) -> Iterator[Segment]:
-    tp_rank_of = {
-        rank: tp_rank for plane in grid for tp_rank, row in enumerate(plane) for rank in row
-    }
+class _Run(NamedTuple):
+    """Elements contiguous in a parameter on one rank and in the staging of one matrix."""
+
+    parameter: int
+    matrix: int
+    tp_rank: int
+    rank: int
+    elements: Span
+    start: int
+
+
+def _all_runs(parameters: Sequence[Parameter], grid: Grid) -> Iterator[_Run]:
     first_matrix = 0
     for index, parameter in enumerate(parameters):
-        for tp_rank, row in enumerate(grid[parameter.ep_rank]):
-            for dp_rank, piece in parameter.pieces(len(row)):
+        rows = grid[parameter.ep_rank]
+        pieces = list(parameter.pieces(len(rows[0])))
+        for tp_rank, row in enumerate(rows):
+            for dp_rank, piece in pieces:
                 for matrix, elements, start in _runs(parameter, tp_rank, piece):
-                    home = matrices[first_matrix + matrix].home
-                    yield Segment(
-                        parameter=index,
-                        matrix=first_matrix + matrix,
-                        rank=row[dp_rank],
-                        elements=elements,
-                        start=start,
-                        replica=parameter.replicated and tp_rank != tp_rank_of[home],
-                    )
+                    rank, matrix_index = row[dp_rank], first_matrix + matrix
+                    yield _Run(index, matrix_index, tp_rank, rank, elements, start)
         first_matrix += len(parameter.matrices)
 
 
@@ -312,20 +315,37 @@ def _runs(parameter: Parameter, tp_rank: int, piece: Span) -> Iterator[tuple[int
     cols = parameter.shape[1]
     part = tp_rank if parameter.column_parts > 1 else 0
     for block in parameter.blocks[tp_rank]:
-        elements = piece.intersect(Span(block.rows.start * cols, block.rows.stop * cols))
-        if elements is not None:
+        block_start = block.rows.start * cols
+        start, stop = max(piece.start, block_start), min(piece.stop, block.rows.stop * cols)
+        if start < stop:
             part_start = part * parameter.matrices[block.matrix].rows * cols
-            offset = elements.start - block.rows.start * cols
-            yield block.matrix, elements, part_start + block.matrix_row * cols + offset
+            offset = part_start + block.matrix_row * cols - block_start
+            yield block.matrix, Span(start, stop), start + offset
 
 
-def _held_elements(parameter: Parameter, grid: Grid) -> list[dict[int, int]]:
-    """For each matrix of the parameter, the elements of it that each rank holds."""
-    held: list[dict[int, int]] = [defaultdict(int) for _ in parameter.matrices]
-    for tp_rank, row in enumerate(grid[parameter.ep_rank]):
-        for dp_rank, piece in parameter.pieces(len(row)):
-            for matrix, elements, _ in _runs(parameter, tp_rank, piece):
-                held[matrix][row[dp_rank]] += elements.size
+def _segments(
+    parameters: Sequence[Parameter], matrices: Sequence[Matrix], runs: Sequence[_Run], grid: Grid
+) -> Iterator[Segment]:
+    tp_rank_of = {
+        rank: tp_rank for plane in grid for tp_rank, row in enumerate(plane) for rank in row
+    }
+    for run in runs:
+        home = matrices[run.matrix].home
+        yield Segment(
+            parameter=run.parameter,
+            matrix=run.matrix,
+            rank=run.rank,
+            elements=run.elements,
+            start=run.start,
+            replica=parameters[run.parameter].replicated and run.tp_rank != tp_rank_of[home],
+        )
+
+
+def _held_elements(runs: Sequence[_Run], matrices: int) -> list[dict[int, int]]:
+    """For each matrix, the elements of it that each rank holds."""
+    held: list[dict[int, int]] = [defaultdict(int) for _ in range(matrices)]
+    for run in runs:
+        held[run.matrix][run.rank] += run.elements.size
     return held
 
 

@@ -39,24 +39,31 @@ class Share:
         return Share(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-def share_lines(stages: Sequence[Share], mla: bool) -> list[str]:
+# Fused projections that are one matrix each, by the module's name.
+UNSPLIT = {
+    "linear_kv_down_proj": "multi-latent attention's projections",
+    "in_proj": "the in_proj of state-space layers, rows in the order of TP ranks,",
+}
+
+
+def share_lines(stages: Sequence[Share], unsplit: Sequence[str]) -> list[str]:
     """What Muon has of the model, and a warning where that is less than half.
 
     Args:
         stages: of each pipeline stage.
-        mla: the model has multi-latent attention.
+        unsplit: those keys of ``UNSPLIT`` that the model has.
     """
     share = sum(stages, start=Share())
     all_of_it, activated = _ratio(share.muon, share.total), _ratio(share.active_muon, share.active)
     lines = [
         f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_count(share.total)} parameters and "
         f"{activated:.1%} of the {_count(share.active)} that a token activates, AdamW the rest"
-        + ("; each projection of multi-latent attention is one matrix, not split" if mla else "")
+        + "".join(f"; {UNSPLIT[leaf]} are one matrix each, not split" for leaf in unsplit)
     ]
     if min(all_of_it, activated) < 0.5:
         lines.append(
-            f"{PREFIX} warning: less than half is Muon's: embeddings and the output layer dominate "
-            "this model, so expect little difference from AdamW"
+            f"{PREFIX} warning: less than half is Muon's, since embeddings and the output layer "
+            "dominate or muon_exclude takes much: expect little difference from AdamW"
         )
     return lines
 

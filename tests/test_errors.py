@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -197,6 +199,10 @@ def _disagree(topology: Topology, kind: str) -> str:
         built.params[name].is_embedding_or_output_parameter = True
     if odd and kind == "shape":
         built.ddp.module.module.config.num_query_groups = 4
+    if kind == "instances" and dist.get_rank() >= dist.get_world_size() // 2:
+        settings = {"momentum": 0.9}
+    if odd and kind == "patterns":
+        settings = {"muon_exclude": ("*.linear_fc1.*", "*.linear_fc2.*")}
     megatron_muon.install(megatron_muon.MuonConfig(**settings))
     try:
         make_optimizer(built)
@@ -224,6 +230,22 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
         assert text.startswith("PlanMismatchError"), text
         assert named in text.split("first at ")[1].split("\n")[0]
         assert kind != "shape" or "cannot split it, set split_qkv=False" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [
+        ("instances", Topology(dp=4, instances=2)),
+        ("instances", Topology(pp=2)),  # of two stages
+        ("patterns", Topology(pp=2)),
+    ],
+    ids=str,
+)
+def test_settings_are_the_same_in_the_whole_world(kind: str, topology: Topology) -> None:
+    """Not only where ranks exchange: instances would part, stages would train differently."""
+    for text in run(_disagree, topology.world_size, topology, kind, timeout=60.0):
+        assert text.startswith("PlanMismatchError: ranks of the run disagree about"), text
+        assert "first at settings" in text
 
 
 def _bad_gradient(case: Case, topology: Topology, bad: float, where: str) -> dict[str, Any]:
@@ -271,9 +293,8 @@ def test_a_bad_gradient_of_an_expert_leaves_the_dense_part_unstepped_too() -> No
     topology = Topology(dp=2, ep=2)
     where = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
     case = replace(CASE, moe=True)
-    local = where.replace("experts.3", "experts.1")  # as the rank counts its own experts
     results = run(_bad_gradient, topology.world_size, case, topology, float("nan"), where)
-    _check_bad_gradient(results, local)
+    _check_bad_gradient(results, where)  # with the expert's number over all EP ranks
 
 
 def _check_bad_gradient(results: list[dict[str, Any]], where: str) -> None:
@@ -316,6 +337,7 @@ def _checkpoint_errors() -> list[str]:
         lambda: megatron.sharded_state_dict({}),
         lambda: megatron.save_parameter_state("state.pt"),
         lambda: megatron.load_parameter_state("state.pt"),
+        lambda: megatron.load_parameter_state_from_dp_zero({}),
     ):
         with pytest.raises(NotImplementedError) as caught:
             call()
@@ -411,6 +433,40 @@ def test_a_pattern_that_matches_nothing_on_any_stage_is_an_error_everywhere() ->
     assert run(_error_of_patterns, 2, {"muon_include": ("output_layer.weight",)}) == 2 * [
         "no error"
     ]
+
+
+DENSE = ("embedding.*", "output_layer.*", "*layernorm*", "*attention*", "*router*", "*shared_e*")
+
+
+def _only_experts_train(case: Case) -> tuple[str, list[float]]:
+    """The error of building, or what it prints; and the loss scales of a run that overflows."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            built = start(case, Topology(dp=2, ep=2))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", []
+    assert [each.is_stub_optimizer for each in built.optimizer.chained_optimizers] == [True, False]
+    for step in range(case.steps):
+        take_step(built, step)
+    return printed.getvalue(), built.log.get("loss_scales", [])
+
+
+def test_where_only_experts_train_the_loss_scale_is_still_one() -> None:
+    """Megatron takes it from the dense optimizer, then a stub that sees no overflow."""
+    overflow = ((1, "*.local_experts.3.linear_fc1.weight"),)
+    case = replace(CASE, bf16=False, fp16=True, moe=True, frozen=DENSE, overflow=overflow, steps=3)
+    for _, scales in run(_only_experts_train, 2, case):
+        assert scales[1:] == [scales[0], scales[0] / 2]
+
+
+def test_where_only_experts_train_patterns_are_checked_and_the_share_is_said() -> None:
+    case = replace(CASE, moe=True, frozen=DENSE, steps=1)
+    (first, _), (second, _) = run(_only_experts_train, 2, case)
+    assert "of the model's" in first and "Muon has" not in second
+    wrong = replace(case, muon=(("muon_exclude", ("nothing*",)),))
+    for text, _ in run(_only_experts_train, 2, wrong):
+        assert text.startswith("ValueError: 'nothing*' in muon_include or muon_exclude matches no")
 
 
 def _frozen_too_late() -> str:

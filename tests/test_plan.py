@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from megatron_muon.plan import (
     ExchangePlan,
     Grid,
     choose_homes,
+    describe,
+    digest,
     make_plan,
     ns_flops,
 )
@@ -335,3 +338,15 @@ def test_llama_8b_moves_few_bytes(
     largest = max(ns_flops(m.rows, m.cols, 5) for m in plan.matrices)
     assert max(flops) <= most_load * max(sum(flops) / dp_size, largest)
     assert len(plan.boundary_parameters()) <= dp_size - 1
+
+
+@pytest.mark.parametrize("homes", ["balanced", "local"])
+def test_a_plan_for_1024_ranks_takes_two_seconds_at_most(homes: str) -> None:
+    """Of processor time; `test_routes_command` measures DeepSeek-V3's stages with experts."""
+    parameters, _ = llama_8b(1024)
+    config = MuonConfig(homes=homes)
+    start = time.process_time()
+    plan = make_plan(parameters, ((tuple(range(1024)),),), config)
+    plan.routes(1023)
+    digest(describe(parameters, config))
+    assert time.process_time() - start <= 2.0

@@ -128,16 +128,16 @@ def test_the_share_of_all_and_of_activated_parameters_is_the_models(
     (line,) = [x for x in first.splitlines() if "Muon has" in x]
     assert f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k" in line
     assert f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line
-    assert ("one matrix, not split" in line) == bool(case.mla)
+    assert ("projections are one matrix each, not split" in line) == bool(case.mla)
     assert not any("Muon has" in other for other in others)
     assert "warning" not in first
 
 
 def test_a_model_of_embeddings_gets_a_warning() -> None:
     share = Share(total=100, muon=60, active=80, active_muon=39)
-    assert len(share_lines([share], mla=False)) == 2
-    assert "warning: less than half" in share_lines([share], mla=False)[1]
-    assert len(share_lines([share, Share(10, 10, 10, 10)], mla=False)) == 1
+    assert len(share_lines([share], [])) == 2
+    assert "warning: less than half" in share_lines([share], [])[1]
+    assert len(share_lines([share, Share(10, 10, 10, 10)], [])) == 1
 
 
 def test_a_matrix_of_an_unknown_module_is_named_once_by_its_stage() -> None:

@@ -89,6 +89,10 @@ def test_two_dims_that_are_no_embedding_and_no_output_are_muons() -> None:
     assert not _is_muons("embedding.position_embeddings.weight", _weight(4, 4))
     assert not _is_muons("output_layer.weight", _weight(4, 4))
     assert not _is_muons("tied.weight", _weight(4, 4, shared_embedding=True))
+    # heads and patch embeddings of other models that Megatron does not mark
+    assert not _is_muons("model.lm_head.weight", _weight(4, 4))
+    assert not _is_muons("model.binary_head.weight", _weight(2, 4))
+    assert not _is_muons("vision_model.embedder.weight", _weight(4, 4))
 
 
 def test_a_vector_with_two_dims_is_adamws() -> None:
@@ -221,16 +225,52 @@ def test_the_whole_matrix_follows_the_partition_dim(
     assert found.replicated == (shape == (6, 5))
 
 
-@pytest.mark.parametrize("parallel_mode", [None, "duplicated", "column"])
+@pytest.mark.parametrize(
+    ("parallel_mode", "te_tp_size", "replicated"),
+    [
+        (None, 1, True),
+        ("duplicated", 1, True),
+        ("column", 2, False),
+        (None, 2, False),  # Megatron's shared experts that overlap are split all the same
+    ],
+)
 def test_a_replicated_linear_is_known_by_its_module_not_by_its_marks(
-    parallel_mode: str | None,
+    parallel_mode: str | None, te_tp_size: int, replicated: bool
 ) -> None:
     """Transformer Engine marks MLA's down-projections as partitioned."""
     name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
     weight = _weight(6, 5, tensor_model_parallel=True, partition_dim=0)
-    chunk = _Chunk({name: weight}, "TELinear", {"parallel_mode": parallel_mode}, **SIZES)
-    (found,) = _routed(chunk, 2)
-    assert found.replicated == (parallel_mode != "column")
+    attributes = {"parallel_mode": parallel_mode, "tp_size": te_tp_size}
+    (found,) = _routed(_Chunk({name: weight}, "TELinear", attributes, **SIZES), 2)
+    assert found.replicated == replicated
+
+
+@pytest.mark.parametrize("name", [QKV, "decoder.layers.0.mlp.linear_fc1.weight"])
+def test_a_fused_weight_that_tp_does_not_split_by_rows_is_refused(name: str) -> None:
+    chunk = _Chunk({name: _weight(40, 24)}, **SIZES)
+    chunk.config.gated_linear_unit = True
+    with pytest.raises(NotImplementedError, match="partition_dim is None: put it in muon_exclude"):
+        _routed(chunk, 2)
+    assert len(_routed(chunk, 1)) == 1
+
+
+def test_an_experts_weight_by_another_name_is_refused() -> None:
+    name = "decoder.layers.0.mlp.experts.local_experts.0.linear_in.weight"
+    with pytest.raises(NotImplementedError, match=r"linear_in\.weight: how expert TP splits it is"):
+        _routed(_Chunk({name: _weight(4, 5)}, **MOE))
+
+
+def test_copies_of_a_tied_embedding_share_a_pattern() -> None:
+    """Else one stage would give it to Muon and another to AdamW."""
+    first, last = (
+        _one(name, _weight(4, 4, shared_embedding=True))
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    )
+    for pattern in ("embedding.*", "output_layer.weight"):
+        config = MuonConfig(muon_include=(pattern,))
+        assert why_adamw(first, config) is None and why_adamw(last, config) is None
+    alone = _one("output_layer.weight", _weight(4, 4))
+    assert why_adamw(alone, MuonConfig(muon_include=("embedding.*",))) is not None
 
 
 MOE = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "hidden_size": 5, **SIZES}

@@ -22,10 +22,10 @@ from megatron_muon.mcore.groups import Sizes
 from megatron_muon.mcore.matrices import matrices_of
 from megatron_muon.mcore.routing import local_experts, muon_parameters, on_every_ep_rank
 from megatron_muon.mcore.supported import refuse_unsupported
-from megatron_muon.mcore.survey import share_of, unknown_lines
+from megatron_muon.mcore.survey import share_of, unknown_lines, unsplit
 from megatron_muon.mcore.weights import Weight, expert_name, matching, weights, why_adamw
 from megatron_muon.plan import ExchangePlan, make_plan
-from megatron_muon.report import Share, share_lines, start_line
+from megatron_muon.report import UNSPLIT, Share, share_lines, start_line
 from megatron_muon.update import matched_rms_scale
 
 Split = Literal["rows", "columns", "replicated", "whole"]
@@ -85,6 +85,7 @@ class Stage:
             of the first one.
         rows: every parameter, those of an expert's on every EP rank.
         share: elements.
+        unsplit: the keys of ``report.UNSPLIT`` that it has.
         lines: that a run prints about the stage at its start.
         plan_seconds: processor time of making its exchange plans.
     """
@@ -93,6 +94,7 @@ class Stage:
     ranks: tuple[int, ...]
     rows: tuple[Row, ...]
     share: Share
+    unsplit: tuple[str, ...]
     lines: tuple[str, ...]
     plan_seconds: float
 
@@ -136,13 +138,14 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
             stages.append(_stage(flags, config, ranks, number, chunks))
             patterns = [*config.muon_include, *config.muon_exclude]
             for weight in weights(chunks):
-                matched |= set(matching(weight.name, patterns))
+                matched |= set(matching(weight, patterns))
     for pattern in (*config.muon_include, *config.muon_exclude):
         if pattern not in matched:
             raise ValueError(
                 f"{pattern!r} in --muon-include or --muon-exclude matches no parameter"
             )
-    lines = share_lines([stage.share for stage in stages], flags.multi_latent_attention)
+    named = [leaf for leaf in UNSPLIT if any(leaf in stage.unsplit for stage in stages)]
+    lines = share_lines([stage.share for stage in stages], named)
     return Routes(tuple(stages), tuple(lines), ranks)
 
 
@@ -170,6 +173,7 @@ def _stage(
         ranks=tuple(world.stage_ranks(ranks)),
         rows=tuple(row for weight in here for row in _rows(weight, found, config, sizes, chunks)),
         share=share_of(here, config, sizes),
+        unsplit=tuple(unsplit(here, config)),
         lines=(*unknown_lines(here, config), *found.lines),
         plan_seconds=found.seconds,
     )

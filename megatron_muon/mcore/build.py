@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_muon import plan as plans
-from megatron_muon.agreement import PlanMismatchError, agree_on_grid, raise_together
+from megatron_muon.agreement import (
+    PlanMismatchError,
+    agree_everywhere,
+    agree_on_grid,
+    raise_together,
+)
 from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Exchange, Meter
 from megatron_muon.mcore import groups
@@ -30,6 +36,9 @@ from megatron_muon.optimizer import DistributedMuon
 from megatron_muon.phases import phases
 from megatron_muon.report import start_line
 
+# Model chunks whose dense part is frozen, so that only their experts' optimizer can speak of them.
+_not_surveyed: weakref.WeakSet[Any] = weakref.WeakSet()
+
 
 def make_muons(dist_opt: Any, config: MuonConfig, pg_collection: Any = None) -> None:
     """Make ``dist_opt`` a MuonDistributedOptimizer in place. Every rank of the world calls it.
@@ -48,12 +57,21 @@ def make_muons(dist_opt: Any, config: MuonConfig, pg_collection: Any = None) -> 
     check_built(dist_opt)
     dist_opt.muon = None
     dist_opt.__class__ = MuonDistributedOptimizer
-    if dist_opt.is_stub_optimizer:  # then all ranks have one: Megatron gathers the groups' keys
+    device = device_of(dist_opt.model_chunks)
+    agree_everywhere(plans.describe([], config), device)
+    if dist_opt.is_stub_optimizer:  # the dense one, then on all ranks: Megatron gathers group keys
+        share_loss_scale(dist_opt, with_experts=False)
+        _not_surveyed.update(dist_opt.model_chunks)
         return
-    place = groups.place_of(dist_opt, pg_collection, device_of(dist_opt.model_chunks))
+    place = groups.place_of(dist_opt, pg_collection, device)
     muon = _made_together(dist_opt, config, place)
-    lines = [] if place.experts else survey(dist_opt, config, place)
+    lines: list[str] = []
+    if not place.experts or dist_opt.model_chunks[0] in _not_surveyed:
+        _not_surveyed.difference_update(dist_opt.model_chunks)
+        lines = survey(dist_opt, config, place)
     _put_inside(dist_opt, muon)
+    dist_opt.ep_rank = place.coordinates.ep_rank
+    dist_opt.local_experts = local_experts(dist_opt.model_chunks, place.sizes.ep)
     share_loss_scale(dist_opt, with_experts=place.experts)
     if place.speaks_for_stage:
         lines.append(

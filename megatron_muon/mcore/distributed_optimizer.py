@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.agreement import raise_quoting
 from megatron_muon.collectives import any_rank
-from megatron_muon.mcore.weights import weights
+from megatron_muon.mcore.weights import expert_name, weights
 from megatron_muon.optimizer import MOMENTUM_KEY, DistributedMuon
 
 
@@ -25,9 +25,12 @@ class MuonDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
 
     Attributes:
         muon: the Muon part; None where Megatron made a stub, since nothing trains anywhere.
+        ep_rank, local_experts: which experts this rank has, for messages.
     """
 
     muon: DistributedMuon | None
+    ep_rank: int = 0
+    local_experts: int = 0
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
@@ -58,7 +61,10 @@ class MuonDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return _not_finite([grad for grad in grads if grad is not None], device)
 
     def _gradient_error(self) -> FloatingPointError | None:
-        names = {weight.param: weight.name for weight in weights(self.model_chunks)}
+        names = {
+            weight.param: expert_name(weight.name, self.ep_rank, self.local_experts)
+            for weight in weights(self.model_chunks)
+        }
         bad = [
             names[param]
             for param, shard in ([] if self.is_stub_optimizer else owned_shards(self))
@@ -88,6 +94,10 @@ class MuonDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         _no_checkpoint()
 
     def get_parameter_state_dp_zero(self, *args: object, **kwargs: object) -> NoReturn:
+        """Not yet: see ``_no_checkpoint``."""
+        _no_checkpoint()
+
+    def load_parameter_state_from_dp_zero(self, *args: object, **kwargs: object) -> NoReturn:
         """Not yet: see ``_no_checkpoint``."""
         _no_checkpoint()
 

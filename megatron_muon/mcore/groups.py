@@ -100,8 +100,7 @@ def place_of(dist_opt: Any, pg_collection: Any, device: torch.device) -> Place:
 def _stage(dist_opt: Any, pg_collection: Any, device: torch.device) -> Group:
     """The ranks of this pipeline stage, inside this rank's optimizer instance.
 
-    With one instance this is Megatron's group. With several the first call makes a new one; the
-    timeout of that is torch's default.
+    With one instance this is Megatron's group. With several the first call makes a new one.
     """
     if pg_collection is None:
         stage: Group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -114,7 +113,7 @@ def _stage(dist_opt: Any, pg_collection: Any, device: torch.device) -> Group:
             collectives.world_rank(0, stage),
             int(dist_opt.distributed_optimizer_instance_id),
         )
-        _stages_of_instances[stage] = collectives.split_world(color, device)
+        _stages_of_instances[stage] = collectives.split_world(color, stage, device)
     return _stages_of_instances[stage]
 
 

@@ -50,10 +50,12 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
     if weight.is_module("GroupedMLP"):
         return _legacy_experts(weight, tp_size)
     shape = (weight.param.size(0), weight.param.size(1))
-    partition_dim = _partition_dim(weight)
+    partition_dim = partition_dim_of(weight)
     if weight.name.endswith("self_attention.linear_qkv.weight") and config.split_qkv:
+        _require_rows(weight, partition_dim, tp_size)
         matrices = _qkv(weight, shape, tp_size)
     elif weight.leaf == "linear_fc1" and weight.model_config.gated_linear_unit:
+        _require_rows(weight, partition_dim, tp_size)
         matrices = stacked_halves(weight.name, shape, tp_size)
     else:
         matrices = whole_matrix(weight.name, shape, partition_dim, tp_size)
@@ -99,15 +101,33 @@ def _qkv(weight: Weight, shape: tuple[int, int], tp_size: int) -> Matrices:
     return interleaved_rows(weight.name, shape, tp_size, parts)
 
 
-def _partition_dim(weight: Weight) -> int | None:
+def _require_rows(weight: Weight, partition_dim: int | None, tp_size: int) -> None:
+    if tp_size > 1 and partition_dim != 0:
+        raise NotImplementedError(
+            f"{weight.name}: TP splits it by rows in every model that is known here, but its "
+            f"partition_dim is {partition_dim}: put it in muon_exclude of MuonConfig"
+        )
+
+
+def partition_dim_of(weight: Weight) -> int | None:
     """The dim that TP splits, None where TP ranks hold replicas.
 
     Transformer Engine marks every Linear as partitioned: also replicated ones (``parallel_mode``
-    None: MLA's down-projections), and experts' second layers on the wrong dim.
+    None with a ``tp_size`` of 1: MLA's down-projections), and experts' second layers on the wrong
+    dim. Megatron sets ``parallel_mode`` None on shared experts that overlap, too, which are split.
+
+    Raises:
+        NotImplementedError: a 2-D weight of an expert by a name that is not known.
     """
-    if weight.is_expert:
+    if weight.is_expert and weight.param.dim() == 2:
+        if weight.leaf not in _EXPERT_PARTITION_DIM:
+            raise NotImplementedError(
+                f"{weight.name}: how expert TP splits it is known of linear_fc1 and linear_fc2 "
+                "only: put it in muon_exclude of MuonConfig"
+            )
         return _EXPERT_PARTITION_DIM[weight.leaf]
-    if getattr(weight.module, "parallel_mode", "marked") in (None, "duplicated"):
+    replicated = getattr(weight.module, "parallel_mode", "marked") in (None, "duplicated")
+    if replicated and getattr(weight.module, "tp_size", 1) == 1:
         return None
     if not getattr(weight.param, "tensor_model_parallel", False):
         return None

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_muon import collectives
 from megatron_muon.agreement import raise_together
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.groups import Place, Sizes
-from megatron_muon.mcore.matrices import matrices_of
+from megatron_muon.mcore.matrices import matrices_of, partition_dim_of
 from megatron_muon.mcore.weights import Weight, is_unknown, matching, weights, why_adamw
-from megatron_muon.report import Share, share_lines
+from megatron_muon.report import UNSPLIT, Share, share_lines
 
 # Model chunks of an optimizer that Megatron builds in parts, until all of them have come.
 _earlier: list[weakref.ref[Any]] = []
@@ -47,8 +48,11 @@ def survey(dist_opt: Any, config: MuonConfig, place: Place) -> list[str]:
         error = own
     raise_together(error, None, place.device)
     patterns = [*config.muon_include, *config.muon_exclude]
-    matched = [int(any(matching(w.name, [pattern]) for w in found)) for pattern in patterns]
-    mine = [place.pipeline_rank, *share.numbers(), *matched]
+    matched = [int(any(matching(weight, [pattern]) for weight in found)) for pattern in patterns]
+    here = unsplit(found, config)
+    stage = collectives.world_rank(0, place.stage)  # a number that only its own ranks have
+    counts = [*share.numbers(), *(int(leaf in here) for leaf in UNSPLIT)]
+    mine = [place.instance, stage, *counts, *matched]
     every = collectives.all_gather_numbers(mine, None, place.device)
     for index, pattern in enumerate(patterns, start=-len(patterns)):
         if not any(numbers[index] for numbers in every):
@@ -56,11 +60,24 @@ def survey(dist_opt: Any, config: MuonConfig, place: Place) -> list[str]:
                 f"{pattern!r} in muon_include or muon_exclude matches no parameter of the model; "
                 "`megatron-muon routes` prints their names"
             )
-    stages = {numbers[0]: Share.of(numbers[1 : 1 + len(share.numbers())]) for numbers in every}
     lines = unknown_lines(found, config) if place.speaks_for_stage else []
     if dist.get_rank() == 0:
-        lines = [*share_lines(list(stages.values()), _is_mla(chunks)), *lines]
+        stages = {key: numbers for instance, key, *numbers in every if instance == 0}
+        shares = [Share.of(numbers[:4]) for numbers in stages.values()]
+        anywhere = [any(flags) for flags in zip(*(n[4:] for n in stages.values()), strict=True)]
+        named = [leaf for leaf, found_ in zip(UNSPLIT, anywhere, strict=False) if found_]
+        lines = [*share_lines(shares, named), *lines]
     return lines
+
+
+def unsplit(found: Sequence[Weight], config: MuonConfig) -> list[str]:
+    """The fused projections of ``report.UNSPLIT`` that Muon takes as one matrix each."""
+    leaves = {
+        weight.leaf
+        for weight in found
+        if weight.param.dim() == 2 and weight.leaf in UNSPLIT and why_adamw(weight, config) is None
+    }
+    return [leaf for leaf in UNSPLIT if leaf in leaves]
 
 
 def _all_chunks(dist_opt: Any) -> list[Any] | None:
@@ -69,11 +86,14 @@ def _all_chunks(dist_opt: Any) -> list[Any] | None:
     With overlap_param_gather_with_optimizer_step Megatron builds one for the first chunk, then one
     for the rest.
     """
-    wanted = getattr(
-        get_model_config(dist_opt.model_chunks[0]), "virtual_pipeline_model_parallel_size", None
+    model = get_model_config(dist_opt.model_chunks[0])
+    wanted = (
+        model.virtual_pipeline_model_parallel_size
+        or parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        or 1
     )
     known = [*filter(None, (reference() for reference in _earlier)), *dist_opt.model_chunks]
-    if dist_opt.config.overlap_param_gather_with_optimizer_step and len(known) < (wanted or 1):
+    if dist_opt.config.overlap_param_gather_with_optimizer_step and len(known) < wanted:
         _earlier[:] = [weakref.ref(chunk) for chunk in known]
         return None
     _earlier.clear()
@@ -113,6 +133,8 @@ def _elements(weight: Weight, sizes: Sizes, config: MuonConfig) -> int:
         replicated = matrices_of(weight, tp_size, config).partition_dim is None
     else:
         replicated = not getattr(weight.param, "tensor_model_parallel", False)
+        if weight.param.dim() == 2 and not weight.is_expert:
+            replicated = partition_dim_of(weight) is None
     return int(weight.param.numel()) * ep_size * (1 if replicated else tp_size)
 
 
@@ -137,7 +159,3 @@ def unknown_lines(found: Sequence[Weight], config: MuonConfig) -> list[str]:
         "[megatron_muon] AdamW keeps these 2-D weights, since Muon's table does not know the type "
         f"of their module: {', '.join(names)}. muon_include and muon_exclude in MuonConfig decide."
     ]
-
-
-def _is_mla(chunks: Sequence[Any]) -> bool:
-    return bool(getattr(get_model_config(chunks[0]), "multi_latent_attention", False))

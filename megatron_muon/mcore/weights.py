@@ -41,6 +41,9 @@ MATRIX_MODULES = frozenset(
     }
 )
 _ADAPTER = re.compile(r"lora|adapter", re.IGNORECASE)
+_EMBEDDING_OR_OUTPUT = re.compile(r"embed|output_layer|lm_head|binary_head", re.IGNORECASE)
+# What the copies of a tied embedding are called, on the first and on the last pipeline stage.
+_TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
 
@@ -68,6 +71,13 @@ class Weight:
     def leaf(self) -> str:
         """Name of the module that holds it: ``linear_fc1``."""
         return self.name.rsplit(".", 2)[-2] if self.name.count(".") else ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, and of a tied embedding those of its copies, which must share its fate."""
+        return (
+            (self.name, *_TIED) if getattr(self.param, "shared_embedding", False) else (self.name,)
+        )
 
     @property
     def is_tied_copy(self) -> bool:
@@ -119,8 +129,8 @@ def why_adamw(weight: Weight, config: MuonConfig) -> str | None:
         ValueError: a pattern asks for what cannot be.
         NotImplementedError: an adapter's weight that no pattern decides about.
     """
-    included = matching(weight.name, config.muon_include)
-    excluded = matching(weight.name, config.muon_exclude)
+    included = matching(weight, config.muon_include)
+    excluded = matching(weight, config.muon_exclude)
     if included and excluded:
         raise ValueError(
             f"{weight.name} matches muon_include {included[0]!r} and muon_exclude {excluded[0]!r}: "
@@ -143,9 +153,11 @@ def is_unknown(weight: Weight, config: MuonConfig) -> bool:
     return _by_type(weight) == why_adamw(weight, config) is not None
 
 
-def matching(name: str, patterns: Sequence[str]) -> list[str]:
-    """The patterns that match a parameter's name, case and all."""
-    return [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
+    """The patterns that match a parameter's name, case and all, or that of a tied copy."""
+    return [
+        pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in weight.names)
+    ]
 
 
 def _why_adamw_by_itself(weight: Weight) -> str | None:
@@ -179,8 +191,7 @@ def _is_embedding_or_output(weight: Weight) -> bool:
         getattr(weight.param, "is_embedding_or_output_parameter", False)
         or getattr(weight.param, "shared_embedding", False)
         or isinstance(weight.module, (torch.nn.Embedding, VocabParallelEmbedding))
-        or "embedding" in weight.name
-        or "output_layer" in weight.name
+        or _EMBEDDING_OR_OUTPUT.search(weight.name) is not None
     )
 
 
