@@ -34,8 +34,18 @@ def _grouped(found: Iterable[tuple[str, str, str]]) -> Rows:
 
 def _lines(rows: Rows) -> list[str]:
     return [
-        f"| {model} | {precision} | {'; '.join(topologies)} |"
+        f"| {model} | {precision} | {'; '.join(_merged(topologies))} |"
         for (model, precision), topologies in sorted(rows.items())
+    ]
+
+
+def _merged(topologies: list[str]) -> list[str]:
+    """With and without overlap as one."""
+    both = {topology for topology in topologies if f"{topology} overlap" in topologies}
+    return [
+        f"{topology} ± overlap" if topology in both else topology
+        for topology in sorted(topologies, key=lambda words: (words.count(" "), words))
+        if topology.removesuffix(" overlap") not in both or topology in both
     ]
 
 
