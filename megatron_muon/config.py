@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 NsDtype = Literal["bf16", "fp32"]
 HomePolicy = Literal["balanced", "local"]
+ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 # Keller Jordan's quintic, the iteration of the Muon post and of Moonlight:
 # https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L5
@@ -23,7 +24,12 @@ class MuonConfig:
     Attributes:
         matched_adamw_rms: root mean square that every matrix's update gets, per unit of lr: the
             direction is multiplied by ``matched_adamw_rms * sqrt(max(rows, cols))`` of the whole
-            matrix (eq. 4). AdamW's updates have 0.2 to 0.4.
+            matrix (eq. 4). AdamW's updates have 0.2 to 0.4. With another ``scale_mode`` it is that
+            mode's factor.
+        scale_mode: what a direction is multiplied by, times ``matched_adamw_rms``, by the names of
+            NVIDIA's Emerging-Optimizers; rows are a matrix's outputs, cols its inputs.
+            ``spectral``: sqrt(max(rows, cols)), Moonlight's; ``unit_rms_norm``: sqrt(rows / cols);
+            ``shape_scaling``: sqrt(max(1, rows / cols)).
         momentum: μ in M ← μM + G (Algorithm 1).
         nesterov: orthogonalize G + μM in place of M.
         ns_steps: Newton-Schulz iterations; the paper found 10 no better than 5.
@@ -49,6 +55,7 @@ class MuonConfig:
     """
 
     matched_adamw_rms: float = 0.2
+    scale_mode: ScaleMode = "spectral"
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5
@@ -64,6 +71,7 @@ class MuonConfig:
         _require_number("matched_adamw_rms", self.matched_adamw_rms)
         if self.matched_adamw_rms <= 0:
             raise ValueError(f"matched_adamw_rms must be above 0, got {self.matched_adamw_rms}")
+        _require_choice("scale_mode", self.scale_mode, get_args(ScaleMode))
         _require_number("momentum", self.momentum)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")

@@ -15,7 +15,7 @@ from megatron_muon.layout import Span
 from megatron_muon.newton_schulz import orthogonalize, torch_dtype
 from megatron_muon.phases import Phase
 from megatron_muon.plan import ExchangePlan, ns_flops
-from megatron_muon.update import advance_momentum, apply_update, matched_rms_scale
+from megatron_muon.update import advance_momentum, apply_update, update_scale
 
 # The momentum lives under Adam's name of a first moment, with no second one: fused Adam classes
 # refuse to save or load a state by a name that they do not know.
@@ -74,7 +74,7 @@ class DistributedMuon:
         self._exchange = exchange
         self._phase = phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
-        self._scales = _scales(plan, rank, config.matched_adamw_rms)
+        self._scales = _scales(plan, rank, config)
 
     def owns(self, shard: Tensor) -> bool:
         """True if Muon, not AdamW, updates this main parameter."""
@@ -150,7 +150,7 @@ class DistributedMuon:
 
 
 def _scales(
-    plan: ExchangePlan, rank: int, matched_adamw_rms: float
+    plan: ExchangePlan, rank: int, config: MuonConfig
 ) -> dict[int, list[tuple[Span, float]]]:
     """For each local piece, the spans of it that have one scale: that of their matrix."""
     pieces = plan.pieces(rank)
@@ -158,7 +158,7 @@ def _scales(
     held = (segment for segment in plan.segments if segment.rank == rank)
     for segment in sorted(held, key=lambda segment: segment.elements):
         matrix = plan.matrices[segment.matrix]
-        scale = matched_rms_scale(matrix.rows, matrix.cols, matched_adamw_rms)
+        scale = update_scale(matrix.rows, matrix.cols, config)
         span = segment.elements.shift(-pieces[segment.parameter].start)
         spans = scales[segment.parameter]
         if spans and spans[-1][1] == scale:  # segments cover a piece without a gap

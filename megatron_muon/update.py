@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_muon.config import MuonConfig
+
 
 def advance_momentum(
     momentum_buffer: Tensor, grad: Tensor, *, momentum: float, nesterov: bool
@@ -30,14 +32,23 @@ def advance_momentum(
     return torch.mul(momentum_buffer, momentum).add_(grad) if nesterov else momentum_buffer
 
 
-def matched_rms_scale(rows: int, cols: int, matched_adamw_rms: float) -> float:
+def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
     """What a direction is multiplied by, per unit of lr: rms·√max(rows, cols) (eq. 4).
 
+    The other modes are those of ``get_muon_scale_factor`` in NVIDIA's Emerging-Optimizers:
+    rms·√(rows/cols) for ``unit_rms_norm``, rms·√max(1, rows/cols) for ``shape_scaling``.
+
     Args:
-        rows, cols: size of the whole matrix, not of a rank's slice.
-        matched_adamw_rms: root mean square that an update of a full-rank matrix then has.
+        rows, cols: outputs and inputs of the whole matrix, not of a rank's slice.
+        config: ``matched_adamw_rms`` and ``scale_mode`` are read. With ``spectral``, the former is
+            the root mean square that an update of a full-rank matrix then has.
     """
-    return matched_adamw_rms * math.sqrt(max(rows, cols))
+    squares = {
+        "spectral": max(rows, cols),
+        "unit_rms_norm": rows / cols,
+        "shape_scaling": max(1.0, rows / cols),
+    }
+    return config.matched_adamw_rms * math.sqrt(squares[config.scale_mode])
 
 
 def apply_update(param: Tensor, update: Tensor, *, lr: float, weight_decay: float) -> None:

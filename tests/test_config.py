@@ -27,6 +27,12 @@ from megatron_muon import MuonConfig
         ("ns_coefficients", (1.0, 2.0, math.inf), ValueError, "ns_coefficients must be finite"),
         ("ns_dtype", "fp64", ValueError, "ns_dtype must be one of bf16, fp32, got 'fp64'"),
         ("homes", "anywhere", ValueError, "homes must be one of balanced, local, got 'anywhere'"),
+        (
+            "scale_mode",
+            "max",
+            ValueError,
+            "scale_mode must be one of spectral, unit_rms_norm, shape",
+        ),
         ("split_qkv", None, TypeError, "split_qkv must be True or False, got None"),
         ("weight_decay_all_params", "no", TypeError, "weight_decay_all_params must be True or"),
     ],

@@ -24,7 +24,7 @@ runs'.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -74,6 +74,12 @@ CASES = {
     "other-constants": replace(
         FP32, muon=(*FP32.muon, ("momentum", 0.8), ("matched_adamw_rms", 0.3), ("ns_steps", 4))
     ),
+    "unit-rms-norm": replace(
+        FP32, muon=(*FP32.muon, ("scale_mode", "unit_rms_norm"), ("matched_adamw_rms", 4.0))
+    ),
+    "shape-scaling": replace(
+        FP32, muon=(*FP32.muon, ("scale_mode", "shape_scaling"), ("matched_adamw_rms", 4.0))
+    ),
     "decay-all": replace(FP32, muon=(*FP32.muon, ("weight_decay_all_params", True))),
     "tied": replace(FP32, tied=True),
     "gated": replace(FP32, gated=True),
@@ -94,6 +100,14 @@ WHERE = {
     "legacy-experts": Topology(2, 1, 2, ep=2, sequence_parallel=True),
     "mla": Topology(2, 1, 2),
     "mtp": Topology(1, 2, 2),
+}
+
+
+# What is under the root; by name, outputs, inputs.
+SCALE_SIZES: dict[str, Callable[[str, int, int], float]] = {
+    "spectral": lambda name, rows, cols: max(rows, cols),
+    "unit_rms_norm": lambda name, rows, cols: rows / cols,
+    "shape_scaling": lambda name, rows, cols: rows / cols if rows > cols else 1.0,
 }
 
 
@@ -124,6 +138,7 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
         lr=lambda name: lr_at(case, len(oracle.norms) - 1, name),
         weight_decay=weight_decay,
         rms=settings.get("matched_adamw_rms", 0.2),
+        scale_size=SCALE_SIZES[settings.get("scale_mode", "spectral")],
         mu=settings.get("momentum", 0.95),
         nesterov=settings.get("nesterov", True),
         ns_steps=settings.get("ns_steps", 5),
@@ -322,6 +337,13 @@ def test_mutant_with_the_scale_of_the_local_matrix_is_noticed(case: Case) -> Non
 
     wrong = compare(case, TOPOLOGIES[1], scale_size=local)
     assert names(wrong) == {"linear_fc1.weight", "linear_fc2.weight"}
+
+
+def test_mutant_with_inputs_for_outputs_is_noticed() -> None:
+    """Where the scale goes by their ratio, and a matrix is not square."""
+    case = CASES["unit-rms-norm"]
+    wrong = compare(case, Topology(2, 2, 2), scale_size=lambda name, rows, cols: cols / rows)
+    assert {"linear_fc1.weight", "linear_fc2.weight"} <= names(wrong) <= MATRICES
 
 
 class _OneMatrix(Oracle):

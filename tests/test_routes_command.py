@@ -383,7 +383,8 @@ def test_homes_in_the_table_are_those_of_the_json(capsys: pytest.CaptureFixture[
 
 def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in COMMANDS)
     assert main([]) == 2 and main(["rotes"]) == 2
     assert "no command 'rotes'" in capsys.readouterr().err
 

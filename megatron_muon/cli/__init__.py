@@ -12,6 +12,10 @@ COMMANDS = {
         "megatron_muon.cli.routes",
         "which parameters are Muon's, in what matrices, and where each is orthogonalized",
     ),
+    "scales": (
+        "megatron_muon.cli.scales",
+        "how large updates are, by scale mode, extra factor and shape",
+    ),
 }
 
 

@@ -7,10 +7,11 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import get_args
 
 import megatron_muon
 from megatron_muon.cli.flags import add_megatron_flags, not_read, split_known
-from megatron_muon.config import MuonConfig
+from megatron_muon.config import MuonConfig, ScaleMode
 
 _DESCRIPTION = """\
 Print every parameter of a GPT model with its shape, how tensor parallelism splits it, its
@@ -94,7 +95,14 @@ def _add_muon_flags(group: argparse._ArgumentGroup) -> None:
         "--muon-homes", choices=["balanced", "local"], default=default.homes, help="%(default)s"
     )
     group.add_argument(
+        "--muon-scale-mode",
+        choices=get_args(ScaleMode),
+        default=default.scale_mode,
+        help="%(default)s",
+    )
+    group.add_argument(
         "--muon-matched-adamw-rms",
+        "--muon-extra-scale-factor",
         type=float,
         default=default.matched_adamw_rms,
         help="%(default)s",
@@ -115,6 +123,7 @@ def _muon_config(flags: Namespace) -> MuonConfig:
         split_qkv=not flags.muon_no_split_qkv,
         homes=flags.muon_homes,
         matched_adamw_rms=flags.muon_matched_adamw_rms,
+        scale_mode=flags.muon_scale_mode,
         ns_steps=flags.muon_ns_steps,
     )
 

@@ -26,7 +26,7 @@ from megatron_muon.mcore.survey import share_of, unknown_lines, unsplit
 from megatron_muon.mcore.weights import Weight, expert_name, matching, weights, why_adamw
 from megatron_muon.plan import ExchangePlan, make_plan
 from megatron_muon.report import UNSPLIT, Share, share_lines, start_line
-from megatron_muon.update import matched_rms_scale
+from megatron_muon.update import update_scale
 
 Split = Literal["rows", "columns", "replicated", "whole"]
 
@@ -38,7 +38,7 @@ class Routed:
     Attributes:
         name: the parameter's, with the part in brackets where it holds several.
         rows, cols: over all TP ranks.
-        scale: ``matched_rms_scale`` of it.
+        scale: ``update_scale`` of it.
         home: rank of the stage.
     """
 
@@ -209,10 +209,9 @@ def _plan(
 
 def _take(found: _Found, plan: ExchangePlan, config: MuonConfig) -> None:
     planned = iter(plan.matrices)
-    rms = config.matched_adamw_rms
     for parameter in plan.parameters:
         found.matrices[parameter.name, parameter.ep_rank] = tuple(
-            Routed(m.name, m.rows, m.cols, matched_rms_scale(m.rows, m.cols, rms), m.home)
+            Routed(m.name, m.rows, m.cols, update_scale(m.rows, m.cols, config), m.home)
             for m in (next(planned) for _ in parameter.matrices)
         )
 

@@ -42,12 +42,14 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
     Args:
         weight: Muon's.
         tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
-        config: ``split_qkv`` is read.
+        config: ``split_qkv`` and ``scale_mode`` are read.
 
     Raises:
-        ValueError, NotImplementedError: its shape is not what its name promises.
+        ValueError, NotImplementedError: its shape is not what its name promises, or ``scale_mode``
+            needs to know outputs from inputs and a batch of experts is transposed.
     """
     if weight.is_module("GroupedMLP"):
+        _require_spectral(weight, config)
         return _legacy_experts(weight, tp_size)
     shape = (weight.param.size(0), weight.param.size(1))
     partition_dim = partition_dim_of(weight)
@@ -80,6 +82,17 @@ def _legacy_experts(weight: Weight, tp_size: int) -> Holding:
     halves = 2 if first and weight.model_config.gated_linear_unit else 1
     matrices = batched_matrices(names, shape, partition_dim, tp_size, halves)
     return Holding(shape, partition_dim, matrices)
+
+
+def _require_spectral(weight: Weight, config: MuonConfig) -> None:
+    """Its rows are inputs: only ``spectral`` has the same scale for a matrix and its transpose."""
+    if config.scale_mode != "spectral":
+        raise NotImplementedError(
+            f"{weight.name}: scale_mode {config.scale_mode!r} (--muon-scale-mode) goes by outputs "
+            "over inputs, and the legacy GroupedMLP holds its experts transposed: use 'spectral', "
+            "experts of another class (Transformer Engine's, or no --moe-grouped-gemm), or put "
+            "it in muon_exclude of MuonConfig"
+        )
 
 
 def _qkv(weight: Weight, shape: tuple[int, int], tp_size: int) -> Matrices:

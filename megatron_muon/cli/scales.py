@@ -1,0 +1,78 @@
+"""``megatron-muon scales``: how large updates are, by scale mode, factor and shape."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import get_args
+
+from megatron_muon.config import MuonConfig, ScaleMode
+from megatron_muon.update import update_scale
+
+_DESCRIPTION = """\
+Print, as a Markdown table, the root mean square that an update has per unit of lr, for each scale
+mode and extra factor: of a square, a tall (4:1) and a wide (1:4) matrix, outputs × inputs, of full
+rank. An orthogonal direction has 1 / sqrt(max(rows, cols)); the iteration's singular values lie
+around 1, not on it, which is not counted."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments.
+
+    Returns:
+        0; wrong arguments end the process with status 2, as argparse does.
+    """
+    parser = argparse.ArgumentParser(
+        prog="megatron-muon scales",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--hidden-size", type=_size, default=4096, help="rows of the square one, %(default)s"
+    )
+    parser.add_argument(
+        "--factor",
+        type=float,
+        nargs="+",
+        default=[0.2, 1.0],
+        help="--muon-extra-scale-factor; default 0.2 (Moonlight's) and 1.0 (Megatron's own Muon's)",
+    )
+    given = parser.parse_args(argv)
+    try:
+        print(table(given.hidden_size, given.factor))
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+def table(hidden: int, factors: Sequence[float]) -> str:
+    """The table in Markdown.
+
+    Args:
+        hidden: rows and cols of the square matrix.
+        factors: extra factors, ``matched_adamw_rms`` of MuonConfig.
+    """
+    shapes = [(hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
+    heads = ["scale mode", "extra factor", *(f"{rows} × {cols}" for rows, cols in shapes)]
+    lines = [heads, ["---"] * len(heads)]
+    for mode in get_args(ScaleMode):
+        for factor in factors:
+            config = MuonConfig(scale_mode=mode, matched_adamw_rms=factor)
+            cells = [f"{update_rms(rows, cols, config):.3g}" for rows, cols in shapes]
+            lines.append([f"`{mode}`", f"{factor:g}", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def update_rms(rows: int, cols: int, config: MuonConfig) -> float:
+    """Root mean square of a full-rank update, per unit of lr, were the direction orthogonal."""
+    return update_scale(rows, cols, config) / math.sqrt(max(rows, cols))
+
+
+def _size(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
