@@ -19,7 +19,8 @@ TIERS = [
     ("communication", ["collectives", "agreement", "exchange", "phases"]),
     ("optimizer", ["optimizer"]),
     ("megatron", ["mcore", "cpu"]),
-    ("tools", ["cli"]),
+    ("training", ["training"]),
+    ("tools", ["cli", "launch", "__main__"]),
 ]
 TIER_OF = {module: tier for tier, (_, modules) in enumerate(TIERS) for module in modules}
 INTEGERS, COMMUNICATION, MEGATRON = 0, 2, 4

@@ -1,0 +1,7 @@
+"""``python -m megatron_muon SCRIPT ARGS``; see ``launch``."""
+
+import sys
+
+from megatron_muon.launch import main
+
+main(sys.argv[1:])

@@ -1,0 +1,82 @@
+"""What Megatron-LM's training loop needs beyond megatron-core to run without a GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_muon.cpu.patch import Patches, Replacement
+
+_MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+_patches: Patches | None = None
+
+
+def enable() -> None:
+    """Put the replacements in place, after ``cpu.enable()``; imports megatron.training.
+
+    Twice is once. There is no way back in a process that trains.
+    """
+    global _patches
+    if _patches is None:
+        _patches = Patches()
+        for replacement in REPLACEMENTS:
+            replacement.apply(_patches)
+
+
+def device(patches: Patches) -> None:
+    """One device of Ampere's capability (the first that has bf16) and no memory to speak of."""
+    properties = SimpleNamespace(name="cpu", major=8, minor=0, total_memory=0)
+    patches.set(torch.cuda, "device_count", lambda: 1)
+    patches.set(torch.cuda, "get_device_properties", lambda device=None: properties)
+    patches.set(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+
+
+def memory(patches: Patches) -> None:
+    """Statistics of GPU memory: zero."""
+    for name in _MEMORY:
+        patches.set(torch.cuda, name, lambda device=None: 0)
+    patches.set(torch.cuda, "memory_stats", lambda device=None: defaultdict(int))
+    patches.set(torch.cuda, "empty_cache", lambda: None)
+
+
+def fused_kernels(patches: Patches) -> None:
+    """Nothing is compiled for a GPU."""
+    legacy = importlib.import_module("megatron.legacy.fused_kernels")
+    patches.set(legacy, "load", lambda args: None)
+
+
+def initialize(patches: Patches) -> None:
+    """``initialize_megatron`` is told that there may be no GPU, and warms up no fused kernels."""
+    module = importlib.import_module("megatron.training.initialize")
+    training = importlib.import_module("megatron.training.training")
+    package = importlib.import_module("megatron.training")
+    original = module.initialize_megatron
+
+    @functools.wraps(original)
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+    for holder in (module, training, package):
+        patches.set_existing(holder, "initialize_megatron", initialize_megatron)
+        patches.set_existing(holder, "set_jit_fusion_options", lambda *args: None)
+
+
+REPLACEMENTS = (
+    Replacement(
+        "device count, properties and capability",
+        "0 devices silently skip the model-parallel groups (initialize.py:319)",
+        device,
+    ),
+    Replacement("memory statistics", "the log reports them (training/utils.py:284)", memory),
+    Replacement("fused kernels", "they are CUDA code (initialize.py:204)", fused_kernels),
+    Replacement(
+        "initialize_megatron",
+        "it asserts a GPU unless told (initialize.py:60) and compiles fused functions",
+        initialize,
+    ),
+)

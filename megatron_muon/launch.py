@@ -1,0 +1,91 @@
+"""``torchrun … -m megatron_muon SCRIPT ARGS``: Megatron-LM's scripts with ``--optimizer muon``.
+
+Nothing of the checkout is changed. Without a GPU the script runs on the CPU over gloo.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+USAGE = "usage: torchrun ... -m megatron_muon SCRIPT.py [its arguments, with --optimizer muon]"
+
+
+class MixedInstallationError(RuntimeError):
+    """megatron.core and megatron.training come from different places."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a training script of a Megatron-LM checkout in this process.
+
+    Args:
+        argv: the script's path and its arguments.
+
+    Raises:
+        SystemExit: no script is given.
+        FileNotFoundError: the script, or a checkout that it belongs to, is not there.
+        MixedInstallationError: another megatron.core than the checkout's would be imported.
+        SeamError: the checkout's version is not one that the plugin knows.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        raise SystemExit(USAGE)
+    script = Path(argv[0]).resolve()
+    if not script.is_file():
+        raise FileNotFoundError(f"no script {argv[0]}\n{USAGE}")
+    checkout = checkout_of(script)
+    # what `python SCRIPT` would put first, and the checkout that the script imports
+    sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
+    check_installation(checkout)
+    _without_gpu()
+    importlib.import_module("megatron_muon.training.install").install_training()
+    sys.argv = [str(script), *argv[1:]]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def checkout_of(script: Path) -> Path:
+    """The folder above the script that has ``megatron/training``, or the one on the import path.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    for folder in script.parents:
+        if (folder / "megatron" / "training").is_dir():
+            return folder
+    for entry in map(Path, sys.path):
+        if (entry / "megatron" / "training").is_dir():
+            return entry.resolve()
+    raise FileNotFoundError(
+        f"{script} is in no Megatron-LM checkout (a folder with megatron/training), and none is on "
+        "PYTHONPATH"
+    )
+
+
+def check_installation(checkout: Path) -> None:
+    """Stop where Python would take megatron.core from elsewhere than megatron.training.
+
+    Raises:
+        MixedInstallationError: names both.
+    """
+    spec = importlib.util.find_spec("megatron.core")
+    where = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+    if where is None or checkout.resolve() not in where.parents:
+        raise MixedInstallationError(
+            f"megatron.training is that of {checkout}, but megatron.core would be imported from "
+            f"{where}: uninstall that megatron-core, or put the checkout first on PYTHONPATH"
+        )
+
+
+def _without_gpu() -> None:
+    """Turn on the CPU runtime where there is no GPU, and say so."""
+    torch = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        return
+    importlib.import_module("megatron_muon.cpu").enable()
+    importlib.import_module("megatron_muon.cpu.training").enable()
+    if int(os.environ.get("RANK", "0")) == 0:
+        print("[megatron_muon] no GPU is here: Megatron runs on the CPU over gloo", flush=True)

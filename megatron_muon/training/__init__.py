@@ -1,0 +1,1 @@
+"""Muon on Megatron-LM's command line."""

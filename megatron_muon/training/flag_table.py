@@ -1,0 +1,176 @@
+"""Every flag of Muon's with its help. See flags for what they mean."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, get_args
+
+from megatron_muon.config import SIMPLE_COEFFICIENTS, MuonConfig, ScaleMode
+
+_PAPER = "arXiv 2502.16982"
+_UPSTREAMS = "Megatron's own Muon flag"
+
+
+class Flag(NamedTuple):
+    """A flag that ``add_flags`` sees to.
+
+    Attributes:
+        option: with its dashes.
+        help: what it is, unit, source, default.
+        keywords: of ``add_argument``; where Megatron has the flag, its own are kept.
+    """
+
+    option: str
+    help: str
+    keywords: dict[str, Any]
+
+    @property
+    def dest(self) -> str:
+        return str(self.keywords.get("dest", self.option[2:].replace("-", "_")))
+
+
+def _flag(option: str, help: str, **keywords: Any) -> Flag:
+    return Flag(option, help, keywords)
+
+
+_MOONLIGHT = MuonConfig()
+_ON = {"action": "store_true"}
+FLAGS = (
+    _flag(
+        "--muon-matched-adamw-rms",
+        f"root mean square of a matrix's update, per unit of lr ({_PAPER}, eq. 4; AdamW's updates "
+        f"have 0.2 to 0.4); default {_MOONLIGHT.matched_adamw_rms}",
+        type=float,
+    ),
+    _flag(
+        "--muon-momentum",
+        f"μ in M ← μM + G, no unit ({_PAPER}, Algorithm 1); default {_MOONLIGHT.momentum}; "
+        "Megatron's own Muon: 0.9",
+        type=float,
+    ),
+    _flag(
+        "--muon-ns-steps",
+        f"Newton-Schulz iterations, a number ({_PAPER}, section 2.1); "
+        f"default {_MOONLIGHT.ns_steps}",
+        type=int,
+    ),
+    _flag(
+        "--no-muon-nesterov",
+        f"orthogonalize M in place of G + μM, on or off ({_PAPER} has Nesterov's); default off",
+        **_ON,
+    ),
+    _flag(
+        "--muon-num-ns-steps",
+        f"the same as --muon-ns-steps, a number of iterations; {_UPSTREAMS}; "
+        f"default {_MOONLIGHT.ns_steps}, Megatron's own Muon: 5",
+        type=int,
+    ),
+    _flag(
+        "--muon-nesterov",
+        f"orthogonalize G + μM, on or off; {_UPSTREAMS} since core 0.18; default on, Megatron's "
+        "own Muon: off",
+        **_ON,
+    ),
+    _flag(
+        "--muon-use-nesterov",
+        f"the same as --muon-nesterov, on or off; {_UPSTREAMS} in core 0.16 and 0.17; default on",
+        **_ON,
+    ),
+    _flag(
+        "--muon-scale-mode",
+        "what a direction is multiplied by, times the extra factor, no unit: sqrt(max(rows, "
+        "cols)), sqrt(rows / cols) or sqrt(max(1, rows / cols)), where rows are outputs "
+        f"(Emerging-Optimizers' get_muon_scale_factor); {_UPSTREAMS}; default "
+        f"{_MOONLIGHT.scale_mode}",
+        choices=get_args(ScaleMode),
+    ),
+    _flag(
+        "--muon-extra-scale-factor",
+        "factor on the scale mode's, no unit; with spectral it is the update's root mean square, "
+        f"--muon-matched-adamw-rms; {_UPSTREAMS}; default {_MOONLIGHT.matched_adamw_rms} with "
+        "spectral, which is Moonlight's mode, 1.0 with another; Megatron's own Muon: 1.0",
+        type=float,
+    ),
+    _flag(
+        "--muon-coefficient-type",
+        "polynomial of the Newton-Schulz iteration, a name of Emerging-Optimizers; only simple, "
+        f"{SIMPLE_COEFFICIENTS} in each step, which is also {_PAPER}'s; {_UPSTREAMS}; "
+        "default simple, Megatron's own Muon: quintic",
+    ),
+    _flag(
+        "--muon-fp32-matmul-prec",
+        "precision of Newton-Schulz's products, a name of torch.set_float32_matmul_precision; "
+        "only medium, which Emerging-Optimizers runs in bf16: --muon-ns-dtype bf16; "
+        f"{_UPSTREAMS}; default medium",
+        choices=("low", "medium", "high"),
+    ),
+    _flag(
+        "--muon-no-split-qkv",
+        "orthogonalize a fused QKV weight as one matrix, on or off; "
+        f"{_UPSTREAMS}; default off: Q, K and V apart",
+        action="store_false",
+        dest="muon_split_qkv",
+    ),
+    _flag(
+        "--muon-tp-mode",
+        "how a matrix that TP splits is orthogonalized, a name: here once and whole, at its home, "
+        "with duplicated's result; another mode is an error unless TP is 1; "
+        f"{_UPSTREAMS}; default duplicated, Megatron's own Muon: blockwise up to core 0.19",
+        choices=("blockwise", "duplicated", "distributed"),
+    ),
+    _flag(
+        "--muon-scalar-optimizer",
+        "who updates what is not Muon's, a name; only adam (with decoupled weight decay, as "
+        f"{_PAPER}); {_UPSTREAMS}; default adam",
+        choices=("adam", "lion"),
+    ),
+    _flag(
+        "--muon-use-syrk",
+        "Triton's symmetric product in Newton-Schulz, on or off; not here: an error; "
+        f"{_UPSTREAMS} after core 0.19; default off",
+        **_ON,
+    ),
+    _flag(
+        "--weight-decay-all-params",
+        f"decay norms' gammas and biases too, on or off ({_PAPER}, appendix D); default off",
+        **_ON,
+    ),
+    _flag(
+        "--muon-include",
+        "parameters that are Muon's whatever the routing says, a pattern of names (*, ?, []; "
+        "megatron-muon routes prints the names); may be given several times; "
+        "megatron_muon's; default none",
+        action="append",
+        metavar="PATTERN",
+    ),
+    _flag(
+        "--muon-exclude",
+        "parameters that are AdamW's whatever the routing says, a pattern of names, as in "
+        "--muon-include; may be given several times; megatron_muon's; default none",
+        action="append",
+        metavar="PATTERN",
+    ),
+    _flag(
+        "--muon-homes",
+        "which rank orthogonalizes a matrix, a name: balanced work, or local, fewest bytes; "
+        f"megatron_muon's; default {_MOONLIGHT.homes}",
+        choices=("balanced", "local"),
+    ),
+    _flag(
+        "--muon-ns-dtype",
+        "dtype that matrices travel and are orthogonalized in; megatron_muon's, "
+        f"{_PAPER} has bf16; default {_MOONLIGHT.ns_dtype}",
+        choices=("bf16", "fp32"),
+    ),
+    _flag(
+        "--muon-defaults",
+        f"whose defaults what is not given has, a name: moonlight ({_PAPER}) or upstream, those of "
+        "this Megatron's own Muon; megatron_muon's; default moonlight",
+        choices=("moonlight", "upstream"),
+    ),
+    _flag(
+        "--muon-backend",
+        "who runs --optimizer muon, a name: plugin, or upstream, which leaves everything to "
+        "Megatron's own Muon; megatron_muon's; default plugin",
+        choices=("plugin", "upstream"),
+    ),
+)

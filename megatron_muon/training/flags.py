@@ -1,0 +1,360 @@
+"""Muon's flags on Megatron-LM's command line, and the ``MuonConfig`` that they ask for.
+
+Three sources of flags: the proof of concept of this work, Megatron-LM's own Muon (core 0.16 and
+later; ``megatron/training/arguments.py``) and ours. Each is taken with every Megatron version. One
+that means something here keeps its meaning, any other is an error: none is taken and ignored. To
+know which were given, every one has None for a default; Megatron's own defaults are kept in
+``args.megatron_muon_defaults``, by dest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from typing import Any, TypeVar
+
+from megatron_muon.config import SIMPLE_COEFFICIENTS, MuonConfig
+from megatron_muon.training.flag_table import FLAGS
+
+_T = TypeVar("_T")
+_KEPT = "megatron_muon_defaults"
+_MOONLIGHT = MuonConfig()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Complete a Megatron parser: ``muon`` for ``--optimizer``, and every flag of Muon's.
+
+    Args:
+        parser: with all of Megatron's arguments. A flag that it has keeps its action and type.
+    """
+    actions = parser._option_string_actions
+    optimizer = actions.get("--optimizer")
+    if optimizer is not None and optimizer.choices and "muon" not in optimizer.choices:
+        optimizer.choices = [*optimizer.choices, "muon"]
+    known = {flag.option for flag in FLAGS}
+    own = {
+        action.dest: action.default
+        for option, action in actions.items()
+        if option.startswith("--muon-") or option in known
+    }
+    group = parser.add_argument_group("distributed muon")
+    for flag in FLAGS:
+        if flag.option in actions:
+            actions[flag.option].help = flag.help
+        else:
+            group.add_argument(flag.option, default=None, help=flag.help, **flag.keywords)
+    parser.set_defaults(**dict.fromkeys(own), **{_KEPT: own})
+
+
+def muon_backend(args: Namespace) -> str:
+    """Who runs ``--optimizer muon``: ``plugin``, or ``upstream``, Megatron's own Muon.
+
+    Raises:
+        ValueError: upstream's, which this Megatron does not have, or with a flag that it does not
+            have.
+    """
+    if _given(args, "muon_backend") != "upstream":
+        return "plugin"
+    if not _upstreams(args):
+        raise ValueError(
+            "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 and later "
+            "have); leave it out"
+        )
+    own = _own_defaults(args)
+    foreign = [
+        flag.option
+        for flag in FLAGS
+        if flag.dest not in {*own, "muon_backend"} and _given(args, flag.dest) is not None
+    ]
+    if foreign:
+        raise ValueError(
+            f"--muon-backend upstream leaves everything to Megatron's own Muon, which has no "
+            f"{', '.join(foreign)} in this version: leave out one or the other"
+        )
+    return "upstream"
+
+
+def restore_defaults(args: Namespace) -> None:
+    """Give what was not given Megatron's own default again, for Megatron to read.
+
+    Call it after ``muon_config`` and ``differences``, which could not tell afterwards.
+    """
+    for dest, default in _own_defaults(args).items():
+        if _given(args, dest) is None:
+            setattr(args, dest, default)
+
+
+def muon_config(args: Namespace) -> MuonConfig:
+    """The settings that parsed flags ask for.
+
+    Args:
+        args: of a parser that ``add_flags`` completed; also ``tensor_model_parallel_size`` and
+            ``expert_tensor_parallel_size`` are read.
+
+    Raises:
+        ValueError: a flag or a default of ``--muon-defaults upstream`` has no meaning here, two
+            flags contradict each other, or a setting is out of its range.
+    """
+    _require_upstreams_defaults(args)
+    _refuse_unknown(args)
+    _refuse_what_has_no_meaning(args)
+    scale_mode = _chosen(args, "muon_scale_mode", _MOONLIGHT.scale_mode)
+    return MuonConfig(
+        matched_adamw_rms=_factor(args, scale_mode),
+        scale_mode=scale_mode,
+        momentum=_chosen(args, "muon_momentum", _MOONLIGHT.momentum),
+        nesterov=_nesterov(args),
+        ns_steps=_ns_steps(args),
+        ns_dtype=_ns_dtype(args),
+        weight_decay_all_params=bool(_given(args, "weight_decay_all_params")),
+        split_qkv=_chosen(args, "muon_split_qkv", _MOONLIGHT.split_qkv),
+        muon_include=tuple(_given(args, "muon_include") or ()),
+        muon_exclude=tuple(_given(args, "muon_exclude") or ()),
+        homes=_given(args, "muon_homes") or _MOONLIGHT.homes,
+    )
+
+
+def differences(args: Namespace) -> list[str]:
+    """A line for every value that is not the default of this Megatron's own Muon, given or not.
+
+    Also one where a flag is taken for its result, not for how it is got. Empty where Megatron has
+    no Muon of its own and nothing needs a word.
+
+    Raises:
+        ValueError: as ``muon_config``.
+    """
+    config = muon_config(args)
+    lines = []
+    if _upstreams(args):
+        values = _values(config, args)
+        lines = [
+            f"{option} {ours} here, Megatron's own default is {theirs}"
+            for option, ours, theirs in values
+            if ours != theirs
+        ]
+    if _given(args, "muon_tp_mode") is not None:
+        lines.append(
+            f"--muon-tp-mode {args.muon_tp_mode}: each matrix is orthogonalized once and whole, at "
+            "its home, with the same result"
+        )
+    return lines
+
+
+def _values(config: MuonConfig, args: Namespace) -> list[tuple[str, object, object]]:
+    """Flag, value here, Megatron's own default."""
+    own = _upstreams(args)
+    nesterov = "--muon-nesterov" if "muon_nesterov" in own else "--muon-use-nesterov"
+    # With TP 1 the modes are one, so there is nothing to tell.
+    tp_mode = "duplicated" if _tp_size(args) > 1 else own["muon_tp_mode"]
+    return [
+        ("--muon-momentum", config.momentum, own["muon_momentum"]),
+        (nesterov, config.nesterov, _own_nesterov(own)),
+        ("--muon-scale-mode", config.scale_mode, own["muon_scale_mode"]),
+        ("--muon-extra-scale-factor", config.matched_adamw_rms, own["muon_extra_scale_factor"]),
+        ("--muon-num-ns-steps", config.ns_steps, own["muon_num_ns_steps"]),
+        ("--muon-coefficient-type", "simple", own["muon_coefficient_type"]),
+        (
+            "--muon-ns-dtype",
+            config.ns_dtype,
+            _PRECISIONS.get(own["muon_fp32_matmul_prec"], own["muon_fp32_matmul_prec"]),
+        ),
+        ("split QKV (--muon-no-split-qkv)", config.split_qkv, own["muon_split_qkv"]),
+        ("--muon-tp-mode", tp_mode, own["muon_tp_mode"]),
+        ("--weight-decay-all-params", config.weight_decay_all_params, False),
+    ]
+
+
+# --- one setting each ------------------------------------------------------------------------
+
+# Emerging-Optimizers' newton_schulz turns matrices into bf16 with medium. high is TF32: torch's
+# own switches would have to be set, and they are the user's.
+_PRECISIONS = {"medium": "bf16"}
+
+
+def _factor(args: Namespace, scale_mode: str) -> float:
+    rms = _given(args, "muon_matched_adamw_rms")
+    if rms is not None and scale_mode != "spectral":
+        raise ValueError(
+            f"--muon-matched-adamw-rms {rms} with --muon-scale-mode {scale_mode}: an update has "
+            "that root mean square with spectral only; give --muon-extra-scale-factor"
+        )
+    given = _one(
+        ("--muon-matched-adamw-rms", rms, rms),
+        ("--muon-extra-scale-factor", *_twice(_given(args, "muon_extra_scale_factor"))),
+    )
+    if given is not None:
+        return float(given)
+    moonlights = _MOONLIGHT.matched_adamw_rms if scale_mode == "spectral" else 1.0
+    return float(_default(args, "muon_extra_scale_factor", moonlights))
+
+
+def _nesterov(args: Namespace) -> bool:
+    off = _given(args, "no_muon_nesterov")
+    given = _one(
+        ("--muon-nesterov", "(on)", _given(args, "muon_nesterov")),
+        ("--muon-use-nesterov", "(on)", _given(args, "muon_use_nesterov")),
+        ("--no-muon-nesterov", "(off)", None if off is None else not off),
+    )
+    if given is not None:
+        return bool(given)
+    own = _own_nesterov(_upstreams(args))
+    return own if _wants_upstreams(args) else _MOONLIGHT.nesterov
+
+
+def _ns_steps(args: Namespace) -> int:
+    given = _one(
+        ("--muon-ns-steps", *_twice(_given(args, "muon_ns_steps"))),
+        ("--muon-num-ns-steps", *_twice(_given(args, "muon_num_ns_steps"))),
+    )
+    return given if given is not None else _default(args, "muon_num_ns_steps", _MOONLIGHT.ns_steps)
+
+
+def _ns_dtype(args: Namespace) -> Any:
+    precision = _given(args, "muon_fp32_matmul_prec")
+    given = _one(
+        ("--muon-ns-dtype", *_twice(_given(args, "muon_ns_dtype"))),
+        ("--muon-fp32-matmul-prec", precision, _PRECISIONS.get(precision)),
+    )
+    return given if given is not None else _MOONLIGHT.ns_dtype  # what upstream's medium is, too
+
+
+def _refuse_what_has_no_meaning(args: Namespace) -> None:
+    _refuse(
+        args,
+        "muon_coefficient_type",
+        ("simple",),
+        f"here every step of Newton-Schulz has one polynomial, {SIMPLE_COEFFICIENTS}",
+        "give --muon-coefficient-type simple",
+    )
+    _refuse(
+        args,
+        "muon_fp32_matmul_prec",
+        tuple(_PRECISIONS),
+        "matrices are multiplied in bf16 (medium) or in fp32 as torch's own switches say, and "
+        "the plugin does not set those",
+        "give --muon-ns-dtype bf16 or fp32 in its place",
+    )
+    _refuse(
+        args,
+        "muon_scalar_optimizer",
+        ("adam",),
+        "what is not Muon's is updated by Megatron's Adam",
+        "leave it out",
+    )
+    _refuse(
+        args,
+        "muon_use_syrk",
+        (False,),
+        "Newton-Schulz's products are torch's here",
+        "leave it out",
+    )
+    if _tp_size(args) > 1:
+        _refuse_tp_mode(args)
+
+
+def _refuse_tp_mode(args: Namespace) -> None:
+    """Emerging-Optimizers: blockwise takes each rank's slice for a matrix; distributed splits the
+    products of a whole one over TP, with an all-reduce in each step."""
+    why = {
+        "blockwise": "it orthogonalizes each rank's slice by itself, so the update depends on TP",
+        "distributed": "it splits a matrix's products over TP; the result is duplicated's but "
+        "for rounding",
+    }
+    value = _chosen(args, "muon_tp_mode", "duplicated")
+    _refuse(
+        args,
+        "muon_tp_mode",
+        ("duplicated",),
+        f"{why.get(value, 'unknown')}, and here each matrix is orthogonalized once and whole, at "
+        "one home",
+        "give --muon-tp-mode duplicated, or run with TP 1",
+    )
+
+
+# --- given, default, refused -----------------------------------------------------------------
+
+
+def _given(args: Namespace, dest: str) -> Any:
+    return getattr(args, dest, None)
+
+
+def _own_defaults(args: Namespace) -> dict[str, Any]:
+    return getattr(args, _KEPT, None) or {}
+
+
+def _upstreams(args: Namespace) -> dict[str, Any]:
+    """Defaults of Megatron's own Muon by dest, also those that it has no flag for; else empty."""
+    own = _own_defaults(args)
+    if "muon_scale_mode" not in own:
+        return {}
+    # core 0.16's TensorParallelMuon has quintic and Adam, without a flag.
+    fixed = {"muon_coefficient_type": "quintic", "muon_scalar_optimizer": "adam"}
+    return {**fixed, "muon_use_syrk": False, **own}
+
+
+def _own_nesterov(own: dict[str, Any]) -> bool:
+    return bool(own.get("muon_nesterov", own.get("muon_use_nesterov", False)))
+
+
+def _wants_upstreams(args: Namespace) -> bool:
+    return bool(_given(args, "muon_defaults") == "upstream")
+
+
+def _default(args: Namespace, dest: str, moonlights: _T) -> _T:
+    upstreams: _T = _upstreams(args)[dest] if _wants_upstreams(args) else moonlights
+    return upstreams
+
+
+def _chosen(args: Namespace, dest: str, moonlights: _T) -> _T:
+    given: _T | None = _given(args, dest)
+    return given if given is not None else _default(args, dest, moonlights)
+
+
+def _twice(value: _T) -> tuple[_T, _T]:
+    return value, value
+
+
+def _one(*flags: tuple[str, Any, Any]) -> Any:
+    """The one meaning of flags that mean the same: (option, value, meaning or None)."""
+    given = [flag for flag in flags if flag[2] is not None]
+    if len({meaning for _, _, meaning in given}) > 1:
+        said = " and ".join(f"{option} {value}" for option, value, _ in given)
+        raise ValueError(f"{said} contradict each other: they set the same, give one")
+    return given[0][2] if given else None
+
+
+def _refuse(args: Namespace, dest: str, known: tuple[Any, ...], why: str, way_out: str) -> None:
+    """Raise ValueError unless the value of a flag of Megatron's, or its default, is known."""
+    value = _chosen(args, dest, known[0])
+    if value in known:
+        return
+    option = f"--{dest.replace('_', '-')}"
+    said = option if value is True else f"{option} {value}"
+    if _given(args, dest) is None:
+        said += " (Megatron's own default, by --muon-defaults upstream)"
+    raise ValueError(f"{said} has no meaning in megatron_muon: {why}; {way_out}")
+
+
+def _refuse_unknown(args: Namespace) -> None:
+    known = {flag.dest for flag in FLAGS}
+    for dest in _own_defaults(args):
+        if dest not in known and _given(args, dest) is not None:
+            raise ValueError(
+                f"--{dest.replace('_', '-')} {_given(args, dest)} is a flag of this Megatron's own "
+                "Muon that megatron_muon does not know: leave it out, or give --muon-backend "
+                "upstream"
+            )
+
+
+def _require_upstreams_defaults(args: Namespace) -> None:
+    if _wants_upstreams(args) and not _upstreams(args):
+        raise ValueError(
+            "--muon-defaults upstream: this Megatron has no Muon of its own (core 0.16 and later "
+            "have); give --muon-defaults moonlight or nothing"
+        )
+
+
+def _tp_size(args: Namespace) -> int:
+    """The largest number of TP ranks that share a matrix."""
+    dense = _given(args, "tensor_model_parallel_size") or 1
+    return max(dense, _given(args, "expert_tensor_parallel_size") or dense)
