@@ -59,6 +59,7 @@ __all__ = [
     "build",
     "check",
     "distributed_optimizers",
+    "error_of_optimizer",
     "held",
     "inner_optimizers",
     "lr_at",
@@ -276,6 +277,20 @@ def start(case: Case, topology: Topology) -> Built:
         if case.optimizer == "muon":
             megatron_muon.uninstall()
     return built
+
+
+def error_of_optimizer(built: Built, **settings: Any) -> str:
+    """What making the optimizer with the plugin and these settings raises, as text."""
+    import megatron_muon
+
+    megatron_muon.install(megatron_muon.MuonConfig(**settings))
+    try:
+        make_optimizer(built)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        megatron_muon.uninstall()
+    return "no error"
 
 
 def train(

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,6 +101,30 @@ def test_other_ranks_end_within_the_timeout_in_an_error_that_names_the_phase(
             assert text.startswith(f"PhaseError: {phase}: rank "), text
             assert "look for the first error among the ranks' logs" in text
             assert seconds < TIMEOUT + 4, f"{seconds:.1f} s"
+
+
+def _error_on_every_stage(topology: Topology) -> str:
+    """The error of this rank, whose own stage may get through the step in which rank 1 stops."""
+    with _short_timeout():
+        built = start(replace(CASE, steps=3), topology)
+    take_step(built, 0)
+    if dist.get_rank() == 1:
+        for megatron in built.optimizer.chained_optimizers:
+            megatron.muon._orthogonalize = lambda *args: _fail("stop")
+    for step in (1, 2):
+        try:
+            take_step(built, step)
+        except Exception as error:
+            return f"step {step}: {type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_other_stages_end_in_the_vote_of_their_next_step() -> None:
+    """In a run they may wait for Megatron's next batch before that, and end there."""
+    first, _, *others = run(_error_on_every_stage, 4, Topology(tp=2, pp=2))
+    assert first.startswith("step 1: PhaseError: muon/scatter: rank 0"), first
+    for text in others:
+        assert text.startswith("step 2: PhaseError: muon/vote: rank "), text
 
 
 def _step_that_raises(topology: Topology) -> None:

@@ -50,7 +50,7 @@ def make_muons(dist_opt: Any, config: MuonConfig, pg_collection: Any = None) -> 
 
     Raises:
         SeamError: the DistributedOptimizer lacks an attribute that the plugin needs.
-        PlanMismatchError: ranks of a stage disagree.
+        PlanMismatchError: ranks disagree about the settings, or those of a stage about the plan.
         ValueError, NotImplementedError: a parameter cannot be routed, or a group is missing.
         RuntimeError: on ranks that have no error themselves when another has.
     """

@@ -75,7 +75,10 @@ def unsplit(found: Sequence[Weight], config: MuonConfig) -> list[str]:
     leaves = {
         weight.leaf
         for weight in found
-        if weight.param.dim() == 2 and weight.leaf in UNSPLIT and why_adamw(weight, config) is None
+        if weight.leaf in UNSPLIT
+        and weight.param.dim() == 2
+        and weight.param.requires_grad  # share_of has asked about no other
+        and why_adamw(weight, config) is None
     }
     return [leaf for leaf in UNSPLIT if leaf in leaves]
 
