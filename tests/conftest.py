@@ -11,6 +11,7 @@ for path in (os.path.dirname(HERE), HERE):
         sys.path.insert(0, path)
 
 import pytest  # noqa: E402 after the path is set
+import python312  # noqa: E402, F401
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 

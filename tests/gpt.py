@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from cases import (
     FFN,
@@ -41,6 +42,7 @@ from gpt_model import (
     this_place,
     transformer_config,
 )
+from installed import VERSION, lacks
 from ranks import run
 from whole import Piece, Whole, cut, differences, whole
 
@@ -176,14 +178,12 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
 
 def make_optimizer(built: Built) -> Any:
     """Megatron's optimizer over the model, by Megatron's own factory."""
-    from megatron.core.optimizer import (
-        OptimizerConfig,
-        get_megatron_optimizer,
-        get_standard_config_overrides,
-    )
-    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     case = built.case
+    said_twice = {"overlap_param_gather": built.topology.overlap}
+    if "overlap_param_gather" not in OptimizerConfig.__dataclass_fields__:
+        said_twice = {}  # to DDP alone in older ones
     config = OptimizerConfig(
         optimizer=case.optimizer,
         lr=case.lr,
@@ -198,27 +198,53 @@ def make_optimizer(built: Built) -> Any:
         hysteresis=1,
         params_dtype=case.dtype,
         use_distributed_optimizer=True,
-        overlap_param_gather=built.topology.overlap,
+        **said_twice,
         overlap_param_gather_with_optimizer_step=built.topology.step_overlap,
         adam_beta1=0.9,
         adam_beta2=0.95,
         adam_eps=1e-8,
     )
+    fast = {id(p) for name, p in built.params.items() if matches(name, case.faster)}
+    groups = _conditions(fast) if VERSION < (0, 16) else _overrides(config, fast)
+    optimizer = get_megatron_optimizer(config, built.chunks, **groups)
+    if VERSION < (0, 16):
+        _halve_decay(optimizer)
+    return optimizer
+
+
+def _overrides(config: Any, fast: set[int]) -> dict[str, Any]:
+    """Three times the rate and half the decay for some, as core 0.16 and later are told."""
+    from megatron.core.optimizer import get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
     overrides = get_standard_config_overrides(config)
-    if case.faster:
-        fast = {id(p) for name, p in built.params.items() if matches(name, case.faster)}
+    if fast:
         faster = ParamPredicate(name="faster", fn=lambda p: id(p) in fast)
         decayed = ParamPredicate(name="decayed", fn=lambda p: id(p) in fast and p.dim() > 1)
-        overrides[ParamKey(predicate=faster)] = {"max_lr": 3 * case.lr}
+        overrides[ParamKey(predicate=faster)] = {"max_lr": 3 * config.lr}
         overrides[ParamKey(predicate=decayed)] = {"wd_mult": 0.5}
-    return get_megatron_optimizer(config, built.chunks, config_overrides=overrides)
+    return {"config_overrides": overrides}
+
+
+def _conditions(fast: set[int]) -> dict[str, Any]:
+    """As earlier ones are told, which have no other decay than all and none."""
+    if not fast:
+        return {}
+    return {"scale_lr_cond": lambda name, param: id(param) in fast, "lr_mult": 3.0}
+
+
+def _halve_decay(optimizer: Any) -> None:
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            if group["lr_mult"] == 3.0 and group["wd_mult"] == 1.0:
+                group["wd_mult"] = 0.5
 
 
 def set_schedule(built: Built, step: int) -> None:
     """What OptimizerParamScheduler does before a step, with the decay of ``lr_at``."""
     for inner in inner_optimizers(built.optimizer):
         for group in inner.param_groups:
-            group["lr"] = group["max_lr"] * (1 - 0.03 * step)
+            group["lr"] = group["max_lr"] * group["lr_mult"] * (1 - 0.03 * step)
             group["weight_decay"] = built.case.weight_decay * group["wd_mult"]
 
 
@@ -351,6 +377,9 @@ def _owned(dist: Any) -> Iterable[tuple[Any, Tensor]]:
 
 def trained(case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext) -> Whole:
     """Run ``train`` on real ranks and put the results together."""
+    lacking = lacks(case, topology)
+    if lacking:
+        pytest.skip(lacking)
     limit = max(120.0, 15.0 * topology.world_size)
     return whole(run(train, topology.world_size, case, topology, mutation, timeout=limit))
 

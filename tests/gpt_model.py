@@ -31,6 +31,7 @@ from cases import (
     Case,
     Topology,
 )
+from installed import VERSION, having
 from whole import Cut, Piece
 
 LAYERS_PREFIX = "decoder.layers."
@@ -124,8 +125,8 @@ def transformer_config(case: Case, topology: Topology) -> Any:
     if case.moe:
         options |= _moe_options(case, topology)
     if not case.mla:
-        return TransformerConfig(**options)
-    return MLATransformerConfig(**options | MLA_OPTIONS)
+        return TransformerConfig(**having(TransformerConfig, **options))
+    return MLATransformerConfig(**having(MLATransformerConfig, **options | MLA_OPTIONS))
 
 
 def _moe_options(case: Case, topology: Topology) -> dict[str, Any]:
@@ -146,13 +147,15 @@ def layer_spec(case: Case) -> Any:
     """Megatron's own modules, with stand-ins for Transformer Engine's where the case has them."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    spec = get_gpt_layer_local_spec(
-        num_experts=EXPERTS if case.moe else None,
-        moe_grouped_gemm=case.grouped == "legacy",
-        moe_use_legacy_grouped_gemm=case.grouped == "legacy",
-        multi_latent_attention=bool(case.mla),
-        qk_layernorm=bool(case.mla),
-    )
+    options = {
+        "num_experts": EXPERTS if case.moe else None,
+        "moe_grouped_gemm": case.grouped == "legacy",
+        "multi_latent_attention": bool(case.mla),
+        "qk_layernorm": bool(case.mla),
+    }
+    if case.grouped == "legacy":
+        options["moe_use_legacy_grouped_gemm"] = True
+    spec = get_gpt_layer_local_spec(**options)
     if case.mla == "duplicated":
         import te_standin
 
@@ -191,21 +194,24 @@ def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     spec = layer_spec(case)
+    if vp_stage is not None:
+        ps.set_virtual_pipeline_model_parallel_rank(vp_stage)  # core 0.12 knows no other way
+    chunk = {} if VERSION < (0, 13) else {"vp_stage": vp_stage}
     mtp = None
     if case.mtp:
-        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **chunk)
     with _as_if_te_were_installed() if case.mla else nullcontext():
         return GPTModel(
             config=config,
             transformer_layer_spec=spec,
             vocab_size=VOCAB,
             max_sequence_length=SEQUENCE,
-            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, **chunk),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, **chunk),
             share_embeddings_and_output_weights=case.tied,
             position_embedding_type="rope",
             mtp_block_spec=mtp,
-            vp_stage=vp_stage,
+            **chunk,
         )
 
 

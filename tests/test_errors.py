@@ -16,6 +16,7 @@ from gpt import (
     start,
     take_step,
 )
+from megatron.core import __version__ as VERSION
 from ranks import run
 
 CASE = Case(layers=2, steps=1)
@@ -24,7 +25,7 @@ CASE = Case(layers=2, steps=1)
 def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) -> str:
     """Change attributes of the configs, then ask for the optimizer; the error as text."""
     import torch.distributed as dist
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core import optimizer as mcore_optimizer
 
     import megatron_muon
 
@@ -37,7 +38,7 @@ def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) 
         "use_distributed_optimizer": True,
         **changes.get("optimizer", {}),
     }
-    config = OptimizerConfig(**options)
+    config = mcore_optimizer.OptimizerConfig(**options)
     for name, value in changes.get("late", {}).items():
         setattr(config, name, value)
     for name, value in changes.get("ddp", {}).items():
@@ -61,7 +62,7 @@ def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) 
     try:
         for name in names:
             setattr(dist, name, forbidden(name))
-        get_megatron_optimizer(config, [built.ddp])
+        mcore_optimizer.get_megatron_optimizer(config, [built.ddp])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -158,16 +159,18 @@ class _Fsdp2(torch.nn.Module):
 
 
 def _error_with_another_wrapper() -> str:
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core import optimizer as mcore_optimizer
 
     import megatron_muon
 
     chunk = _Fsdp2(build(CASE, Topology()).ddp)
-    config = OptimizerConfig(optimizer="muon", lr=0.1, use_distributed_optimizer=True)
+    config = mcore_optimizer.OptimizerConfig(
+        optimizer="muon", lr=0.1, use_distributed_optimizer=True
+    )
     megatron_muon.install()
     try:
         with pytest.raises(NotImplementedError) as caught:
-            get_megatron_optimizer(config, [chunk])
+            mcore_optimizer.get_megatron_optimizer(config, [chunk])
     finally:
         megatron_muon.uninstall()
     return str(caught.value)
@@ -266,24 +269,24 @@ def _hook_errors() -> list[str]:
     from megatron_muon.mcore.hooks import SeamError
 
     texts = []
-    original = mcore_optimizer._get_param_groups
+    original = mcore_optimizer.get_megatron_optimizer
     version = megatron.core.__version__
     try:
-        mcore_optimizer._get_param_groups = lambda model_chunks, config: []
+        mcore_optimizer.get_megatron_optimizer = lambda model_chunks, config: []
         with pytest.raises(SeamError) as caught:
             megatron_muon.install()
         texts.append(str(caught.value))
-        del mcore_optimizer._get_param_groups
+        del mcore_optimizer.get_megatron_optimizer
         with pytest.raises(SeamError) as caught:
             megatron_muon.install()
         texts.append(str(caught.value))
-        mcore_optimizer._get_param_groups = original
+        mcore_optimizer.get_megatron_optimizer = original
         megatron.core.__version__ = "0.99.0"
         with pytest.raises(SeamError) as caught:
             megatron_muon.install()
         texts.append(str(caught.value))
     finally:
-        mcore_optimizer._get_param_groups = original
+        mcore_optimizer.get_megatron_optimizer = original
         megatron.core.__version__ = version
     with pytest.raises(TypeError) as wrong:
         megatron_muon.install({"momentum": 0.9})  # type: ignore[arg-type]
@@ -303,33 +306,37 @@ def _error_without_an_attribute() -> str:
 
 def test_a_missing_attribute_is_an_error_that_names_it() -> None:
     (text,) = run(_error_without_an_attribute, 1)
-    assert "DistributedOptimizer of megatron-core 0.16.1 has no shard_fp32_groups" in text
+    assert f"DistributedOptimizer of megatron-core {VERSION} has no shard_fp32_groups" in text
 
 
-def _error_without_a_group(moe: bool) -> str:
+def _error_without_a_group(moe: bool, missing: str) -> str:
     from types import SimpleNamespace
 
     from megatron_muon.config import MuonConfig
     from megatron_muon.mcore.build import make_muons
 
     case = replace(CASE, optimizer="adam", moe=moe)
-    megatron = start(case, Topology()).optimizer.chained_optimizers[0]
+    built = start(case, Topology())
+    groups = ("tp", "tp_dp_cp", "expt_tp", "ep")
+    known = SimpleNamespace(**{name: object() for name in groups if name != missing})
     with pytest.raises(ValueError) as caught:
-        make_muons(megatron, MuonConfig(), pg_collection=SimpleNamespace(ep=megatron.tp_group))
+        make_muons(built.optimizer, built.chunks, MuonConfig(), pg_collection=known)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("moe", "group"), [(False, "tp_dp_cp"), (True, "expt_tp")])
+@pytest.mark.parametrize(
+    ("moe", "group"), [(False, "tp_dp_cp"), (False, "tp"), (True, "expt_tp"), (True, "ep")]
+)
 def test_process_groups_without_one_that_is_needed_are_refused(moe: bool, group: str) -> None:
-    (text,) = run(_error_without_a_group, 1, moe)
+    (text,) = run(_error_without_a_group, 1, moe, group)
     assert f"give the pg_collection its {group} group" in text
 
 
 def test_a_changed_megatron_is_an_error_that_names_the_symbol() -> None:
     (texts,) = run(_hook_errors, 1)
     changed, gone, version, wrong = texts
-    symbol = "megatron.core.optimizer._get_param_groups"
-    assert f"{symbol} of megatron-core 0.16.1 has no parameter config_overrides" in changed
-    assert f"megatron-core 0.16.1 has no {symbol}" in gone
-    assert "megatron-core 0.99.0 is installed; this megatron_muon was tested with 0.16.1" in version
+    symbol = "megatron.core.optimizer.get_megatron_optimizer"
+    assert f"{symbol} of megatron-core {VERSION} has no parameter" in changed
+    assert f"megatron-core {VERSION} has no {symbol}" in gone
+    assert "megatron-core 0.99.0 is installed; this megatron_muon was tested with 0.12" in version
     assert "install takes a MuonConfig, got {'momentum': 0.9}" in wrong

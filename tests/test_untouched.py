@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ def _classes_and_functions() -> dict[str, Any]:
 
     import megatron_muon
 
-    names = ("_get_param_groups", "_get_megatron_optimizer_based_on_param_groups")
+    names = ("get_megatron_optimizer", "_get_megatron_optimizer_based_on_param_groups")
     before = [getattr(mcore_optimizer, name) for name in names]
     megatron_muon.install(megatron_muon.MuonConfig(momentum=0.5))
     hooked = [getattr(mcore_optimizer, name) for name in names]
@@ -77,25 +78,40 @@ def test_install_is_idempotent_and_uninstall_restores() -> None:
     }
 
 
-def _imported_by_name_before() -> str:
+def _taken_before(how: str) -> str:
+    from types import ModuleType
+
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     import megatron_muon
 
+    script = ModuleType("script")
+    script.get_megatron_optimizer = get_megatron_optimizer  # type: ignore[attr-defined]
+    sys.modules["script"] = script
     built = build(replace(ADAM, optimizer="muon"), Topology())
+    config = OptimizerConfig(optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True)
     megatron_muon.install()  # after the name was taken
     try:
-        config = OptimizerConfig(
-            optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True
-        )
-        optimizer = get_megatron_optimizer(config, [built.ddp])
+        if how == "by import":
+            optimizer = script.get_megatron_optimizer(config, [built.ddp])
+        else:
+            optimizer = get_megatron_optimizer(config, [built.ddp])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     finally:
         megatron_muon.uninstall()
+        del sys.modules["script"]
+    assert script.get_megatron_optimizer is get_megatron_optimizer, "not given back"
     return type(optimizer.chained_optimizers[0]).__name__
 
 
-def test_a_name_imported_before_install_works() -> None:
-    assert run(_imported_by_name_before, 1) == ["MuonDistributedOptimizer"]
+def test_a_module_that_imported_the_function_before_gets_the_plugins() -> None:
+    assert run(_taken_before, 1, "by import") == ["MuonDistributedOptimizer"]
+
+
+def test_a_function_kept_elsewhere_before_is_an_error_and_not_another_muon() -> None:
+    (text,) = run(_taken_before, 1, "in a variable")
+    assert text.startswith("SeamError: optimizer='muon' was asked of a get_megatron_optimizer that")
 
 
 def _decayed(all_params: bool) -> dict[str, float]:

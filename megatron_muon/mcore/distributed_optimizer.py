@@ -9,101 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.agreement import raise_quoting
-from megatron_muon.collectives import any_rank
-from megatron_muon.mcore.weights import expert_name, weights
+from megatron_muon.mcore.checkpoint import MuonCheckpoint
 from megatron_muon.optimizer import MOMENTUM_KEY, DistributedMuon
 
+TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # which count the steps of each parameter
 
-class MuonDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
-    """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest.
 
-    Attributes:
-        muon: the Muon part; None where Megatron made a stub, since nothing trains anywhere.
-        ep_rank, local_experts: which experts this rank has, for messages.
-    """
-
-    muon: DistributedMuon | None
-    ep_rank: int = 0
-    local_experts: int = 0
-
-    @torch.no_grad()
-    def prepare_grads(self) -> bool:
-        """Megatron's: copy, unscale, check for overflow; then check what it leaves unchecked.
-
-        All optimizers of a run prepare before any of them steps, so an error leaves everything as
-        it was. With a loss scaler Megatron skips the step on every rank instead.
-
-        Returns:
-            True where the loss scaler found an overflow.
-
-        Raises:
-            FloatingPointError: a gradient here is missing or not finite.
-            RuntimeError: one is on another rank.
-        """
-        overflow = bool(super().prepare_grads())
-        group = self.get_grad_stats_parallel_group()
-        if not self.grad_scaler and any_rank("muon/vote", self._some_grad_is_unusable(), group):
-            raise_quoting(self._gradient_error(), group)
-        return overflow
-
-    def _some_grad_is_unusable(self) -> torch.Tensor:
-        """A bool scalar; on CUDA it is still being computed when this returns."""
-        device = device_of(self.model_chunks)
-        grads = [shard.grad for shard in self._shards()]
-        if any(grad is None for grad in grads):
-            return torch.tensor(True, device=device)
-        return _not_finite([grad for grad in grads if grad is not None], device)
-
-    def _gradient_error(self) -> FloatingPointError | None:
-        names = {
-            weight.param: expert_name(weight.name, self.ep_rank, self.local_experts)
-            for weight in weights(self.model_chunks)
-        }
-        bad = [
-            names[param]
-            for param, shard in ([] if self.is_stub_optimizer else owned_shards(self))
-            if shard.grad is None or _not_finite([shard.grad], shard.device)
-        ]
-        if not bad:
-            return None
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        return FloatingPointError(
-            f"gradients are missing, NaN or Inf in {', '.join(bad[:5])}{more}; no optimizer state "
-            "or parameter has been changed"
-        )
-
-    def _shards(self) -> list[torch.Tensor]:
-        return [] if self.is_stub_optimizer else list(self.get_parameters())
-
-    def state_dict(self, *args: object, **kwargs: object) -> NoReturn:
-        """Not yet: see ``_no_checkpoint``."""
-        _no_checkpoint()
-
-    def load_state_dict(self, *args: object, **kwargs: object) -> NoReturn:
-        """Not yet: see ``_no_checkpoint``."""
-        _no_checkpoint()
-
-    def sharded_state_dict(self, *args: object, **kwargs: object) -> NoReturn:
-        """Not yet: see ``_no_checkpoint``."""
-        _no_checkpoint()
-
-    def get_parameter_state_dp_zero(self, *args: object, **kwargs: object) -> NoReturn:
-        """Not yet: see ``_no_checkpoint``."""
-        _no_checkpoint()
-
-    def load_parameter_state_from_dp_zero(self, *args: object, **kwargs: object) -> NoReturn:
-        """Not yet: see ``_no_checkpoint``."""
-        _no_checkpoint()
-
-    def load_parameter_state(self, *args: object, **kwargs: object) -> NoReturn:
-        """Not yet: see ``_no_checkpoint``."""
-        _no_checkpoint()
+class MuonDistributedOptimizer(MuonCheckpoint):
+    """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest."""
 
 
 def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -122,6 +39,10 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
                     super(MuonOverAdam, self).step(**kwargs)
 
             self.muon.step(self.param_groups, self.state, step_adamw)
+            if issubclass(adam, TORCH_ADAMS):  # whose steps Megatron wants all to be one number
+                for shard in self.muon.main_params.values():
+                    state = self.state[shard]
+                    state["step"] = state.get("step", torch.tensor(0.0)) + 1
 
     MuonOverAdam.__name__ = f"MuonOver{adam.__name__}"
     return MuonOverAdam
@@ -148,6 +69,9 @@ def init_state_of(
     def init_state(optimizer: Any, config: Any = None) -> None:
         init_momentum(optimizer, muon)
         init_adam_state(optimizer, config)  # passes over parameters that have state
+        if isinstance(optimizer, TORCH_ADAMS):
+            for state in optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
 
     return init_state
 
@@ -157,40 +81,3 @@ def init_momentum(optimizer: Any, muon: DistributedMuon) -> None:
     for shard in muon.main_params.values():
         if not optimizer.state[shard]:
             optimizer.state[shard][MOMENTUM_KEY] = torch.zeros_like(shard, dtype=torch.float32)
-
-
-def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """``(parameter, flat fp32 shard)`` for all that this rank holds a piece of.
-
-    The shard is a copy for a bf16 parameter and a view of an fp32 one. Paired as Megatron fills the
-    groups: ``model_param_group_index_map`` misnumbers groups that mix both.
-    """
-    for models, shards in (
-        (dist_opt.model_float16_groups, dist_opt.shard_fp32_from_float16_groups),
-        (dist_opt.model_fp32_groups, dist_opt.shard_fp32_groups),
-    ):
-        for model_group, shard_group in zip(models, shards, strict=True):
-            yield from zip(model_group, shard_group, strict=True)
-
-
-def device_of(model_chunks: Iterable[torch.nn.Module]) -> torch.device:
-    """Where the rank's tensors are; known on a stage without any parameter, too."""
-    for chunk in model_chunks:
-        for param in chunk.parameters():
-            return torch.device(param.device)
-    return torch.device(torch.cuda.current_device())
-
-
-def _not_finite(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not tensors:
-        return torch.tensor(False, device=device)
-    largest = torch._foreach_norm(tensors, ord=float("inf"))
-    return torch.stack(largest).isfinite().all().logical_not()
-
-
-def _no_checkpoint() -> NoReturn:
-    raise NotImplementedError(
-        "optimizer='muon' cannot save or load its optimizer state yet: save and load the model "
-        "without the optimizer (in Megatron-LM --no-save-optim, --no-load-optim), or choose "
-        "optimizer='adam'"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,86 +36,110 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank stands, as one DistributedOptimizer sees it.
+class Stage:
+    """A rank's pipeline stage, inside its optimizer instance.
 
     Attributes:
-        stage: the ranks that it exchanges with.
-        coordinates: within the stage.
-        sizes: of the stage's groups.
-        experts: the optimizer is that of experts that are sharded over EP ranks.
+        group: its ranks, which exchange with each other.
+        tp: the ranks that share a dense weight.
+        expert_tp: the ranks that share an expert's weight; None in a dense model.
+        ep: the ranks that a layer's experts are spread over; None in a dense model.
         pipeline_rank: the stage's number.
         instance: number of the distributed optimizer instance.
         device: that the groups communicate from.
     """
 
-    stage: Group
-    coordinates: Coordinates
-    sizes: Sizes
-    experts: bool
+    group: Group
+    tp: Group
+    expert_tp: Group | None
+    ep: Group | None
     pipeline_rank: int
     instance: int
     device: torch.device
 
     @property
-    def speaks_for_stage(self) -> bool:
+    def sizes(self) -> Sizes:
+        """How many ranks share what."""
+        if self.expert_tp is None or self.ep is None:
+            return Sizes(self.tp.size())
+        return Sizes(self.tp.size(), self.expert_tp.size(), self.ep.size())
+
+    @property
+    def speaks(self) -> bool:
         """The one rank that prints what is true of the whole stage in all instances."""
-        return dist.get_rank(self.stage) == 0 and self.instance == 0
+        return dist.get_rank(self.group) == 0 and self.instance == 0
+
+    def coordinates(self, dist_opt: Any) -> Coordinates:
+        """Where the rank stands, as one DistributedOptimizer that is no stub sees it."""
+        dp = dist_opt.data_parallel_group
+        if not has_experts(dist_opt):
+            return Coordinates(0, 1, self.tp.rank(), self.tp.size(), dp.rank(), dp.size())
+        assert self.expert_tp is not None and self.ep is not None
+        return Coordinates(
+            self.ep.rank(),
+            self.ep.size(),
+            self.expert_tp.rank(),
+            self.expert_tp.size(),
+            dp.rank(),
+            dp.size(),
+        )
 
 
-def place_of(dist_opt: Any, pg_collection: Any, device: torch.device) -> Place:
-    """The rank's place; with several optimizer instances every rank of the world calls this.
+def has_experts(dist_opt: Any) -> bool:
+    """It is that of experts, which are sharded over EP ranks; it is no stub."""
+    return any(group["is_expert_parallel"] for group in dist_opt.optimizer.param_groups)
+
+
+def stage_of(
+    model_chunks: Sequence[Any], instance: int, pg_collection: Any, device: torch.device
+) -> Stage:
+    """The rank's stage; with several optimizer instances every rank of the world calls this.
 
     Args:
-        dist_opt: Megatron's, not a stub.
+        model_chunks: of this rank.
+        instance: number of its distributed optimizer instance.
         pg_collection: as given to ``get_megatron_optimizer``; None for Megatron's global groups.
         device: that the groups communicate from.
 
     Raises:
         ValueError: the collection lacks a group.
     """
-    experts = any(group["is_expert_parallel"] for group in dist_opt.optimizer.param_groups)
-    tp, dp = dist_opt.tp_group, dist_opt.data_parallel_group
-    if _is_moe(dist_opt):
-        expert_tp, ep = _expert_tp(pg_collection), _ep(pg_collection)
-        sizes = Sizes(tp.size(), expert_tp.size(), ep.size())
-    else:
-        sizes = Sizes(tp.size())
-    if experts:
-        coordinates = Coordinates(
-            ep.rank(), ep.size(), expert_tp.rank(), expert_tp.size(), dp.rank(), dp.size()
-        )
-    else:
-        coordinates = Coordinates(0, 1, tp.rank(), tp.size(), dp.rank(), dp.size())
-    return Place(
-        stage=_stage(dist_opt, pg_collection, device),
-        coordinates=coordinates,
-        sizes=sizes,
-        experts=experts,
+    whole = _whole_stage(pg_collection)
+    several = model_chunks[0].ddp_config.num_distributed_optimizer_instances > 1
+    moe = _is_moe(model_chunks)
+    return Stage(
+        group=_of_instance(whole, instance, device) if several else whole,
+        tp=_tp(pg_collection),
+        expert_tp=_expert_tp(pg_collection) if moe else None,
+        ep=_ep(pg_collection) if moe else None,
         pipeline_rank=_pipeline_rank(pg_collection),
-        instance=int(dist_opt.distributed_optimizer_instance_id),
+        instance=instance,
         device=device,
     )
 
 
-def _stage(dist_opt: Any, pg_collection: Any, device: torch.device) -> Group:
-    """The ranks of this pipeline stage, inside this rank's optimizer instance.
-
-    With one instance this is Megatron's group. With several the first call makes a new one.
-    """
+def _whole_stage(pg_collection: Any) -> Group:
+    """The ranks of this pipeline stage in all optimizer instances."""
     if pg_collection is None:
-        stage: Group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    else:
-        stage = _given(pg_collection, "tp_dp_cp", "exchanges over a pipeline stage")
-    if dist_opt.model_chunks[0].ddp_config.num_distributed_optimizer_instances == 1:
-        return stage
-    if stage not in _stages_of_instances:
-        color = (
-            collectives.world_rank(0, stage),
-            int(dist_opt.distributed_optimizer_instance_id),
-        )
-        _stages_of_instances[stage] = collectives.split_world(color, stage, device)
-    return _stages_of_instances[stage]
+        group: Group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return group
+    return _given(pg_collection, "tp_dp_cp", "exchanges over a pipeline stage")
+
+
+def _of_instance(whole: Group, instance: int, device: torch.device) -> Group:
+    """The part of a stage inside one optimizer instance; the first call makes a new group."""
+    if whole not in _stages_of_instances:
+        color = (collectives.world_rank(0, whole), instance)
+        _stages_of_instances[whole] = collectives.split_world(color, whole, device)
+    return _stages_of_instances[whole]
+
+
+def _tp(pg_collection: Any) -> Group:
+    """The ranks that share a dense weight."""
+    if pg_collection is None:
+        group: Group = parallel_state.get_tensor_model_parallel_group()
+        return group
+    return _given(pg_collection, "tp", "needs to know who shares a weight")
 
 
 def _expert_tp(pg_collection: Any) -> Group:
@@ -133,8 +158,8 @@ def _ep(pg_collection: Any) -> Group:
     return _given(pg_collection, "ep", "needs to know who has which experts")
 
 
-def _is_moe(dist_opt: Any) -> bool:
-    return bool(getattr(get_model_config(dist_opt.model_chunks[0]), "num_moe_experts", None))
+def _is_moe(model_chunks: Sequence[Any]) -> bool:
+    return bool(getattr(get_model_config(model_chunks[0]), "num_moe_experts", None))
 
 
 def _pipeline_rank(pg_collection: Any) -> int:

@@ -12,7 +12,15 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-SUPPORTED_MEGATRON_CORE = ("0.16.1",)
+# Minor versions of megatron-core, 0.x, that the plugin was tested with; 20 is main's.
+OLDEST, NEWEST = (0, 12), (0, 20)
+Version = tuple[int, int]
+
+
+_WAY_OUT = (
+    "If this Megatron is a fork's, give it the symbol that the release of its version has; else "
+    "take a megatron_muon that knows it, or choose optimizer='adam'"
+)
 
 
 class SeamError(RuntimeError):
@@ -28,12 +36,15 @@ class Hook:
         name: of the symbol, with a dot for a class's attribute.
         parameters: those that must be in its signature.
         relied_on: what the plugin needs it to do.
+        since, until: the first and the last minor version that has it in this shape.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...]
     relied_on: str
+    since: Version = OLDEST
+    until: Version = NEWEST
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -42,29 +53,46 @@ class Hook:
 HOOKS = (
     Hook(
         "megatron.core.optimizer",
-        "_get_param_groups",
-        ("model_chunks", "config", "config_overrides"),
-        "called by get_megatron_optimizer before its first collective, with the overrides that "
-        "hold wd_mult = 0; wrapped for the checks and for weight_decay_all_params",
+        "get_megatron_optimizer",
+        ("config", "model_chunks", "no_weight_decay_cond"),
+        "builds a ChainedOptimizer of DistributedOptimizers around Adam; wrapped to make those "
+        "Muon's. no_weight_decay_cond says what is not decayed",
+        until=(0, 15),
     ),
     Hook(
         "megatron.core.optimizer",
-        "_get_megatron_optimizer_based_on_param_groups",
-        ("config", "model_chunks", "param_groups", "per_model_buffers", "pg_collection"),
-        "builds one DistributedOptimizer around Adam; wrapped to make that one Muon's",
+        "get_megatron_optimizer",
+        ("config", "model_chunks", "config_overrides", "pg_collection"),
+        "builds a ChainedOptimizer of DistributedOptimizers around Adam; wrapped to make those "
+        "Muon's. config_overrides holds wd_mult = 0 for what is not decayed",
+        since=(0, 16),
     ),
     Hook(
         "megatron.core.optimizer",
         "get_standard_config_overrides",
         ("config",),
         "the overrides that Megatron uses where it is given none",
+        since=(0, 16),
     ),
     Hook(
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer.prepare_grads",
+        "megatron.core.optimizer",
+        "_get_megatron_optimizer_based_on_param_groups",
+        ("config",),
+        "what a get_megatron_optimizer that was taken before install() calls: stopped there",
+    ),
+    Hook(
+        "megatron.core.optimizer",
+        "_get_megatron_emerging_optimizer",
+        ("config",),
+        "what such a one calls for the name muon, Megatron's own: stopped there",
+        since=(0, 18),
+    ),
+    Hook(
+        "megatron.core.optimizer",
+        "ChainedOptimizer.prepare_grads",
         ("self",),
         "called on every rank once gradients are reduced, before any optimizer of the chain steps; "
-        "copies them to the shards and divides by the loss scale",
+        "each of its chained_optimizers copies them to its shards and divides by the loss scale",
     ),
     Hook(
         "megatron.core.optimizer.distrib_optimizer",
@@ -99,6 +127,12 @@ HOOKS = (
     ),
     Hook(
         "megatron.core.parallel_state",
+        "get_tensor_model_parallel_group",
+        (),
+        "the ranks that share a dense weight",
+    ),
+    Hook(
+        "megatron.core.parallel_state",
         "get_expert_tensor_parallel_group",
         (),
         "the ranks that share an expert's weights",
@@ -116,7 +150,6 @@ HOOKS = (
 ATTRIBUTES = {
     "model_chunks": "the DDP-wrapped modules, for names and marks of parameters",
     "is_stub_optimizer": "True on a rank that has no parameter groups and never steps",
-    "tp_group": "set by the factory after construction",
     "config": "its timers, and what the run asks for",
     "grad_scaler": "None, or the loss scaler, which dense and experts' optimizers come to share",
     "distributed_optimizer_instance_id": "which of several instances this rank is in",
@@ -152,31 +185,52 @@ def check_built(dist_opt: Any) -> None:
             )
 
 
+def megatron_version() -> tuple[str, Version]:
+    """The installed megatron-core's version, as it is and as two numbers."""
+    text = str(importlib.import_module("megatron.core").__version__)
+    major, minor = text.split(".")[:2]
+    return text, (int(major), int(minor))
+
+
+def hooks_of(version: Version) -> list[Hook]:
+    """Those that a version of megatron-core has."""
+    return [hook for hook in HOOKS if hook.since <= version <= hook.until]
+
+
 def check_hooks() -> None:
     """Compare the table with the installed megatron-core.
 
     Raises:
         SeamError: names the version or the symbol, and the way out.
     """
-    version = importlib.import_module("megatron.core").__version__
-    if version not in SUPPORTED_MEGATRON_CORE:
+    text, version = megatron_version()
+    if not OLDEST <= version <= NEWEST:
         raise SeamError(
-            f"megatron-core {version} is installed; this megatron_muon was tested with "
-            f"{', '.join(SUPPORTED_MEGATRON_CORE)}: install that, or a megatron_muon that lists "
-            f"{version}"
+            f"megatron-core {text} is installed; this megatron_muon was tested with "
+            f"{_text(OLDEST)} to {_text(NEWEST)}: install one of those, or a megatron_muon that "
+            f"knows {text}"
         )
-    for hook in HOOKS:
-        _check(hook, version)
+    for hook in hooks_of(version):
+        check_hook(hook, text)
 
 
-def _check(hook: Hook, version: str) -> None:
+def _text(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def check_hook(hook: Hook, version: str) -> None:
+    """Compare a hook with the installed megatron-core.
+
+    Raises:
+        SeamError: names it and the way out.
+    """
     symbol: object = importlib.import_module(hook.module)
     for part in hook.name.split("."):
         symbol = getattr(symbol, part, None)
         if symbol is None:
             raise SeamError(
                 f"megatron-core {version} has no {hook}, which megatron_muon needs: "
-                f"{hook.relied_on}"
+                f"{hook.relied_on}. {_WAY_OUT}"
             )
     assert callable(symbol)
     found = inspect.signature(symbol).parameters
@@ -184,5 +238,5 @@ def _check(hook: Hook, version: str) -> None:
     if missing:
         raise SeamError(
             f"{hook} of megatron-core {version} has no parameter {', '.join(missing)}, which "
-            f"megatron_muon needs: {hook.relied_on}"
+            f"megatron_muon needs: {hook.relied_on}. {_WAY_OUT}"
         )

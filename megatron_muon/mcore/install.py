@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +14,13 @@ from megatron_muon.agreement import raise_together
 from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Meter
 from megatron_muon.mcore.build import make_muons
-from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer, device_of
-from megatron_muon.mcore.hooks import check_hooks
-from megatron_muon.mcore.supported import frozen_too_late, refuse_unsupported
+from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
+from megatron_muon.mcore.hooks import SeamError, check_hooks
+from megatron_muon.mcore.shards import device_of
+from megatron_muon.mcore.supported import frozen_too_late, refuse_groups, refuse_unsupported
 
-# Megatron's own functions, kept after uninstall() too: a module that took a hooked name by import
-# meanwhile goes on calling ours, which then only pass the call on.
+# Megatron's own functions, kept after uninstall() too: who took a hooked name by import meanwhile,
+# where it is not found, goes on calling ours, which then only pass the call on.
 _originals: dict[str, Any] = {}
 _config: MuonConfig | None = None  # None while not installed
 
@@ -25,9 +28,8 @@ _config: MuonConfig | None = None  # None while not installed
 def install(config: MuonConfig | None = None) -> None:
     """Make ``optimizer='muon'`` mean Distributed Muon in the installed Megatron.
 
-    Both hooks are looked up by Megatron when it builds an optimizer, so it does not matter who has
-    imported ``get_megatron_optimizer`` before. Idempotent; a later call with a config replaces the
-    settings of optimizers built from then on.
+    Modules that have imported ``get_megatron_optimizer`` by name get the plugin's, too. Idempotent;
+    a later call with a config replaces the settings of optimizers built from then on.
 
     Args:
         config: the settings; Moonlight's where None on the first call.
@@ -42,8 +44,9 @@ def install(config: MuonConfig | None = None) -> None:
     if _config is None:
         check_hooks()
         for name, wrapper in _WRAPPERS.items():
-            _originals[name] = getattr(mcore_optimizer, name)
-            setattr(mcore_optimizer, name, wrapper)
+            if hasattr(mcore_optimizer, name):  # check_hooks knows which versions have it
+                _originals[name] = getattr(mcore_optimizer, name)
+                _replace(name, _originals[name], wrapper)
     _config = config or _config or MuonConfig()
 
 
@@ -52,8 +55,16 @@ def uninstall() -> None:
     global _config
     if _config is not None:
         for name, original in _originals.items():
-            setattr(mcore_optimizer, name, original)
+            _replace(name, _WRAPPERS[name], original)
     _config = None
+
+
+def _replace(name: str, old: Any, new: Any) -> None:
+    """In every loaded module that has ``old`` under its name."""
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", {})
+        if namespace.get(name) is old:
+            namespace[name] = new
 
 
 def meter(optimizer: Any) -> Meter:
@@ -79,34 +90,43 @@ def meter(optimizer: Any) -> Meter:
     )
 
 
-def _get_param_groups(
-    model_chunks: list[Any], config: Any, config_overrides: dict[Any, Any] | None
-) -> Any:
-    """Wraps Megatron's: checks first; decays every parameter where the settings say so."""
-    if _config is not None and config.optimizer.lower() == "muon":
-        if config.optimizer != "muon":
-            raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
-        refuse_unsupported(config, model_chunks)
-        raise_together(frozen_too_late(model_chunks), None, device_of(model_chunks))
-        if _config.weight_decay_all_params:
-            config_overrides = _with_weight_decay(config, config_overrides)
-    return _originals["_get_param_groups"](model_chunks, config, config_overrides)
-
-
-def _get_optimizer(config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps Megatron's: lets it build its AdamW distributed optimizer, then makes that Muon's."""
-    original = _originals["_get_megatron_optimizer_based_on_param_groups"]
-    if config.optimizer != "muon" or _config is None:
-        return original(config, *args, **kwargs)
+def _get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Wraps Megatron's: lets it build its AdamW distributed optimizers, then makes those Muon's."""
+    original = _originals["get_megatron_optimizer"]
+    if _config is None or config.optimizer.lower() != "muon":
+        return original(config, model_chunks, *args, **kwargs)
+    if config.optimizer != "muon":
+        raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
+    given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
+    refuse_unsupported(config, model_chunks)
+    refuse_groups(given.arguments)
+    raise_together(frozen_too_late(model_chunks), None, device_of(model_chunks))
+    if _config.weight_decay_all_params:
+        _decay_everything(given, config)
     with _asking_for_adam(config):
-        dist_opt = original(config, *args, **kwargs)
-    make_muons(dist_opt, _config, kwargs.get("pg_collection"))
-    return dist_opt
+        optimizer = original(*given.args, **given.kwargs)
+    make_muons(optimizer, model_chunks, _config, given.arguments.get("pg_collection"))
+    return optimizer
 
 
-_WRAPPERS = {
-    "_get_param_groups": _get_param_groups,
-    "_get_megatron_optimizer_based_on_param_groups": _get_optimizer,
+def _stopped(name: str) -> Callable[..., Any]:
+    """A function that Megatron's calls, not ours: where somebody kept it before ``install()``."""
+
+    def stopped(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if _config is not None and config.optimizer == "muon":
+            raise SeamError(
+                "optimizer='muon' was asked of a get_megatron_optimizer that was taken before "
+                "megatron_muon.install(): call megatron.core.optimizer.get_megatron_optimizer"
+            )
+        return _originals[name](config, *args, **kwargs)
+
+    return stopped
+
+
+_STOPPED = ("_get_megatron_optimizer_based_on_param_groups", "_get_megatron_emerging_optimizer")
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "get_megatron_optimizer": _get_megatron_optimizer,
+    **{name: _stopped(name) for name in _STOPPED},
 }
 
 
@@ -120,11 +140,20 @@ def _asking_for_adam(config: Any) -> Iterator[None]:
         config.optimizer = "muon"
 
 
-def _with_weight_decay(config: Any, overrides: dict[Any, Any] | None) -> dict[Any, Any]:
+def _decay_everything(given: inspect.BoundArguments, config: Any) -> None:
+    """Change the arguments of Megatron's ``get_megatron_optimizer`` so that no weight is spared."""
+    if "no_weight_decay_cond" in given.signature.parameters:  # before core 0.16
+        given.arguments["no_weight_decay_cond"] = _never
+        return
+    overrides = given.arguments.get("config_overrides")
     if overrides is None:
         overrides = mcore_optimizer.get_standard_config_overrides(config=config)
     kept = {
         key: {name: value for name, value in override.items() if (name, value) != ("wd_mult", 0.0)}
         for key, override in overrides.items()
     }
-    return {key: override for key, override in kept.items() if override}
+    given.arguments["config_overrides"] = {key: over for key, over in kept.items() if over}
+
+
+def _never(name: str, param: Any) -> bool:
+    return False

@@ -9,12 +9,10 @@ multiplied by, and the dense scale, which overflows, never goes down
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-_of_chunk: weakref.WeakKeyDictionary[Any, SharedGradScaler] = weakref.WeakKeyDictionary()
 
 
 class SharedGradScaler:
@@ -25,12 +23,13 @@ class SharedGradScaler:
 
     Args:
         scaler: Megatron's DynamicGradScaler.
+        optimizers: that have it in common, a number.
     """
 
-    def __init__(self, scaler: Any) -> None:
+    def __init__(self, scaler: Any, optimizers: int) -> None:
         self._scaler = scaler
+        self._optimizers = optimizers
         self._found: list[bool] = []
-        self.optimizers = 1
 
     @property
     def scale(self) -> torch.Tensor:
@@ -45,7 +44,7 @@ class SharedGradScaler:
     def update(self, found_inf: bool) -> None:
         """One optimizer's word; the last one's changes the scale."""
         self._found.append(found_inf)
-        if len(self._found) == self.optimizers:
+        if len(self._found) == self._optimizers:
             self._scaler.update(any(self._found))
             self._found.clear()
 
@@ -58,20 +57,11 @@ class SharedGradScaler:
         self._scaler.load_state_dict(state_dict)
 
 
-def share_loss_scale(dist_opt: Any, with_experts: bool) -> None:
-    """Give an optimizer the scaler of the others of its model.
-
-    Args:
-        dist_opt: as Megatron built it. The dense one comes first.
-        with_experts: it is the experts' one.
-    """
-    if dist_opt.grad_scaler is None:
+def share_loss_scale(dist_opts: Sequence[Any]) -> None:
+    """Give all optimizers of a model, as Megatron built them, the scaler of the first, if any."""
+    scaler = dist_opts[0].grad_scaler
+    if scaler is None:
         return
-    if with_experts:
-        shared = _of_chunk[dist_opt.model_chunks[0]]
-        shared.optimizers += 1
-    else:
-        shared = SharedGradScaler(dist_opt.grad_scaler)
-        for chunk in dist_opt.model_chunks:
-            _of_chunk[chunk] = shared
-    dist_opt.grad_scaler = shared
+    shared = SharedGradScaler(scaler, len(dist_opts))
+    for dist_opt in dist_opts:
+        dist_opt.grad_scaler = shared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -32,7 +32,7 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
                 "OptimizerConfig and DistributedDataParallelConfig (--use-distributed-optimizer), "
                 "or choose optimizer='adam'"
             )
-    if not optimizer_config.decoupled_weight_decay:
+    if not getattr(optimizer_config, "decoupled_weight_decay", True):  # a choice since core 0.15
         raise ValueError(
             "optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay=True, or "
             "choose optimizer='adam' for L2 regularization"
@@ -54,6 +54,20 @@ def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> No
             raise NotImplementedError(
                 f"optimizer='muon' does not support {type(chunk).__name__} yet: wrap model chunks "
                 "in Megatron's DistributedDataParallel, or choose optimizer='adam'"
+            )
+
+
+def refuse_groups(arguments: Mapping[str, Any]) -> None:
+    """Check the process groups among the arguments of ``get_megatron_optimizer``.
+
+    Raises:
+        NotImplementedError: core 0.14's way of giving them, which has no group of a stage.
+    """
+    for name in ("grad_comm_pgs", "model_comm_pgs"):
+        if arguments.get(name) is not None:
+            raise NotImplementedError(
+                f"optimizer='muon' does not support {name}: leave it out to use Megatron's global "
+                "groups, or take a Megatron from 0.15 on and pass pg_collection"
             )
 
 
@@ -101,7 +115,8 @@ def _optimizer_modes(config: Any) -> Iterator[tuple[str, Any, str]]:
 def _model_modes(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
     ddp = model_chunks[0].ddp_config
     model = get_model_config(model_chunks[0])
-    yield "use_megatron_fsdp", ddp.use_megatron_fsdp, "use the distributed optimizer without FSDP"
+    for name in ("use_megatron_fsdp", "use_custom_fsdp"):  # the newer and the older name
+        yield name, getattr(ddp, name, False), "use the distributed optimizer without FSDP"
     for name in ("fp8_param", "fp4_param"):
         yield name, getattr(model, name, False), "keep parameters in bf16 (computing in it is fine)"
     yield "fp8_param_gather", ddp.fp8_param_gather, "keep parameters in bf16"

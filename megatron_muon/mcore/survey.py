@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
 
 from megatron_muon import collectives
 from megatron_muon.agreement import raise_together
 from megatron_muon.config import MuonConfig
-from megatron_muon.mcore.groups import Place, Sizes
+from megatron_muon.mcore.groups import Sizes, Stage
 from megatron_muon.mcore.matrices import matrices_of, partition_dim_of
 from megatron_muon.mcore.weights import Weight, is_unknown, matching, weights, why_adamw
 from megatron_muon.report import UNSPLIT, Share, share_lines
 
-# Model chunks of an optimizer that Megatron builds in parts, until all of them have come.
-_earlier: list[weakref.ref[Any]] = []
 
-
-def survey(dist_opt: Any, config: MuonConfig, place: Place) -> list[str]:
+def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> list[str]:
     """Check the patterns and count the elements of the whole model. Every rank of the world calls.
 
     Args:
-        dist_opt: Megatron's dense one.
+        model_chunks: all of this rank's.
         config: the settings.
-        place: this rank's.
+        stage: this rank's.
 
     Returns:
         Lines for this rank to print: on rank 0 about the model, on the first rank of a stage about
@@ -37,30 +31,27 @@ def survey(dist_opt: Any, config: MuonConfig, place: Place) -> list[str]:
     Raises:
         ValueError: a pattern matches no parameter of any stage.
     """
-    chunks = _all_chunks(dist_opt)
-    if chunks is None:
-        return []
-    found = list(weights(chunks))
+    found = list(weights(model_chunks))
     share, error = Share(), None
     try:
-        share = share_of(found, config, place.sizes)
+        share = share_of(found, config, stage.sizes)
     except Exception as own:  # e.g. an expert's weight that no other stage has
         error = own
-    raise_together(error, None, place.device)
+    raise_together(error, None, stage.device)
     patterns = [*config.muon_include, *config.muon_exclude]
     matched = [int(any(matching(weight, [pattern]) for weight in found)) for pattern in patterns]
     here = unsplit(found, config)
-    stage = collectives.world_rank(0, place.stage)  # a number that only its own ranks have
+    first = collectives.world_rank(0, stage.group)  # a number that only the stage's ranks have
     counts = [*share.numbers(), *(int(leaf in here) for leaf in UNSPLIT)]
-    mine = [place.instance, stage, *counts, *matched]
-    every = collectives.all_gather_numbers(mine, None, place.device)
+    mine = [stage.instance, first, *counts, *matched]
+    every = collectives.all_gather_numbers(mine, None, stage.device)
     for index, pattern in enumerate(patterns, start=-len(patterns)):
         if not any(numbers[index] for numbers in every):
             raise ValueError(
                 f"{pattern!r} in muon_include or muon_exclude matches no parameter of the model; "
                 "`megatron-muon routes` prints their names"
             )
-    lines = unknown_lines(found, config) if place.speaks_for_stage else []
+    lines = unknown_lines(found, config) if stage.speaks else []
     if dist.get_rank() == 0:
         stages = {key: numbers for instance, key, *numbers in every if instance == 0}
         shares = [Share.of(numbers[:4]) for numbers in stages.values()]
@@ -81,26 +72,6 @@ def unsplit(found: Sequence[Weight], config: MuonConfig) -> list[str]:
         and why_adamw(weight, config) is None
     }
     return [leaf for leaf in UNSPLIT if leaf in leaves]
-
-
-def _all_chunks(dist_opt: Any) -> list[Any] | None:
-    """This rank's model chunks, once the optimizers of all of them are being built.
-
-    With overlap_param_gather_with_optimizer_step Megatron builds one for the first chunk, then one
-    for the rest.
-    """
-    model = get_model_config(dist_opt.model_chunks[0])
-    wanted = (
-        model.virtual_pipeline_model_parallel_size
-        or parallel_state.get_virtual_pipeline_model_parallel_world_size()
-        or 1
-    )
-    known = [*filter(None, (reference() for reference in _earlier)), *dist_opt.model_chunks]
-    if dist_opt.config.overlap_param_gather_with_optimizer_step and len(known) < wanted:
-        _earlier[:] = [weakref.ref(chunk) for chunk in known]
-        return None
-    _earlier.clear()
-    return known
 
 
 def share_of(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share:

@@ -1,0 +1,37 @@
+"""The megatron-core that the tests run with: any from 0.12 on, first on PYTHONPATH."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import megatron.core
+from cases import Case, Topology
+
+NAME: str = megatron.core.__version__
+VERSION: tuple[int, int] = tuple(int(part) for part in NAME.split(".")[:2])  # type: ignore[assignment]
+
+
+def lacks(case: Case, topology: Topology) -> str | None:
+    """Why this megatron-core cannot build the case; None where it can."""
+    if case.grouped == "legacy" and VERSION >= (0, 17):
+        return f"megatron-core {NAME} has no legacy GroupedMLP"
+    return None
+
+
+def having(made: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """The keywords that ``made``, a function or a dataclass, has in this version.
+
+    Raises:
+        TypeError: it lacks one that is not simply off.
+    """
+    if dataclasses.is_dataclass(made):
+        known = {field.name for field in dataclasses.fields(made)}
+    else:
+        known = set(inspect.signature(made).parameters)
+    for name in options.keys() - known:
+        if options[name]:
+            raise TypeError(f"{made} of megatron-core {NAME} has no {name}={options[name]!r}")
+    return {name: value for name, value in options.items() if name in known}
