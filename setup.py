@@ -21,7 +21,7 @@ setup(
     packages=find_packages(include=["megatron_muon", "megatron_muon.*"]),
     package_data={"megatron_muon": ["py.typed"]},
     entry_points={"console_scripts": ["megatron-muon = megatron_muon.cli:main"]},
-    install_requires=["torch>=2.4", "megatron-core==0.16.1"],
+    install_requires=["torch>=2.4", "megatron-core>=0.12,<0.21"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         # No extra for Apex: NVIDIA's is built from source, PyPI's package of that name is another.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from installed import VERSION
 
 HIDDEN, HEADS, GROUPS, FFN, VOCAB, SEQUENCE = 96, 6, 2, 260, 128, 32
 HEAD_SIZE = HIDDEN // HEADS
@@ -69,10 +70,10 @@ class Case:
     Patterns are fnmatch patterns of TP 1 names with the layer number over all stages and the expert
     number over all expert-parallel ranks. ``faster`` names parameters that get groups of their own
     with 3 × lr and, if 2-D, half the weight decay. ``moe`` makes every MLP a mixture of experts
-    with a shared one, which are Megatron's SequentialMLP, its legacy GroupedMLP or Transformer
-    Engine's grouped linears by ``grouped``. The down projections of ``mla`` are column-parallel
-    or, as Transformer Engine's are, duplicated. ``overflow`` are ``(step, pattern)``: an inf in
-    that step's gradient.
+    with a shared one, but those of the first ``dense_layers``; by ``grouped`` they are Megatron's
+    SequentialMLP, its legacy GroupedMLP or Transformer Engine's grouped linears. The down
+    projections of ``mla`` are column-parallel or, as Transformer Engine's are, duplicated.
+    ``overflow`` are ``(step, pattern)``: an inf in that step's gradient.
     """
 
     bf16: bool = True
@@ -92,6 +93,7 @@ class Case:
     fp16: bool = False
     fp32_grads: bool = True
     moe: bool = False
+    dense_layers: int = 0
     grouped: Literal["", "legacy", "te"] = ""
     mla: Literal["", "column", "duplicated"] = ""
     mtp: bool = False
@@ -122,21 +124,22 @@ def muon_weights(case: Case) -> set[str]:
     names = {
         f"decoder.layers.{layer}.{weight}"
         for layer in range(case.layers)
-        for weight in _layer_matrices(case)
+        for weight in _layer_matrices(case, case.moe and layer >= case.dense_layers)
     }
     if case.mtp:
         names.add("mtp.layers.0.eh_proj.weight")
-        names |= {f"mtp.layers.0.transformer_layer.{weight}" for weight in _layer_matrices(case)}
+        inner = "transformer_layer" if VERSION < (0, 17) else "mtp_model_layer"
+        names |= {f"mtp.layers.0.{inner}.{weight}" for weight in _layer_matrices(case, case.moe)}
     return names
 
 
-def _layer_matrices(case: Case) -> Iterator[str]:
+def _layer_matrices(case: Case, moe: bool) -> Iterator[str]:
     if case.mla:
         for end in ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj"):
             yield f"self_attention.linear_{end}.weight"
     else:
         yield from ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
-    if not case.moe:
+    if not moe:
         yield from ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
         return
     yield "mlp.router.weight"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -132,6 +133,7 @@ def transformer_config(case: Case, topology: Topology) -> Any:
 def _moe_options(case: Case, topology: Topology) -> dict[str, Any]:
     return {
         "num_moe_experts": EXPERTS,
+        "moe_layer_freq": [0] * case.dense_layers + [1] * (case.layers - case.dense_layers),
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": MOE_FFN,
         "moe_shared_expert_intermediate_size": SHARED_FFN,
@@ -143,10 +145,15 @@ def _moe_options(case: Case, topology: Topology) -> dict[str, Any]:
     }
 
 
-def layer_spec(case: Case) -> Any:
+def layer_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
     """Megatron's own modules, with stand-ins for Transformer Engine's where the case has them."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
 
+    if case.dense_layers:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, **chunk)
     options = {
         "num_experts": EXPERTS if case.moe else None,
         "moe_grouped_gemm": case.grouped == "legacy",
@@ -163,27 +170,37 @@ def layer_spec(case: Case) -> Any:
         attention.linear_q_down_proj = te_standin.TELinear
         attention.linear_kv_down_proj = te_standin.TELinear
     if case.grouped == "te":
-        import te_standin
-        from megatron.core.transformer.mlp import MLPSubmodules
-        from megatron.core.transformer.moe.experts import TEGroupedMLP
-
-        experts = spec.submodules.mlp.submodules.experts
-        experts.module = TEGroupedMLP
-        experts.submodules = MLPSubmodules(
-            linear_fc1=te_standin.TEColumnParallelGroupedLinear,
-            linear_fc2=te_standin.TERowParallelGroupedLinear,
-        )
+        _take_te_experts(spec.submodules.mlp)
     return spec
+
+
+def _take_te_experts(moe: Any) -> None:
+    import te_standin
+    from megatron.core.transformer.moe import experts
+
+    linears = {
+        "linear_fc1": te_standin.TEColumnParallelGroupedLinear,
+        "linear_fc2": te_standin.TERowParallelGroupedLinear,
+    }
+    if VERSION >= (0, 17):  # a ModuleSpec there, a partial in later ones
+        layer = moe.submodules if hasattr(moe, "submodules") else moe.keywords["submodules"]
+        submodules = experts.GroupedMLPSubmodules(**linears)
+        layer.experts = partial(experts.TEGroupedMLP, submodules=submodules)
+        return
+    from megatron.core.transformer.mlp import MLPSubmodules
+
+    moe.submodules.experts.module = experts.TEGroupedMLP
+    moe.submodules.experts.submodules = MLPSubmodules(**linears)
 
 
 @contextmanager
 def _as_if_te_were_installed() -> Iterator[None]:
     """MLASelfAttention asks what is a TELinear, and makes down projections of it 'duplicated';
-    without Transformer Engine that name is a mock."""
+    without Transformer Engine that name is a mock, and core 0.12 does not ask."""
     import te_standin
     from megatron.core.transformer import multi_latent_attention
 
-    with mock.patch.object(multi_latent_attention, "TELinear", te_standin.TELinear):
+    with mock.patch.object(multi_latent_attention, "TELinear", te_standin.TELinear, create=True):
         yield
 
 
@@ -193,10 +210,10 @@ def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    spec = layer_spec(case)
     if vp_stage is not None:
         ps.set_virtual_pipeline_model_parallel_rank(vp_stage)  # core 0.12 knows no other way
     chunk = {} if VERSION < (0, 13) else {"vp_stage": vp_stage}
+    spec = layer_spec(case, config, chunk)
     mtp = None
     if case.mtp:
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **chunk)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import megatron.core
-from cases import Case, Topology
+
+if TYPE_CHECKING:
+    from cases import Case, Topology
 
 NAME: str = megatron.core.__version__
 VERSION: tuple[int, int] = tuple(int(part) for part in NAME.split(".")[:2])  # type: ignore[assignment]
@@ -18,6 +20,11 @@ def lacks(case: Case, topology: Topology) -> str | None:
     """Why this megatron-core cannot build the case; None where it can."""
     if case.grouped == "legacy" and VERSION >= (0, 17):
         return f"megatron-core {NAME} has no legacy GroupedMLP"
+    if case.moe and topology.instances > 1 and VERSION < (0, 13):
+        return f"megatron-core {NAME} has no experts in several optimizer instances"
+    whole = (topology.tp, topology.pp, topology.dp, topology.overlap) == (2, 2, 2, False)
+    if case.tied and whole and VERSION < (0, 13):
+        return f"megatron-core {NAME} cannot build this model's DistributedOptimizer, AdamW's too"
     return None
 
 

@@ -1,23 +1,54 @@
 #!/usr/bin/env bash
-# Runs the tests in an environment of their own: `bash tests/run.sh [pytest arguments]`.
-# Makes .venv-tests/ at the first call (Python 3.10 or newer, about 250 MB of downloads with a CPU
+# Runs the tests in an environment of their own. `bash tests/run.sh` runs all of them with the
+# megatron-core of requirements.txt, then those that every core is held to with each of cores.txt;
+# `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
+# with another core.
+# Makes .venv-tests/ at the first call (Python 3.10 or newer, about 450 MB of downloads with a CPU
 # build of torch); pip's own environment variables and configuration are honoured.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV="${VENV:-.venv-tests}"
 PYTHON="${PYTHON:-python3}"
+HELD="tests/test_versions.py tests/test_untouched.py tests/test_errors.py" # what every core is held to
+
+install_core() { # install_core "megatron-core==VERSION OTHERS", in a folder for PYTHONPATH
+    local core="${1%% *}" # a range of Python versions is no obstacle: see cores.txt
+    # shellcheck disable=SC2086
+    "$VENV/bin/python" -m pip install --quiet --no-deps --ignore-requires-python \
+        --target "$VENV/cores/${core#*==}" $1
+}
 
 # The stamp holds what was installed, so an interrupted or outdated environment is made again.
-wanted="$(cat tests/requirements.txt setup.py)"
+wanted="$(cat tests/requirements.txt tests/cores.txt setup.py)"
 if [[ "$(cat "$VENV/.installed" 2>/dev/null || true)" != "$wanted" ]]; then
     echo "tests: making $VENV"
     rm -rf "$VENV"
     "$PYTHON" -m venv "$VENV"
     "$VENV/bin/python" -m pip install --quiet -r tests/requirements.txt
     "$VENV/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable .
+    while read -r line; do install_core "$line"; done < <(grep -v '^#' tests/cores.txt)
     printf '%s' "$wanted" >"$VENV/.installed"
 fi
 
+run() { # run CORE ARGS: the installed core where CORE is empty
+    local core="$1"
+    shift
+    if [[ -n $core ]]; then
+        local -x PYTHONPATH
+        PYTHONPATH="$(cd "$VENV/cores/$core" && pwd)${PYTHONPATH:+:$PYTHONPATH}"
+    fi
+    "$VENV/bin/python" -m pytest -m "${MARKERS:-not slow}" "$@"
+}
+
 export OMP_NUM_THREADS=1
-exec "$VENV/bin/python" -m pytest -m "${MARKERS:-not slow}" "$@"
+if (($#)); then
+    run "${CORE:-}" "$@"
+    exit
+fi
+run ""
+for core in $(grep -o '^megatron-core==[0-9.]*' tests/cores.txt); do
+    echo "tests: with $core"
+    # shellcheck disable=SC2086
+    run "${core#*==}" $HELD
+done

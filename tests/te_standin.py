@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 
@@ -79,12 +79,14 @@ class TEGroupedLinear(_Linear):
         skip_bias_add: bool,
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
-        pg_collection: Any = None,
+        pg_collection: Any = None,  # in core 0.16
+        tp_group: Any = None,  # in core 0.14
+        name: str | None = None,  # since core 0.18
     ) -> None:
         super().__init__()
         assert is_expert and not bias
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        tp_size = groups.expt_tp.size()
+        # later versions hand on a collection, of Megatron's global groups in the tests
+        tp_size = parallel_state.get_expert_tensor_parallel_group().size()
         self.config, self.num_gemms = config, num_gemms
         self.expert_parallel = config.expert_model_parallel_size > 1
         self.explicit_expert_comm = tp_size > 1 or self.expert_parallel

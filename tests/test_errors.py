@@ -17,6 +17,7 @@ from gpt import (
     take_step,
 )
 from megatron.core import __version__ as VERSION
+from megatron.core.optimizer import OptimizerConfig
 from ranks import run
 
 CASE = Case(layers=2, steps=1)
@@ -146,6 +147,9 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_an_unsupported_mode_is_refused_before_any_collective(name: str) -> None:
     changes, message = UNSUPPORTED[name]
+    new = changes.get("optimizer", {}).keys() - OptimizerConfig.__dataclass_fields__.keys()
+    if new:
+        pytest.skip(f"OptimizerConfig of megatron-core {VERSION} has no {', '.join(new)}")
     for text in run(_error_of_building, 2, CASE, Topology(dp=2), changes):
         assert message in text, text
 

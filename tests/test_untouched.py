@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from gpt import Case, Topology, build, held, make_optimizer, start, take_step, train
+from installed import VERSION
 from ranks import run
 from whole import differences, whole
 
@@ -112,6 +113,35 @@ def test_a_module_that_imported_the_function_before_gets_the_plugins() -> None:
 def test_a_function_kept_elsewhere_before_is_an_error_and_not_another_muon() -> None:
     (text,) = run(_taken_before, 1, "in a variable")
     assert text.startswith("SeamError: optimizer='muon' was asked of a get_megatron_optimizer that")
+
+
+def _asked_of_megatrons_own_function(layer_wise: bool) -> str:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer import muon as module
+
+    import megatron_muon
+
+    built = build(replace(ADAM, optimizer="muon"), Topology())
+    config = OptimizerConfig(optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True)
+    megatron_muon.install()
+    try:
+        optimizer = module.get_megatron_muon_optimizer(
+            config, [built.ddp], layer_wise_distributed_optimizer=layer_wise
+        )
+    except ValueError as error:
+        return str(error)
+    finally:
+        megatron_muon.uninstall()
+    return type(optimizer.chained_optimizers[0]).__name__
+
+
+@pytest.mark.skipif(
+    VERSION not in ((0, 16), (0, 17)), reason="only cores 0.16 and 0.17 have a function for muon"
+)
+def test_the_name_muon_is_the_plugins_also_where_megatron_has_a_function_for_it() -> None:
+    assert run(_asked_of_megatrons_own_function, 1, False) == ["MuonDistributedOptimizer"]
+    (text,) = run(_asked_of_megatrons_own_function, 1, True)
+    assert "layer_wise_distributed_optimizer=True asks for Megatron's own Muon" in text
 
 
 def _decayed(all_params: bool) -> dict[str, float]:

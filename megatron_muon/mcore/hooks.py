@@ -88,6 +88,15 @@ HOOKS = (
         since=(0, 18),
     ),
     Hook(
+        "megatron.core.optimizer.muon",
+        "get_megatron_muon_optimizer",
+        ("config", "model_chunks", "layer_wise_distributed_optimizer", "pg_collection"),
+        "what callers take for the name muon in these cores, Megatron's own Muon; wrapped to be "
+        "the plugin's",
+        since=(0, 16),
+        until=(0, 17),
+    ),
+    Hook(
         "megatron.core.optimizer",
         "ChainedOptimizer.prepare_grads",
         ("self",),

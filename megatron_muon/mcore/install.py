@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Meter
 from megatron_muon.mcore.build import make_muons
 from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
-from megatron_muon.mcore.hooks import SeamError, check_hooks
+from megatron_muon.mcore.hooks import SeamError, check_hooks, hooks_of, megatron_version
 from megatron_muon.mcore.shards import device_of
 from megatron_muon.mcore.supported import frozen_too_late, refuse_groups, refuse_unsupported
 
@@ -43,10 +44,10 @@ def install(config: MuonConfig | None = None) -> None:
         raise TypeError(f"install takes a MuonConfig, got {config!r}")
     if _config is None:
         check_hooks()
-        for name, wrapper in _WRAPPERS.items():
-            if hasattr(mcore_optimizer, name):  # check_hooks knows which versions have it
-                _originals[name] = getattr(mcore_optimizer, name)
-                _replace(name, _originals[name], wrapper)
+        for hook in hooks_of(megatron_version()[1]):
+            if hook.name in _WRAPPERS:
+                _originals[hook.name] = getattr(importlib.import_module(hook.module), hook.name)
+                _replace(hook.name, _originals[hook.name], _WRAPPERS[hook.name])
     _config = config or _config or MuonConfig()
 
 
@@ -109,6 +110,22 @@ def _get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **
     return optimizer
 
 
+def _get_megatron_muon_optimizer(
+    config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Wraps what cores 0.16 and 0.17 have for the name muon, and Megatron-Bridge calls with them."""
+    original = _originals["get_megatron_muon_optimizer"]
+    if _config is None or config.optimizer != "muon":
+        return original(config, model_chunks, *args, **kwargs)
+    given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
+    if given.pop("layer_wise_distributed_optimizer", False):
+        raise ValueError(
+            "layer_wise_distributed_optimizer=True asks for Megatron's own Muon, but "
+            "megatron_muon.install() has made optimizer='muon' the plugin's: leave out one of both"
+        )
+    return _get_megatron_optimizer(**given)
+
+
 def _stopped(name: str) -> Callable[..., Any]:
     """A function that Megatron's calls, not ours: where somebody kept it before ``install()``."""
 
@@ -126,6 +143,7 @@ def _stopped(name: str) -> Callable[..., Any]:
 _STOPPED = ("_get_megatron_optimizer_based_on_param_groups", "_get_megatron_emerging_optimizer")
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_optimizer": _get_megatron_optimizer,
+    "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
     **{name: _stopped(name) for name in _STOPPED},
 }
 
