@@ -18,8 +18,13 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=find_packages(include=["megatron_muon", "megatron_muon.*"]),
-    package_data={"megatron_muon": ["py.typed"]},
+    # patches/ stands at the top for its readers; the command `megatron-muon patch` needs it too
+    packages=[*find_packages(include=["megatron_muon", "megatron_muon.*"]), "megatron_muon.patches"],
+    package_dir={"megatron_muon.patches": "patches"},
+    package_data={
+        "megatron_muon": ["py.typed"],
+        "megatron_muon.patches": ["manifest.json", "*.patch", "README.md"],
+    },
     entry_points={"console_scripts": ["megatron-muon = megatron_muon.cli:main"]},
     install_requires=["torch>=2.4", "megatron-core>=0.12,<0.21"],
     extras_require={

@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 USAGE = "usage: torchrun ... -m megatron_muon SCRIPT.py [its arguments, with --optimizer muon]"
+_VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")
 
 
 class MixedInstallationError(RuntimeError):
@@ -41,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     # what `python SCRIPT` would put first, and the checkout that the script imports
     sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
     check_installation(checkout)
-    _without_gpu()
+    without_gpu()
     importlib.import_module("megatron_muon.training.install").install_training()
     sys.argv = [str(script), *argv[1:]]
     runpy.run_path(str(script), run_name="__main__")
@@ -68,24 +70,42 @@ def checkout_of(script: Path) -> Path:
 def check_installation(checkout: Path) -> None:
     """Stop where Python would take megatron.core from elsewhere than megatron.training.
 
+    Two of the same version from different places are mixed, too: either may have been edited.
+
     Raises:
-        MixedInstallationError: names both.
+        MixedInstallationError: names both, with their versions.
     """
     spec = importlib.util.find_spec("megatron.core")
     where = Path(spec.origin).resolve() if spec is not None and spec.origin else None
     if where is None or checkout.resolve() not in where.parents:
+        own = version_of(checkout / "megatron" / "core")
+        other = "nowhere" if where is None else f"{where.parent} (core {version_of(where.parent)})"
         raise MixedInstallationError(
-            f"megatron.training is that of {checkout}, but megatron.core would be imported from "
-            f"{where}: uninstall that megatron-core, or put the checkout first on PYTHONPATH"
+            f"megatron.training is that of {checkout} (core {own}), but megatron.core would be "
+            f"imported from {other}: uninstall that megatron-core, or put the checkout first on "
+            "PYTHONPATH"
         )
 
 
-def _without_gpu() -> None:
-    """Turn on the CPU runtime where there is no GPU, and say so."""
+def version_of(core: Path) -> str:
+    """The version that a folder ``megatron/core`` says in its package_info.py, without import."""
+    file = core / "package_info.py"
+    text = file.read_text() if file.is_file() else ""
+    found = [re.search(rf"^{name} *= *(\d+)", text, re.MULTILINE) for name in _VERSION_PARTS]
+    return ".".join(part[1] if part else "?" for part in found)
+
+
+def without_gpu(*, late: bool = False) -> None:
+    """Turn on the CPU runtime where there is no GPU, and say so; twice is once.
+
+    Args:
+        late: Megatron is imported already; see ``megatron_muon.cpu.enable``.
+    """
     torch = importlib.import_module("torch")
-    if torch.cuda.is_available():
+    cpu = importlib.import_module("megatron_muon.cpu")
+    if torch.cuda.is_available() or cpu.enabled():
         return
-    importlib.import_module("megatron_muon.cpu").enable()
+    cpu.enable(late=late)
     importlib.import_module("megatron_muon.cpu.training").enable()
     if int(os.environ.get("RANK", "0")) == 0:
         print("[megatron_muon] no GPU is here: Megatron runs on the CPU over gloo", flush=True)

@@ -22,6 +22,8 @@ def lacks(case: Case, topology: Topology) -> str | None:
         return f"megatron-core {NAME} has no legacy GroupedMLP"
     if case.moe and topology.instances > 1 and VERSION < (0, 13):
         return f"megatron-core {NAME} has no experts in several optimizer instances"
+    if case.mtp and VERSION >= (0, 20):
+        return f"megatron-core {NAME} builds MTP with Transformer Engine only"
     whole = (topology.tp, topology.pp, topology.dp, topology.overlap) == (2, 2, 2, False)
     if case.tied and whole and VERSION < (0, 13):
         return f"megatron-core {NAME} cannot build this model's DistributedOptimizer, AdamW's too"

@@ -20,7 +20,7 @@ TIERS = [
     ("optimizer", ["optimizer"]),
     ("megatron", ["mcore", "cpu"]),
     ("training", ["training"]),
-    ("tools", ["cli", "launch", "__main__"]),
+    ("tools", ["cli", "launch", "autoload", "__main__"]),
 ]
 TIER_OF = {module: tier for tier, (_, modules) in enumerate(TIERS) for module in modules}
 INTEGERS, COMMUNICATION, MEGATRON = 0, 2, 4

@@ -1,99 +1,98 @@
 """The real ``pretrain_gpt.py`` through the launcher, on CPU: needs a Megatron-LM checkout.
 
 MEGATRON_LM_PATH=... pytest tests/test_pretrain.py, with tests/requirements-pretrain.txt installed.
+`bash tests/versions.sh CHECKOUT ...` runs this file over several and prints a table.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
+import json
+import random
 import sys
 from pathlib import Path
 
 import pytest
-
-CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
-pytestmark = [
-    pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout"),
-    pytest.mark.timeout(900),
-]
-ROOT = Path(__file__).parent.parent
-MODEL = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --position-embedding-type rope --transformer-impl local "
-    "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 16 "
-    "--attention-dropout 0 --hidden-dropout 0 --attention-backend unfused --no-rope-fusion "
-    "--no-gradient-accumulation-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion "
-    "--no-masked-softmax-fusion --no-persist-layer-norm"
+from megatron_lm import (
+    CHECKOUT,
+    EXPERTS,
+    MOCK,
+    MODEL,
+    MUON,
+    ROOT,
+    RUN,
+    alone,
+    argument,
+    done,
+    losses,
+    needs_checkout,
+    pretrain,
 )
-RUN = (
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2 --min-lr 1e-3 "
-    "--lr-decay-iters 6 --weight-decay 0.1 --clip-grad 1.0 --bf16 --mock-data --split 90,5,5 "
-    "--log-interval 1 --eval-iters 1 --eval-interval 100 --distributed-backend gloo"
-)
-MUON = "--optimizer muon --use-distributed-optimizer"
 
-
-def pretrain(processes: int, *options: str, fails: bool = False) -> str:
-    """What a run prints; the test fails where it fails (or does not, if it should)."""
-    python = Path(sys.executable)
-    # make takes python3 and python3-config from PATH
-    path = [str(python.parent), str(python.resolve().parent), os.environ["PATH"]]
-    env = {
-        **os.environ,
-        "PATH": os.pathsep.join(path),
-        "PYTHONPATH": str(ROOT),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [str(python), "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", "-m", "megatron_muon"]
-    command += [f"{CHECKOUT}/pretrain_gpt.py", *MODEL.split(), *RUN.split()]
-    command += [word for option in options for word in option.split()]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
-    text = done.stdout + done.stderr
-    assert (done.returncode != 0) == fails, text[-4000:]
-    return text
-
-
-def losses(text: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", text)]
+pytestmark = [needs_checkout, pytest.mark.timeout(900)]
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
 
 
 @pytest.mark.parametrize(
     ("processes", "layout"),
-    [
-        (2, "--tensor-model-parallel-size 2"),
-        (
-            8,
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
-            "--overlap-grad-reduce --overlap-param-gather",
-        ),
-        (
-            2,
-            "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
-            "--expert-model-parallel-size 2",
-        ),
-    ],
+    [(2, "--tensor-model-parallel-size 2"), (8, f"{TP2_PP2} {OVERLAP}"), (2, EXPERTS)],
     ids=["tp2", "tp2-pp2-dp2", "ep2"],
 )
-def test_pretrain_gpt_trains_with_muon(processes: int, layout: str) -> None:
-    text = pretrain(processes, MUON, layout)
+def test_muon_trains(processes: int, layout: str) -> None:
+    text = pretrain(processes, MUON, "--bf16", layout)
     found = losses(text)
     assert len(found) >= 6 and found[5] < found[2] < found[0]
     assert "[megatron_muon] pipeline stage 0" in text
-    assert re.search(r"^ *optimizer \.+ muon$", text, re.MULTILINE)
     assert "[megatron_muon] no GPU is here" in text
+    assert argument(text, "optimizer") == "muon"
+    assert argument(text, "use_distributed_optimizer") == "True"
+    assert argument(text, "muon_momentum") == "0.95"
 
 
 def test_adam_through_the_launcher_is_megatrons() -> None:
-    text = pretrain(1, "--optimizer adam --use-distributed-optimizer")
+    text = pretrain(1, "--bf16 --optimizer adam --use-distributed-optimizer")
     assert losses(text)[5] < losses(text)[0]
     assert "[megatron_muon] pipeline stage" not in text
-    assert re.search(r"^ *optimizer \.+ adam$", text, re.MULTILINE)
+    assert argument(text, "optimizer") == "adam"
+    assert "megatron_muon ." not in text and "weight_decay_all_params" not in text
+
+
+# --- a tokenised file ------------------------------------------------------------------------
+
+TEXT = "the matrix is orthogonal and its momentum is small or the gradient is large".split()
+
+
+def tokenised(folder: Path) -> str:
+    """Options for a corpus that Megatron's own tool has tokenised with a tokenizer made here."""
+    import sentencepiece
+
+    generator = random.Random(0)
+    lines = [" ".join(generator.choices(TEXT, k=40)) for _ in range(400)]
+    (folder / "corpus.txt").write_text("\n".join(lines))
+    (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "small"),
+        model_type="bpe",
+        vocab_size=32,
+    )
+    tokenizer = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {folder}/small.model"
+    command = [sys.executable, str(CHECKOUT / "tools" / "preprocess_data.py"), "--append-eod"]
+    command += ["--input", str(folder / "corpus.jsonl"), "--output-prefix", str(folder / "corpus")]
+    done([*command, *tokenizer.split(), "--workers", "1"])
+    return (
+        f"--data-path {folder}/corpus_text_document --make-vocab-size-divisible-by 16 {tokenizer}"
+    )
+
+
+def test_muon_trains_on_a_tokenised_file(tmp_path: Path) -> None:
+    text = pretrain(1, MUON, "--bf16", data=tokenised(tmp_path))
+    found = losses(text)
+    assert "[megatron_muon] pipeline stage 0" in text
+    assert found[5] < 0.9 * found[0]
+
+
+# --- flags -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -101,11 +100,48 @@ def test_adam_through_the_launcher_is_megatrons() -> None:
     [
         ("--optimizer muon", "add --use-distributed-optimizer, or choose Megatron's own Muon"),
         (f"{MUON} --muon-momentum 2", "momentum must be in [0, 1), got 2.0"),
-        (f"{MUON} --save /nowhere", "add --no-save-optim to save the model alone"),
+        ("--optimizer adam --muon-homes local", "--muon-homes is for megatron_muon's"),
+        (f"{MUON} --use-precision-aware-optimizer", "does not support --use-precision-aware-opt"),
     ],
-    ids=["no-distributed-optimizer", "bad-momentum", "save"],
+    ids=["no-distributed-optimizer", "bad-momentum", "adam", "precision-aware"],
 )
 def test_wrong_flags_are_errors_before_anything_is_built(options: str, message: str) -> None:
-    text = pretrain(1, options, fails=True)
+    text = alone(MODEL, MOCK, RUN, "--bf16", options, fails=True)
     assert message in text
     assert "building GPT model" not in text
+
+
+def test_a_yaml_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("optimizer: adam\nenable_msc: true\ndisable_msc_deprecated: false\n")
+    message = "--optimizer muon, --muon-momentum with --yaml-cfg: Megatron takes every argument"
+    assert message in alone(MUON, f"--muon-momentum 0.9 --yaml-cfg {file}", fails=True)
+    file.write_text(file.read_text().replace("adam", "muon"))
+    assert "optimizer: muon with --yaml-cfg" in alone(f"--yaml-cfg {file}", fails=True)
+
+
+@pytest.mark.parametrize(
+    "script", ["pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py", "pretrain_vlm.py"]
+)
+def test_a_script_is_imported_and_its_help_has_the_flags(script: str) -> None:
+    if not (CHECKOUT / script).is_file():
+        pytest.skip(f"this Megatron-LM has no {script}")
+    text = alone("--help", script=script)
+    assert "--muon-matched-adamw-rms" in text and "--muon-homes" in text
+
+
+# --- mixed installations ---------------------------------------------------------------------
+
+
+def test_a_core_from_elsewhere_is_refused_with_both_versions(tmp_path: Path) -> None:
+    """A folder with megatron/training alone, beside another megatron.core on the path."""
+    (tmp_path / "fork" / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "fork" / "pretrain_gpt.py").write_text("raise SystemExit('it was run')")
+    core = tmp_path / "other" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 5\nPATCH = 7\n")
+    command = [sys.executable, "-m", "megatron_muon", str(tmp_path / "fork" / "pretrain_gpt.py")]
+    path = f"{ROOT}:{tmp_path / 'other'}"
+    text = done(command, fails=True, PYTHONPATH=path)
+    assert "MixedInstallationError" in text and f"{core} (core 0.5.7)" in text

@@ -16,6 +16,14 @@ COMMANDS = {
         "megatron_muon.cli.scales",
         "how large updates are, by scale mode, extra factor and shape",
     ),
+    "patch": (
+        "megatron_muon.cli.patch",
+        "plain `pretrain_gpt.py --optimizer muon` in a Megatron-LM checkout: check, apply, revert",
+    ),
+    "doctor": (
+        "megatron_muon.cli.doctor",
+        "whether Muon would run here, on what, and why not",
+    ),
 }
 
 

@@ -19,6 +19,7 @@ import warnings
 
 import torch
 
+from megatron_muon.cpu import torch_cuda
 from megatron_muon.cpu.fused_adam import FusedAdam
 from megatron_muon.cpu.patch import Patches, Replacement
 from megatron_muon.cpu.table import REPLACEMENTS
@@ -41,22 +42,26 @@ def enabled() -> bool:
     return _patches is not None
 
 
-def enable(*, allow_cuda: bool = False) -> None:
+def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
     """Put the replacements in place and import megatron-core's optimizer; twice is once.
 
     Args:
         allow_cuda: go ahead although this machine has a GPU, which is then not used.
+        late: ``megatron.core`` may be imported already, but has made nothing yet. What it has
+            handed to ``torch.compile`` meanwhile runs uncompiled, as everything else does.
 
     Raises:
-        RuntimeError: ``megatron.core`` is already imported (it has bound what would be replaced),
-            or a GPU is available and ``allow_cuda`` is not set.
+        RuntimeError: ``megatron.core`` is already imported (it has bound what would be replaced)
+            and ``late`` is not set, or a GPU is available and ``allow_cuda`` is not set.
     """
     global _patches
     if _patches is not None:
         return
-    _check_may_enable(allow_cuda)
+    _check_may_enable(allow_cuda, late)
     patches = Patches()
     try:
+        if late:
+            torch_cuda.compiled_before(patches)
         _apply(patches)
     except BaseException:
         patches.undo()
@@ -76,8 +81,8 @@ def disable() -> None:
         _patches = None
 
 
-def _check_may_enable(allow_cuda: bool) -> None:
-    if "megatron.core" in sys.modules:
+def _check_may_enable(allow_cuda: bool, late: bool) -> None:
+    if "megatron.core" in sys.modules and not late:
         raise RuntimeError(
             "megatron.core is already imported: call megatron_muon.cpu.enable() before anything "
             "imports Megatron (megatron_muon.install() does, too)"

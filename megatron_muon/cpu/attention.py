@@ -55,7 +55,7 @@ def causal_mask(sequence: int, cp_size: int, cp_rank: int) -> torch.Tensor:
 
 
 def _group(attention: Any) -> Any:
-    group = getattr(attention.pg_collection, "cp", None)
+    group = getattr(attention.megatron_muon_groups, "cp", None)
     if group is None:
         state = importlib.import_module("megatron.core.parallel_state")
         group = state.get_context_parallel_group()
@@ -83,9 +83,10 @@ def _mask(attention: Any, given: torch.Tensor | None, sequence: int, group: Any)
 
 
 def _refuse(attention: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-    if attention.scale_mask_softmax.window_size is not None:
+    window = getattr(attention.scale_mask_softmax, "window_size", None)  # since core 0.15
+    if window is not None:
         raise NotImplementedError(
-            f"window_size={attention.scale_mask_softmax.window_size} with context parallelism is "
+            f"window_size={window} with context parallelism is "
             "not in the CPU attention; use context_parallel_size=1"
         )
     if query.shape[0] != key.shape[0]:
@@ -98,8 +99,9 @@ def _refuse(attention: Any, query: torch.Tensor, key: torch.Tensor) -> None:
 def multi_latent(patches: Patches) -> None:
     """Values may have another size per head than queries and keys: the output then has theirs."""
     latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    extensions = importlib.import_module("megatron.core.extensions.transformer_engine")
-    patches.set_existing(latent, "HAVE_TE", extensions.HAVE_TE)
+    if hasattr(latent, "HAVE_TE"):  # since core 0.14
+        extensions = importlib.import_module("megatron.core.extensions.transformer_engine")
+        patches.set(latent, "HAVE_TE", extensions.HAVE_TE)
     module = importlib.import_module("megatron.core.transformer.dot_product_attention")
     attention = module.DotProductAttention
     init = attention.__init__
@@ -132,13 +134,12 @@ def context_parallel(patches: Patches) -> None:
 
     @functools.wraps(init)
     def new_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if config.context_parallel_size == 1:
-            init(self, config, *args, **kwargs)
-            return
-        alone = copy.copy(config)
+        alone = copy.copy(config) if config.context_parallel_size > 1 else config
         alone.context_parallel_size = 1
         init(self, alone, *args, **kwargs)
         self.config = config
+        # the argument's first name is that of core 0.13 and 0.14; 0.12 has none
+        self.megatron_muon_groups = kwargs.get("model_comm_pgs", kwargs.get("pg_collection"))
 
     @functools.wraps(forward)
     def new_forward(

@@ -1,6 +1,7 @@
 """Replacements for mixture-of-experts layers: the router, the token exchange, grouped products."""
 
 import importlib
+import importlib.util
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,13 @@ from megatron_muon.cpu.patch import Patches
 
 
 def router(patches: Patches) -> None:
-    """The router's product is torch's: moe_utils tests the name, which only an import sets."""
+    """The router's product is torch's: moe_utils tests the name, which only an import sets.
+
+    Since core 0.17 it is None without Transformer Engine, and core 0.12 has no such product.
+    """
     module = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    patches.set(module, "te_general_gemm", None)
+    if hasattr(module, "RouterGatingLinearFunction"):
+        patches.add(module, "te_general_gemm", None)
 
 
 def _moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -32,6 +37,14 @@ def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
 
 
+def _or_tensor_parallel(group: Any) -> Any:
+    """Core 0.12 leaves the group out where it means that of tensor parallelism."""
+    if group is not None:
+        return group
+    state = importlib.import_module("megatron.core.parallel_state")
+    return state.get_tensor_model_parallel_group()
+
+
 def uneven_parts(patches: Patches) -> None:
     """Gather and reduce-scatter parts of different lengths, padded to the longest."""
     module = importlib.import_module("megatron.core.tensor_parallel.mappings")
@@ -39,8 +52,13 @@ def uneven_parts(patches: Patches) -> None:
     reduce_scatter = module._reduce_scatter_along_first_dim
 
     def new_gather(
-        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any
+        input_: torch.Tensor,
+        group: Any = None,
+        output_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
+        group = _or_tensor_parallel(group)
         even = output_split_sizes is None or len(set(output_split_sizes)) == 1
         if even or group.size() == 1:
             result: torch.Tensor = gather(input_, group, None, *args, **kwargs)
@@ -50,8 +68,13 @@ def uneven_parts(patches: Patches) -> None:
         return torch.cat([p[:n] for p, n in zip(parts, output_split_sizes, strict=True)])
 
     def new_reduce_scatter(
-        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+        input_: torch.Tensor,
+        group: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
+        group = _or_tensor_parallel(group)
         even = input_split_sizes is None or len(set(input_split_sizes)) == 1
         if even or group.size() == 1:
             result: torch.Tensor = reduce_scatter(input_, group, None, *args, **kwargs)
@@ -100,8 +123,14 @@ def gmm(
 
 
 def grouped_gemm(patches: Patches) -> None:
-    """Stand in for the package grouped_gemm, of which Megatron takes ``ops.gmm``."""
-    module = importlib.import_module("megatron.core.transformer.moe.grouped_gemm_util")
+    """Stand in for the package grouped_gemm, of which Megatron takes ``ops.gmm``.
+
+    Core 0.17 dropped the legacy GroupedMLP, and its last users of the package with it.
+    """
+    name = "megatron.core.transformer.moe.grouped_gemm_util"
+    if importlib.util.find_spec(name) is None:
+        return
+    module = importlib.import_module(name)
     ops = SimpleNamespace(gmm=gmm)
     patches.set(module, "grouped_gemm", SimpleNamespace(ops=ops))
     patches.set(module, "ops", ops)

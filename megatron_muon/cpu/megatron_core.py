@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import inspect
 import logging
 from typing import Any
 
@@ -47,6 +48,20 @@ def rng_states(patches: Patches) -> None:
     logger = logging.getLogger(module.__name__)
     logger.addFilter(_only_real_warnings)
     patches.on_undo(lambda: logger.removeFilter(_only_real_warnings))
+
+
+def no_fp8_parameters(patches: Patches) -> None:
+    """Casting no fp8 parameter needs nothing; core 0.12 raises before it looks at the list."""
+    module = importlib.import_module("megatron.core.fp8_utils")
+    original = module._quantize_param_shard_impl
+    if "model_params" in inspect.signature(original).parameters:
+        return  # since core 0.13 it looks first
+
+    def cast(model_params: list[Any], *args: Any, **kwargs: Any) -> None:
+        if model_params:
+            original(model_params, *args, **kwargs)
+
+    patches.set(module, "_quantize_param_shard_impl", cast)
 
 
 def sequence_parallel_norm(patches: Patches) -> None:

@@ -8,6 +8,10 @@ from typing import Any, Literal
 _ABSENT = object()
 
 
+class MissingTargetError(RuntimeError):
+    """What a replacement is for is not there: this torch or Megatron has another shape."""
+
+
 @dataclass
 class Patches:
     """Everything changed so far. ``undo()`` puts it back, the last change first.
@@ -21,7 +25,20 @@ class Patches:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set ``owner.name`` (a module or class attribute) and remember what was there."""
+        """Set ``owner.name`` (a module or class attribute) and remember what was there.
+
+        Raises:
+            MissingTargetError: there is nothing by that name to replace.
+        """
+        if not hasattr(owner, name):
+            raise MissingTargetError(
+                f"{getattr(owner, '__name__', owner)} has no {name}, which megatron_muon.cpu "
+                "replaces: this version of it is not known here; use one that the README lists"
+            )
+        self.add(owner, name, value)
+
+    def add(self, owner: Any, name: str, value: Any) -> None:
+        """``set`` that also makes an attribute which is not there."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
         self.changed.append((owner, name, before))
@@ -31,7 +48,10 @@ class Patches:
             self._stack.callback(setattr, owner, name, before)
 
     def set_existing(self, owner: Any, name: str, value: Any) -> None:
-        """``set`` where this version has the attribute, nothing otherwise."""
+        """``set`` where this version has the attribute, nothing otherwise.
+
+        Only for what some versions are known to lack because they do not need it.
+        """
         if hasattr(owner, name):
             self.set(owner, name, value)
 

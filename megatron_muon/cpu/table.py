@@ -1,4 +1,7 @@
-"""The table of everything that ``enable()`` replaces, in the order in which it is applied."""
+"""The table of everything that ``enable()`` replaces, in the order in which it is applied.
+
+Line numbers are those of core 0.16.1 where no other version is named.
+"""
 
 from megatron_muon.cpu import attention, experts, matmul, megatron_core, torch_cuda
 from megatron_muon.cpu.patch import Replacement
@@ -57,6 +60,13 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "the optimizer takes the branches of a GPU run with Transformer Engine; those for plain "
         "torch Adam lose the step on load (distrib_optimizer.py:642, 818)",
         megatron_core.adam,
+        "after megatron",
+    ),
+    Replacement(
+        "cast of no fp8 parameters",
+        "core 0.12 asks for Transformer Engine in each step of the distributed optimizer, though "
+        "no parameter is fp8 (fp8_utils.py:301 of core 0.12.3)",
+        megatron_core.no_fp8_parameters,
         "after megatron",
     ),
     Replacement(

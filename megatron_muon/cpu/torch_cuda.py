@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -195,3 +196,10 @@ def compiler(patches: Patches) -> None:
         return (lambda function: function) if model is None else model
 
     patches.set(torch, "compile", uncompiled)
+
+
+def compiled_before(patches: Patches) -> None:
+    """What ``torch.compile`` has wrapped already is called uncompiled."""
+    config: Any = importlib.import_module("torch._dynamo").config
+    patches.on_undo(functools.partial(setattr, config, "disable", config.disable))
+    config.disable = True

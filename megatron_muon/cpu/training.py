@@ -45,9 +45,10 @@ def memory(patches: Patches) -> None:
 
 
 def fused_kernels(patches: Patches) -> None:
-    """Nothing is compiled for a GPU."""
-    legacy = importlib.import_module("megatron.legacy.fused_kernels")
-    patches.set(legacy, "load", lambda args: None)
+    """Nothing is compiled for a GPU. Since Megatron-LM 0.17 there are none."""
+    if hasattr(importlib.import_module("megatron.training.initialize"), "fused_kernels"):
+        legacy = importlib.import_module("megatron.legacy.fused_kernels")
+        patches.set(legacy, "load", lambda args: None)
 
 
 def initialize(patches: Patches) -> None:
@@ -63,7 +64,7 @@ def initialize(patches: Patches) -> None:
 
     for holder in (module, training, package):
         patches.set_existing(holder, "initialize_megatron", initialize_megatron)
-        patches.set_existing(holder, "set_jit_fusion_options", lambda *args: None)
+        patches.set_existing(holder, "set_jit_fusion_options", lambda *args, **kwargs: None)
 
 
 REPLACEMENTS = (

@@ -113,7 +113,7 @@ def _get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **
 def _get_megatron_muon_optimizer(
     config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Wraps what cores 0.16 and 0.17 have for the name muon, and Megatron-Bridge calls with them."""
+    """Wraps what cores 0.16 and 0.17 have for the name muon, and Megatron-Bridge calls there."""
     original = _originals["get_megatron_muon_optimizer"]
     if _config is None or config.optimizer != "muon":
         return original(config, model_chunks, *args, **kwargs)

@@ -17,7 +17,7 @@ from megatron_muon.config import SIMPLE_COEFFICIENTS, MuonConfig
 from megatron_muon.training.flag_table import FLAGS
 
 _T = TypeVar("_T")
-_KEPT = "megatron_muon_defaults"
+KEPT = "megatron_muon_defaults"  # where the arguments hold Megatron's own defaults, by dest
 _MOONLIGHT = MuonConfig()
 
 
@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             actions[flag.option].help = flag.help
         else:
             group.add_argument(flag.option, default=None, help=flag.help, **flag.keywords)
-    parser.set_defaults(**dict.fromkeys(own), **{_KEPT: own})
+    parser.set_defaults(**dict.fromkeys(own), **{KEPT: own})
 
 
 def muon_backend(args: Namespace) -> str:
@@ -55,23 +55,29 @@ def muon_backend(args: Namespace) -> str:
     """
     if _given(args, "muon_backend") != "upstream":
         return "plugin"
+    if not hasattr(args, KEPT):
+        return "upstream"  # these arguments have been left to Megatron
     if not _upstreams(args):
         raise ValueError(
             "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 and later "
             "have); leave it out"
         )
-    own = _own_defaults(args)
-    foreign = [
-        flag.option
-        for flag in FLAGS
-        if flag.dest not in {*own, "muon_backend"} and _given(args, flag.dest) is not None
-    ]
+    foreign = foreign_flags(args, {*_own_defaults(args), "muon_backend"})
     if foreign:
         raise ValueError(
             f"--muon-backend upstream leaves everything to Megatron's own Muon, which has no "
             f"{', '.join(foreign)} in this version: leave out one or the other"
         )
     return "upstream"
+
+
+def foreign_flags(args: Namespace, dests: set[str]) -> list[str]:
+    """The options of ours that were given and have none of ``dests``."""
+    return [
+        flag.option
+        for flag in FLAGS
+        if flag.dest not in dests and _given(args, flag.dest) is not None
+    ]
 
 
 def restore_defaults(args: Namespace) -> None:
@@ -279,7 +285,7 @@ def _given(args: Namespace, dest: str) -> Any:
 
 
 def _own_defaults(args: Namespace) -> dict[str, Any]:
-    return getattr(args, _KEPT, None) or {}
+    return getattr(args, KEPT, None) or {}
 
 
 def _upstreams(args: Namespace) -> dict[str, Any]:

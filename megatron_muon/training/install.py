@@ -2,50 +2,106 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib
+import inspect
 import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_muon.mcore.install import install
-from megatron_muon.training import flags
+from megatron_muon.training import flags, namespace
 
-# Modules of megatron.training that hold a wrapped function under its own name.
-_HOLDERS = {
-    "parse_args": ("arguments", "initialize"),
-    "validate_args": ("arguments", "initialize"),
-    "_print_args": ("arguments",),
-    "get_megatron_optimizer": ("training",),
-}
+
+class Seam(NamedTuple):
+    """A function of megatron.training that is wrapped.
+
+    Attributes:
+        module: of megatron.training, where it is defined or looked up.
+        name: of the function.
+        parameters: those that must be in its signature.
+        wrapper: takes Megatron's function, then what that takes.
+        always: False where some releases do without it.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    wrapper: Callable[..., Any]
+    always: bool = True
 
 
 def install_training() -> None:
     """Put the flags into Megatron-LM's parser, and Muon where ``--optimizer muon`` asks for it.
 
-    Megatron then takes its ordinary path of AdamW with the distributed optimizer; only the name
-    that it prints is Muon's. Idempotent.
+    Megatron's own checks then see AdamW with the distributed optimizer; the arguments that it
+    prints, logs and saves say Muon. A run that does not ask for Muon is as without the plugin.
+    Idempotent.
 
     Raises:
-        SeamError: the Megatron is not one that the plugin knows.
+        SeamError: megatron.training lacks a function, or has another shape of it; names it.
     """
-    install()
-    for name, wrapper in _WRAPPERS.items():
-        holders = [importlib.import_module(f"megatron.training.{m}") for m in _HOLDERS[name]]
-        original = getattr(holders[0], name)
-        if getattr(original, "megatron_muon_wraps", None) is not None:
+    modules = {
+        name: importlib.import_module(f"megatron.training.{name}")
+        for name in ("arguments", "checkpointing", "initialize", "training")
+    }
+    for seam in _SEAMS:
+        original: Any = getattr(modules[seam.module], seam.name, None)
+        if hasattr(original, "megatron_muon_wraps"):
             continue
-        wrapped = functools.wraps(original)(functools.partial(wrapper, original))
-        wrapped.megatron_muon_wraps = original  # type: ignore[attr-defined]
-        for holder in holders:
-            if hasattr(holder, name):
-                setattr(holder, name, wrapped)
+        if original is None and not seam.always:
+            continue
+        _check_shape(seam, original)
+        wrapped: Any = functools.wraps(original)(functools.partial(seam.wrapper, original))
+        wrapped.megatron_muon_wraps = original
+        replace_everywhere(seam.name, original, wrapped)
+
+
+def asks_for_muon(args: Any) -> bool:
+    """True where parsed arguments ask for this package's Muon, not for Megatron's own.
+
+    Raises:
+        ValueError: ``--muon-backend upstream`` cannot be.
+    """
+    return args.optimizer == "muon" and flags.muon_backend(args) == "plugin"
 
 
 def is_on(args: Any) -> bool:
     """True once ``validate_args`` has found that the run is Muon's."""
     return bool(getattr(args, "megatron_muon", False))
+
+
+def _check_shape(seam: Seam, original: Any) -> None:
+    from megatron_muon.mcore.hooks import SeamError
+
+    symbol = f"megatron.training.{seam.module}.{seam.name}"
+    version = importlib.import_module("megatron.core").__version__
+    if original is None:
+        raise SeamError(
+            f"the Megatron-LM of core {version} has no {symbol}, which megatron_muon wraps: if it "
+            "is a fork's, give it the function that the release of its version has; else take a "
+            "megatron_muon that knows it, or run the script without it"
+        )
+    found = inspect.signature(original).parameters
+    missing = [name for name in seam.parameters if name not in found]
+    if missing:
+        raise SeamError(
+            f"{symbol} of core {version} has no parameter {', '.join(missing)}, which "
+            "megatron_muon needs: if this Megatron-LM is a fork's, give it the one that the "
+            "release of its version has; else take a megatron_muon that knows it"
+        )
+
+
+def replace_everywhere(name: str, old: Any, new: Any) -> None:
+    """In every module of Megatron's that has ``old`` under its name, by import too."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("megatron.") and getattr(module, name, None) is old:
+            setattr(module, name, new)
+
+
+# --- the wrappers ----------------------------------------------------------------------------
 
 
 def _parse_args(
@@ -55,30 +111,63 @@ def _parse_args(
     **kwargs: Any,
 ) -> Any:
     """Megatron's, with Muon's flags among the script's own."""
+    given: list[str] = []
 
     def provide(parser: Any) -> Any:
         parser = parser if extra_args_provider is None else extra_args_provider(parser)
         flags.add_flags(parser)
+        given.extend(namespace.given_on(parser, sys.argv[1:]))
         return parser
 
-    return original(provide, *rest, **kwargs)
+    args = original(provide, *rest, **kwargs)
+    if getattr(args, "yaml_cfg", None) is not None:
+        _refuse_yaml(args, given)
+    return args
 
 
 def _validate_args(
     original: Callable[..., Any], args: Any, defaults: dict[str, Any] | None = None, **kwargs: Any
 ) -> Any:
-    """Megatron's, of a run that asks for AdamW where it asks for Muon.
+    """Megatron's, which is shown AdamW where the run asks for Muon.
+
+    Megatron's own branches for its own Muon are all in there, up to 0.17 as assertions and later as
+    a rewrite of ``use_distributed_optimizer``. What comes after takes the distributed optimizer.
 
     Raises:
+        SeamError: the Megatron is not one that the plugin knows.
         ValueError: what the flags ask for cannot be; names the flag and the way out.
+        NotImplementedError: Muon does not have it yet; names the option and the way out.
     """
-    args.megatron_muon = args.optimizer == "muon" and flags.muon_backend(args) == "plugin"
-    if args.megatron_muon:
-        _check(args)
-        args.optimizer = "adam"
-    else:
-        flags.restore_defaults(args)
-    return original(args, defaults or {}, **kwargs)
+    if not asks_for_muon(args):
+        namespace.leave_to_megatron(args)
+        return original(args, defaults or {}, **kwargs)
+    told = [] if is_on(args) else _turn_on(args)  # a namespace may be validated twice
+    args.optimizer = "adam"
+    try:
+        result = original(args, defaults or {}, **kwargs)
+    finally:
+        args.optimizer = "muon"
+    if int(os.environ.get("RANK", "0")) == 0:
+        for line in told:
+            print(f"[megatron_muon] {line}", flush=True)
+    return result
+
+
+def _turn_on(args: Any) -> list[str]:
+    """Check a run with Muon, install it, and put what is in force into ``args``.
+
+    Returns:
+        Lines to print: what differs from Megatron's own defaults.
+    """
+    from megatron_muon.mcore.install import install
+
+    _check(args)
+    config = flags.muon_config(args)
+    told = flags.differences(args)
+    install(config)
+    namespace.put_in_force(args, config)
+    args.megatron_muon = True
+    return told
 
 
 def _check(args: Any) -> None:
@@ -88,51 +177,99 @@ def _check(args: Any) -> None:
             "optimizer: add --use-distributed-optimizer, or choose Megatron's own Muon, where this "
             "Megatron has one, by --muon-backend upstream"
         )
-    flags.muon_config(args)  # raises where a flag has no meaning here
-    if args.save and not args.no_save_optim:
+    if getattr(args, "use_precision_aware_optimizer", False):
         raise NotImplementedError(
-            "--optimizer muon cannot save its optimizer state yet: add --no-save-optim to save the "
-            "model alone, or leave out --save"
+            "--optimizer muon does not support --use-precision-aware-optimizer yet: leave it out, "
+            "or choose --optimizer adam"
         )
-    if args.load and not (args.no_load_optim or args.finetune):
+    if getattr(args, "use_mup", False):
         raise NotImplementedError(
-            "--optimizer muon cannot load optimizer state yet: add --no-load-optim or --finetune"
+            "--optimizer muon does not support --use-mup yet, whose rates are Adam's: leave it "
+            "out, or choose --optimizer adam"
         )
 
 
-def _print_args(original: Callable[..., Any], title: str, args: Any) -> None:
+def _refuse_yaml(args: Any, given: list[str]) -> None:
+    if getattr(args, "optimizer", None) == "muon":
+        given = ["optimizer: muon", *given]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} with --yaml-cfg: Megatron takes every argument from the file and "
+            "checks them elsewhere, so Muon's have no place there; give the run by flags"
+        )
+
+
+def _print_args(original: Callable[..., Any], title: str, args: Any, **kwargs: Any) -> Any:
     """Megatron's, with the optimizer's name as it was given."""
-    if not is_on(args):
-        original(title, args)
-        return
-    args.optimizer = "muon"
-    try:
-        original(title, args)
-    finally:
-        args.optimizer = "adam"
+    if is_on(args):
+        args = copy.copy(args)
+        args.optimizer = "muon"
+    return original(title, args, **kwargs)
 
 
-def _get_megatron_optimizer(
-    original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any
+def _get_megatron_optimizer_config(original: Callable[..., Any], args: Any, **kwargs: Any) -> Any:
+    """Megatron's, without the settings of its own Muon, which the flags have filled."""
+    result = original(args, **kwargs)
+    if is_on(args):
+        config = result[0] if isinstance(result, tuple) else result
+        for field in dataclasses.fields(config):
+            if field.name.startswith("muon_"):
+                setattr(config, field.name, field.default)
+    return result
+
+
+def _get_megatron_muon_optimizer(
+    original: Callable[..., Any],
+    config: Any,
+    model_chunks: Any,
+    *args: Any,
+    layer_wise_distributed_optimizer: bool = False,
+    **kwargs: Any,
 ) -> Any:
-    """Megatron's, asked for Muon where the flags did."""
+    """Of 0.16 and 0.17, whose training asks here for Muon; the distributed one is made as AdamW."""
     given = importlib.import_module("megatron.training").get_args()
-    if not is_on(given):
-        return original(config, *args, **kwargs)
-    for field in dataclasses.fields(config):  # Megatron's own Muon's, which the flags fill
-        if field.name.startswith("muon_"):
-            setattr(config, field.name, field.default)
-    config.optimizer = "muon"
-    install(flags.muon_config(given))
-    if int(os.environ.get("RANK", "0")) == 0:
-        for line in flags.differences(given):
-            print(f"[megatron_muon] {line}", flush=True)
-    return original(config, *args, **kwargs)
+    if is_on(given):
+        hooked = importlib.import_module("megatron.core.optimizer").get_megatron_optimizer
+        dump = given.dump_param_to_param_group_map  # which Megatron hands to AdamW's alone
+        return hooked(config, model_chunks, *args, dump_param_to_param_group_map=dump, **kwargs)
+    layer_wise = layer_wise_distributed_optimizer
+    return original(
+        config, model_chunks, *args, layer_wise_distributed_optimizer=layer_wise, **kwargs
+    )
 
 
-_WRAPPERS: dict[str, Callable[..., Any]] = {
-    "parse_args": _parse_args,
-    "validate_args": _validate_args,
-    "_print_args": _print_args,
-    "get_megatron_optimizer": _get_megatron_optimizer,
-}
+# What a checkpoint's arguments call the optimizer. The saver of tools/checkpoint hands them to
+# validate_args of a Megatron without the plugin, and that of 0.16 and 0.17 stops where "muon" is in
+# the name beside use_distributed_optimizer.
+SAVED_NAME = "Muon"
+
+
+def _generate_state_dict(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Megatron's, with arguments that its tools can read without the plugin."""
+    state_dict = original(args, *rest, **kwargs)
+    if is_on(args) and state_dict.get("args") is args:
+        state_dict["args"] = copy.copy(args)
+        state_dict["args"].optimizer = SAVED_NAME
+    return state_dict
+
+
+_SEAMS = (
+    Seam("arguments", "parse_args", ("extra_args_provider",), _parse_args),
+    Seam("arguments", "validate_args", ("args", "defaults"), _validate_args),
+    Seam("arguments", "_print_args", ("title", "args"), _print_args),
+    Seam("checkpointing", "generate_state_dict", ("args",), _generate_state_dict),
+    Seam(
+        "training",
+        "get_megatron_optimizer_config",  # since 0.16
+        ("args",),
+        _get_megatron_optimizer_config,
+        always=False,
+    ),
+    Seam(
+        "training",
+        "get_megatron_muon_optimizer",  # 0.16 and 0.17
+        ("config", "model_chunks", "layer_wise_distributed_optimizer"),
+        _get_megatron_muon_optimizer,
+        always=False,
+    ),
+)

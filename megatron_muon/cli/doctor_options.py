@@ -1,0 +1,51 @@
+"""Which switches of Megatron's configurations Muon refuses: by asking what a run asks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from megatron_muon.mcore.supported import refuse_unsupported
+
+
+def refused_options() -> list[str]:
+    """Names of the fields that cannot be turned on, of those that the imported Megatron has."""
+    return sorted({field for holder, field in _switches() if _is_refused(holder, field)})
+
+
+def _switches() -> Iterator[tuple[str, str]]:
+    """Every field that is off by default: which configuration's, and its name."""
+    for holder, config in _configs().items():
+        for field in dataclasses.fields(config):
+            upstreams = field.name.startswith("muon_")  # settings of Megatron's own Muon
+            if getattr(config, field.name) is False and not upstreams:
+                yield holder, field.name
+
+
+def _configs() -> dict[str, Any]:
+    return {
+        "optimizer": OptimizerConfig(
+            optimizer="muon", lr=1e-3, bf16=True, use_distributed_optimizer=True
+        ),
+        "ddp": DistributedDataParallelConfig(use_distributed_optimizer=True),
+        "model": TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1),
+    }
+
+
+def _is_refused(holder: str, field: str) -> bool:
+    configs = _configs()
+    setattr(configs[holder], field, True)
+    chunk: Any = DistributedDataParallel.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(chunk)  # an empty one: only its configurations are looked at
+    chunk.config, chunk.ddp_config = configs["model"], configs["ddp"]
+    try:
+        refuse_unsupported(configs["optimizer"], [chunk])
+    except (ValueError, NotImplementedError):
+        return True
+    return False

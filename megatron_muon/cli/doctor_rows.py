@@ -1,0 +1,201 @@
+"""What ``megatron-muon doctor`` looks at; each part says what it found, or why Muon cannot run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import megatron_muon
+from megatron_muon.cli import patch_tree
+from megatron_muon.cli.patch import describe
+from megatron_muon.cli.patch_lines import PatchError
+from megatron_muon.launch import MixedInstallationError, check_installation
+from megatron_muon.mcore.hooks import SeamError, check_hook, check_hooks, hooks_of, megatron_version
+
+_OLDEST_TORCH = (2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of the thing.
+        value: what was found, in words.
+        fault: why Muon cannot run because of it, with the way out; empty where it can.
+    """
+
+    name: str
+    value: str
+    fault: str = ""
+
+
+def examine(checkout: Path | None) -> list[Row]:
+    """Look at everything, down to the first thing that the rest would need.
+
+    Args:
+        checkout: a Megatron-LM to import in place of what is installed, or None.
+    """
+    if checkout is not None:
+        sys.path.insert(0, str(checkout))
+    rows = list(_environment())
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what is not installed, which has a row
+        for row in _megatron(checkout):
+            rows.append(row)
+            if row.fault:
+                break
+    return rows
+
+
+def _environment() -> Iterator[Row]:
+    yield Row("python", f"{platform.python_version()} ({sys.executable})")
+    yield Row("megatron_muon", f"{megatron_muon.__version__} ({_folder(megatron_muon.__file__)})")
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        yield Row("torch", "none", f"torch cannot be imported ({error}): install torch")
+        return
+    version = torch.__version__
+    old = tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH
+    yield Row("torch", version, f"torch {version} is too old: install 2.4 or newer" if old else "")
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    else:
+        device = "no GPU: the CPU runtime would be on (give --distributed-backend gloo)"
+    yield Row("device", device)
+    for name, distribution, module in (
+        ("transformer-engine", "transformer-engine", "transformer_engine"),
+        ("apex", "apex", "apex.optimizers"),  # PyPI's package of that name is another
+        ("emerging_optimizers", "emerging-optimizers", "emerging_optimizers"),
+    ):
+        yield Row(name, _installed(distribution, module))
+
+
+def _megatron(checkout: Path | None) -> Iterator[Row]:
+    """What can only be told by importing Megatron, with and as the CPU runtime where it is on."""
+    where = _location("megatron.core")
+    if where is None:
+        yield Row(
+            "megatron-core",
+            "none",
+            "there is no megatron.core: pip install megatron-core, or give a Megatron-LM checkout",
+        )
+        return
+    found = checkout or _checkout_on_path()
+    if found is not None:
+        yield from _checkout(found)
+    yield _core(where)
+    yield _hooks()
+    if found is not None:
+        row = _training_hooks()
+        # a core's own megatron.training, from 0.19 on, is nothing that a script needs
+        yield row if checkout is not None else Row(row.name, row.fault or row.value)
+    yield _adam()
+    yield _refused()
+
+
+def _checkout(checkout: Path) -> Iterator[Row]:
+    try:
+        version = patch_tree.version_of(checkout)
+        check_installation(checkout)
+    except (PatchError, MixedInstallationError) as error:
+        yield Row("megatron-lm", str(checkout), str(error))
+        return
+    yield Row("megatron-lm", f"core {version} ({checkout})")
+    try:
+        found = patch_tree.look(checkout)
+        way = "" if found.state == "patched" else "; use the launcher, or megatron-muon patch apply"
+        yield Row("patch", f"{found.state}: {describe(found)}{way}")
+    except (PatchError, OSError) as error:
+        yield Row("patch", f"cannot be patched, use the launcher: {error}")
+
+
+def _core(where: Path) -> Row:
+    torch = importlib.import_module("torch")
+    try:
+        if not torch.cuda.is_available():
+            megatron_muon.cpu.enable()
+        importlib.import_module("megatron.core.optimizer")
+        version, _ = megatron_version()
+    except Exception as error:  # whatever a foreign package raises
+        what = f"{type(error).__name__}: {error}"
+        return Row("megatron-core", f"({where})", f"megatron.core cannot be imported: {what}")
+    return Row("megatron-core", f"{version} ({where})")
+
+
+def _hooks() -> Row:
+    text, version = megatron_version()
+    expected = hooks_of(version)
+    missing = []
+    for hook in expected:
+        try:
+            check_hook(hook, text)
+        except (SeamError, ImportError):
+            missing.append(str(hook))
+    found = f"{len(expected) - len(missing)} of {len(expected)}"
+    try:
+        check_hooks()
+    except (SeamError, ImportError) as error:
+        return Row("hooks", ", ".join([found, *(f"not {name}" for name in missing)]), str(error))
+    return Row("hooks", found)
+
+
+def _training_hooks() -> Row:
+    try:
+        importlib.import_module("megatron_muon.training.install").install_training()
+    except SeamError as error:
+        return Row("training hooks", "not all", str(error))
+    except Exception as error:  # whatever a checkout raises where it is imported
+        what = f"{type(error).__name__}: {error}"
+        return Row("training hooks", "none", f"megatron.training cannot be imported: {what}")
+    return Row("training hooks", "all")
+
+
+def _adam() -> Row:
+    """The one that Megatron picked, or the CPU runtime's stand-in for it."""
+    adam = importlib.import_module("megatron.core.optimizer").Adam
+    return Row("adam", f"{adam.__module__}.{adam.__qualname__}")
+
+
+def _refused() -> Row:
+    refused = importlib.import_module("megatron_muon.cli.doctor_options").refused_options()
+    return Row("refused options", ", ".join(refused) or "none")
+
+
+def _location(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
+    return _folder(spec.origin) if spec is not None and spec.origin else None
+
+
+def _checkout_on_path() -> Path | None:
+    training = _location("megatron.training")
+    return training.parent.parent if training is not None else None
+
+
+def _folder(file: str | None) -> Path:
+    assert file is not None
+    return Path(file).resolve().parent
+
+
+def _installed(distribution: str, module: str) -> str:
+    try:
+        if importlib.util.find_spec(module) is None:
+            return "none"
+    except ImportError:
+        return "none"
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"

@@ -1,0 +1,138 @@
+"""A patch that only adds lines: where it goes in a file's bytes, and how they come out again.
+
+Everything else of the file stays as it is, byte by byte: line ends, encoding, a last line without
+an end.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["patched", "not patched"]
+
+_HEADER = re.compile(r"@@ -\d+(?:,\d+)? \+\d+(?:,\d+)? @@.*")
+_LINE = re.compile(rb"[^\n]*\n|[^\n]+")
+_OURS = b"megatron_muon"
+
+
+class PatchError(RuntimeError):
+    """The patch can neither go into the file nor come out of it; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """A unified diff of one hunk that adds lines after others.
+
+    Attributes:
+        file: what it changes, relative to the checkout, with slashes.
+        context: the lines that it follows, without their ends.
+        added: the lines that it adds, without their ends.
+    """
+
+    file: str
+    context: tuple[bytes, ...]
+    added: tuple[bytes, ...]
+
+
+def parse(diff: str) -> Addition:
+    """Read a unified diff of the one form that is used: context lines, then added ones.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    head, _, body = diff.partition("@@")
+    file = re.search(r"^\+\+\+ b/(\S+)$", head, re.MULTILINE)
+    header, *lines = f"@@{body}".splitlines()
+    signs = "".join(line[:1] for line in lines)
+    if file is None or not _HEADER.fullmatch(header) or not re.fullmatch(r" +\++", signs):
+        raise ValueError(f"no patch of one hunk that adds lines after others:\n{diff}")
+    texts = [line[1:].encode() for line in lines]
+    split = signs.count(" ")
+    return Addition(file[1], tuple(texts[:split]), tuple(texts[split:]))
+
+
+def state(data: bytes, patch: Addition) -> State:
+    """Whether the lines are in the file, or could go into it.
+
+    Args:
+        data: the file's bytes.
+        patch: what is asked about.
+
+    Raises:
+        PatchError: neither: the lines around the place, or the patch's own, are not as expected.
+    """
+    bare = [_bare(line) for line in _LINE.findall(data)]
+    places = _places(bare, patch.added)
+    ours = [number for number, line in enumerate(bare) if _OURS in line]
+    inside = [n for place in places for n in range(place, place + len(patch.added))]
+    strangers = [str(number + 1) for number in ours if number not in inside]
+    if strangers or len(places) > 1:
+        where = ", ".join(strangers or [str(place + 1) for place in places])
+        raise PatchError(
+            f"{patch.file} has other lines about {_OURS.decode()} than the patch's (line {where}): "
+            "take them out, or put the patch's lines back as they were"
+        )
+    if places:
+        return "patched"
+    _place(bare, patch)
+    return "not patched"
+
+
+def apply(data: bytes, patch: Addition) -> bytes:
+    """The file with the lines, which get the ends of the line that they follow.
+
+    Raises:
+        PatchError: as ``state``.
+    """
+    if state(data, patch) == "patched":
+        return data
+    lines = _LINE.findall(data)
+    after = _place([_bare(line) for line in lines], patch) + len(patch.context)
+    end = _end(lines[after - 1]) or _end(lines[after - 2]) or b"\n"
+    added = [line + end for line in patch.added]
+    if not _end(lines[after - 1]):  # the file's last line has no end, and still has none then
+        lines[after - 1] += end
+        added[-1] = patch.added[-1]
+    return b"".join([*lines[:after], *added, *lines[after:]])
+
+
+def revert(data: bytes, patch: Addition) -> bytes:
+    """The file without the lines.
+
+    Raises:
+        PatchError: as ``state``.
+    """
+    if state(data, patch) == "not patched":
+        return data
+    lines = _LINE.findall(data)
+    (start,) = _places([_bare(line) for line in lines], patch.added)
+    stop = start + len(patch.added)
+    if start and not _end(lines[stop - 1]):
+        lines[start - 1] = _bare(lines[start - 1])
+    return b"".join([*lines[:start], *lines[stop:]])
+
+
+def _place(bare: list[bytes], patch: Addition) -> int:
+    places = _places(bare, patch.context)
+    if len(places) == 1:
+        return places[0]
+    wanted = b"\n".join(patch.context).decode().strip()
+    raise PatchError(
+        f"{patch.file} has the line `{wanted}`, which the patch follows, "
+        f"{len(places)} times, not once"
+    )
+
+
+def _places(bare: list[bytes], wanted: tuple[bytes, ...]) -> list[int]:
+    count = len(wanted)
+    return [n for n in range(len(bare) - count + 1) if tuple(bare[n : n + count]) == wanted]
+
+
+def _bare(line: bytes) -> bytes:
+    return line.removesuffix(b"\r\n").removesuffix(b"\n")
+
+
+def _end(line: bytes) -> bytes:
+    return line[len(_bare(line)) :]

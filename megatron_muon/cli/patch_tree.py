@@ -1,0 +1,197 @@
+"""The patch in a Megatron-LM checkout: which release it is, and the one file that is written."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import megatron_muon
+from megatron_muon.cli import patch_lines
+from megatron_muon.cli.patch_lines import Addition, PatchError, State
+
+_VERSION_FILE = "megatron/core/package_info.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A Megatron-LM that the patch was tried on.
+
+    Attributes:
+        name: its tag, or ``main``.
+        version: what its ``megatron.core.__version__`` is, which is not always the tag's.
+        sha256: of the file that the patch changes, in hexadecimal digits.
+    """
+
+    name: str
+    version: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """``patches/manifest.json`` and the patch that it names."""
+
+    patch: Addition
+    releases: tuple[Release, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of a checkout once nothing speaks against the patch.
+
+    Attributes:
+        state: whether the patch's lines are in.
+        version: of its megatron.core.
+        releases: names of the releases of that version; empty where it is not in the manifest.
+        edited: False where the file, without the patch's lines, is that of the release.
+    """
+
+    state: State
+    version: str
+    releases: tuple[str, ...]
+    edited: bool
+
+
+def folder() -> Path:
+    """Where the patches are: in the installed package, or beside it in a clone.
+
+    Raises:
+        FileNotFoundError: at neither place.
+    """
+    package = Path(megatron_muon.__file__).parent
+    for candidate in (package / "patches", package.parent / "patches"):
+        if (candidate / "manifest.json").is_file():
+            return candidate
+    raise FileNotFoundError(
+        f"this megatron_muon, in {package}, was installed without its patches: install it again "
+        "from a clone or a wheel"
+    )
+
+
+@cache
+def manifest() -> Manifest:
+    """What the folder holds."""
+    where = folder()
+    table = json.loads((where / "manifest.json").read_text())
+    patch = patch_lines.parse((where / table["patch"]).read_text())
+    assert patch.file == table["file"]
+    rows = [Release(row["release"], row["version"], row["sha256"]) for row in table["versions"]]
+    return Manifest(patch, tuple(rows))
+
+
+def version_of(checkout: Path) -> str:
+    """``megatron.core.__version__`` of a checkout, read without running any of it.
+
+    Raises:
+        PatchError: it is no checkout, or says its version in another way.
+    """
+    for needed in (_VERSION_FILE, manifest().patch.file):
+        if not (checkout / needed).is_file():
+            raise PatchError(
+                f"{checkout} is no Megatron-LM checkout, it has no {needed}: give the folder that "
+                "pretrain_gpt.py is in"
+            )
+    parts: dict[str, object] = {}
+    with contextlib.suppress(SyntaxError):
+        for node in ast.parse((checkout / _VERSION_FILE).read_bytes()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                parts |= {ast.unparse(target): node.value.value for target in node.targets}
+    try:
+        return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map(parts)
+    except KeyError as error:
+        raise PatchError(f"{checkout / _VERSION_FILE} does not say {error.args[0]}") from None
+
+
+def look(checkout: Path, *, any_version: bool = False) -> Found:
+    """Whether a checkout is patched or can be.
+
+    Args:
+        checkout: the folder that has ``megatron/training``.
+        any_version: also one whose version is not in the manifest.
+
+    Raises:
+        PatchError: it is not and cannot be; says why.
+    """
+    version = version_of(checkout)
+    patch, releases = manifest().patch, manifest().releases
+    same = [release for release in releases if release.version == version]
+    data = _target(checkout).read_bytes()
+    state = patch_lines.state(data, patch)
+    if not same and not any_version and state == "not patched":
+        raise PatchError(
+            f"{checkout} is megatron-core {version}, and the patch was tried on "
+            f"{', '.join(release.version for release in releases)} only: check out one of these, "
+            "or give --any-version, which asks only that the place in the file is the same"
+        )
+    pristine = hashlib.sha256(patch_lines.revert(data, patch)).hexdigest()
+    edited = pristine not in {release.sha256 for release in same}
+    return Found(state, version, tuple(release.name for release in same), edited)
+
+
+def apply(checkout: Path, *, any_version: bool = False) -> bool:
+    """Put the patch in; False where it was in.
+
+    Raises:
+        PatchError: it cannot be; nothing is changed.
+        OSError: the file cannot be written; nothing is changed.
+    """
+    look(checkout, any_version=any_version)
+    return _rewrite(checkout, patch_lines.apply)
+
+
+def revert(checkout: Path) -> bool:
+    """Take the patch out; False where it was not in. The version does not matter for that.
+
+    Raises:
+        PatchError: as ``apply``.
+        OSError: as ``apply``.
+    """
+    version_of(checkout)
+    return _rewrite(checkout, patch_lines.revert)
+
+
+def _rewrite(checkout: Path, change: Callable[[bytes, Addition], bytes]) -> bool:
+    target = _target(checkout)
+    before = target.read_bytes()
+    after = change(before, manifest().patch)
+    if after == before:
+        return False
+    _replace(target, after)
+    return True
+
+
+def _target(checkout: Path) -> Path:
+    """The file itself, where it is a link; never one outside the checkout."""
+    target = (checkout / manifest().patch.file).resolve()
+    if checkout.resolve() not in target.parents:
+        raise PatchError(
+            f"{manifest().patch.file} of {checkout} is a link to {target}, outside of it: give the "
+            "checkout that it belongs to"
+        )
+    return target
+
+
+def _replace(target: Path, data: bytes) -> None:
+    """Write a file at once or not at all, with the mode and owner that it had."""
+    before = target.stat()
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(PermissionError):  # only root may give a file away
+            os.chown(name, before.st_uid, before.st_gid)
+        os.chmod(name, before.st_mode & 0o7777)
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,103 @@
+"""What the arguments say once the flags are read: for Megatron to print, log, save and act on."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.training.flag_table import FLAGS
+from megatron_muon.training.flags import KEPT, foreign_flags, restore_defaults
+
+
+def leave_to_megatron(args: Namespace) -> None:
+    """Make ``args`` what it is without the plugin, for a run that is not this package's Muon.
+
+    Flags that Megatron has itself keep what was given, or its default; the others go. Without
+    effect the second time.
+
+    Raises:
+        ValueError: a flag is given that only the plugin has, so it would be ignored.
+    """
+    own: dict[str, Any] | None = getattr(args, KEPT, None)
+    if own is None:
+        return
+    upstream = args.optimizer == "muon"  # --muon-backend upstream, which says so if called again
+    kept = {*own, "muon_backend"} if upstream else {*own}
+    foreign = foreign_flags(args, kept)
+    if foreign:
+        raise ValueError(
+            f"{', '.join(foreign)} is for megatron_muon's --optimizer muon, and this run has "
+            f"--optimizer {args.optimizer}: leave it out, or give --optimizer muon"
+        )
+    restore_defaults(args)
+    for dest in {flag.dest for flag in FLAGS} - kept:
+        if hasattr(args, dest):
+            delattr(args, dest)
+    delattr(args, KEPT)
+
+
+def put_in_force(args: Namespace, config: MuonConfig) -> None:
+    """Write the settings that a run takes into its arguments, each by Megatron's own type.
+
+    Plain values only, so that a checkpoint's arguments are read without the plugin. Megatron's
+    flags that the plugin does not know get Megatron's defaults.
+    """
+    restore_defaults(args)
+    for dest, value in in_force(args, config).items():
+        setattr(args, dest, value)
+    if hasattr(args, KEPT):
+        delattr(args, KEPT)
+
+
+def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
+    """By dest, the value of every flag of ``FLAGS`` that gives ``config`` again."""
+    spectral = config.scale_mode == "spectral"
+    # In fp32, products are as torch's own switch says, which has more names than the flag.
+    fp32 = torch.get_float32_matmul_precision()
+    return {
+        "muon_matched_adamw_rms": config.matched_adamw_rms if spectral else None,
+        "muon_momentum": config.momentum,
+        "muon_ns_steps": config.ns_steps,
+        "no_muon_nesterov": not config.nesterov,
+        "muon_num_ns_steps": config.ns_steps,
+        "muon_nesterov": config.nesterov,
+        "muon_use_nesterov": config.nesterov,
+        "muon_scale_mode": config.scale_mode,
+        "muon_extra_scale_factor": config.matched_adamw_rms,
+        "muon_coefficient_type": "simple",
+        "muon_fp32_matmul_prec": "medium" if config.ns_dtype == "bf16" else fp32,
+        "muon_split_qkv": config.split_qkv,
+        "muon_tp_mode": "duplicated",
+        "muon_scalar_optimizer": "adam",
+        "muon_use_syrk": False,
+        "weight_decay_all_params": config.weight_decay_all_params,
+        "muon_include": list(config.muon_include),
+        "muon_exclude": list(config.muon_exclude),
+        "muon_homes": config.homes,
+        "muon_ns_dtype": config.ns_dtype,
+        "muon_defaults": getattr(args, "muon_defaults", None) or "moonlight",
+        "muon_backend": "plugin",
+    }
+
+
+def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:
+    """The options of Muon's on a command line, and ``--optimizer muon``.
+
+    Args:
+        parser: that ``add_flags`` completed; it knows Megatron's own flags of Muon's too.
+        line: the words.
+    """
+    known = {flag.option for flag in FLAGS} | {
+        option for option in parser._option_string_actions if option.startswith("--muon-")
+    }
+    found = [word for word in line if word.split("=")[0] in known]
+    pairs = itertools.pairwise(line)
+    if "--optimizer=muon" in line or ("--optimizer", "muon") in pairs:
+        found.insert(0, "--optimizer muon")
+    return found
