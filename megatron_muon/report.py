@@ -88,8 +88,7 @@ def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: int) -
         f"{buckets} bucket(s), {len(boundary)} boundary parameter(s) ({_amount(boundary_bytes)}B "
         f"per TP rank); the exchange sends {_amount(max(plan.sent_bytes()))}B a step on the "
         f"busiest rank; Newton-Schulz {_amount(sum(flops))}flop a step on the stage, "
-        f"{max(flops) / mean if mean else 1:.2f} × the mean on the busiest rank; "
-        "optimizer state cannot be saved yet"
+        f"{max(flops) / mean if mean else 1:.2f} × the mean on the busiest rank"
     )
 
 

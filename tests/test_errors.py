@@ -11,10 +11,8 @@ from gpt import (
     Case,
     Topology,
     build,
-    distributed_optimizers,
     error_of_optimizer,
     start,
-    take_step,
 )
 from megatron.core import __version__ as VERSION
 from megatron.core.optimizer import OptimizerConfig
@@ -239,30 +237,6 @@ def test_settings_are_the_same_in_the_whole_world(kind: str, topology: Topology)
     for text in run(_disagree, topology.world_size, topology, kind, timeout=60.0):
         assert text.startswith("PlanMismatchError: ranks of the run disagree about"), text
         assert "first at settings" in text
-
-
-def _checkpoint_errors() -> list[str]:
-    built = start(CASE, Topology())
-    take_step(built, 0)
-    (megatron,) = distributed_optimizers(built.optimizer)
-    texts = []
-    for call in (
-        built.optimizer.state_dict,
-        lambda: built.optimizer.load_state_dict({}),
-        lambda: megatron.sharded_state_dict({}),
-        lambda: megatron.save_parameter_state("state.pt"),
-        lambda: megatron.load_parameter_state("state.pt"),
-        lambda: megatron.load_parameter_state_from_dp_zero({}),
-    ):
-        with pytest.raises(NotImplementedError) as caught:
-            call()
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_saving_and_loading_are_refused_not_wrong() -> None:
-    (texts,) = run(_checkpoint_errors, 1)
-    assert all("--no-save-optim" in text for text in texts)
 
 
 def _hook_errors() -> list[str]:

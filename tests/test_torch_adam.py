@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from gpt import Case, Topology, held, start, take_step
 from ranks import run
+from torch_adam import torchs_own_adam
 from whole import whole
 
 CASE = Case(layers=2, steps=3)
@@ -16,26 +17,10 @@ ROUNDINGS = 10 * CASE.steps * 2.0**-24
 
 
 def _train_with_torch_adam(topology: Topology) -> dict[str, Any]:
-    from megatron.core import optimizer as mcore_optimizer
-    from megatron.core.optimizer import distrib_optimizer
-
-    changes = [
-        (mcore_optimizer, "Adam", torch.optim.AdamW),
-        (mcore_optimizer, "USING_PYTORCH_OPTIMIZER", True),
-        (distrib_optimizer, "Adam", torch.optim.Adam),
-        (distrib_optimizer, "HAVE_APEX_OR_TE", False),
-        (distrib_optimizer, "USING_TE_OPTIMIZER", False),
-    ]
-    before = [getattr(module, name) for module, name, _ in changes]
-    for module, name, value in changes:
-        setattr(module, name, value)
-    try:
+    with torchs_own_adam():
         built = start(CASE, topology)
         for step in range(CASE.steps):
             take_step(built, step)
-    finally:
-        for (module, name, _), value in zip(changes, before, strict=True):
-            setattr(module, name, value)
     inner = built.optimizer.chained_optimizers[0].optimizer
     return {**held(built), "class": type(inner).__name__}
 

@@ -1,0 +1,93 @@
+"""The checkpoint calls of Megatron's chain of optimizers: errors on all ranks, and no stubs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from megatron.core.optimizer import ChainedOptimizer
+
+from megatron_muon.agreement import raise_together
+from megatron_muon.collectives import all_gather_texts
+from megatron_muon.mcore.shards import device_of
+
+T = TypeVar("T")
+
+
+class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
+    """Saves and loads the optimizers that are no stubs: Megatron takes state of stubs, too.
+
+    All but ``state_dict`` are called on every rank of the world, and raise there: the error of this
+    rank, or a RuntimeError that quotes another's.
+    """
+
+    chained_optimizers: list[Any]
+
+    def state_dict(self) -> Any:
+        """Megatron's: all that is not a parameter's. No communication."""
+        with self._without_stubs():
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Megatron's; what a checkpoint must have is in ``checkpoint``."""
+        self._together(super().load_state_dict, state_dict)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's: what is to be saved, or with ``is_loading`` to be filled.
+
+        Raises:
+            NotImplementedError: a tensor on disk would hold weights of Muon's and of AdamW's.
+        """
+        state = self._together(super().sharded_state_dict, *args, **kwargs)
+        parts = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
+        if any(part.decided_by_name for part in parts):  # on all ranks alike: a setting
+            _refuse_mixed({tensor for part in parts for tensor in part.tensors})
+        return state
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Megatron's, for the format ``torch``."""
+        self._together(super().save_parameter_state, filename)
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Megatron's, for the format ``torch``."""
+        self._together(
+            super().load_parameter_state, filename, update_legacy_format=update_legacy_format
+        )
+
+    def _together(self, act: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        result: T | None = None
+        error: Exception | None = None
+        device = device_of(self.chained_optimizers[0].model_chunks)
+        with self._without_stubs():
+            try:
+                result = act(*args, **kwargs)
+            except Exception as own:  # whatever it is, the other ranks must hear of it
+                error = own
+        raise_together(error, None, device)
+        return result  # type: ignore[return-value]
+
+    @contextmanager
+    def _without_stubs(self) -> Iterator[None]:
+        every = self.chained_optimizers
+        self.chained_optimizers = [part for part in every if not part.is_stub_optimizer]
+        try:
+            yield
+        finally:
+            self.chained_optimizers = every
+
+
+def _refuse_mixed(tensors: set[tuple[str, bool]]) -> None:
+    """Compare over the world what Megatron keeps in one tensor, say a weight of all layers."""
+    lines = "\n".join(sorted(f"{key} {is_muon}" for key, is_muon in tensors))
+    every = {line for text in all_gather_texts(lines, None) for line in text.split("\n") if line}
+    keys = [line.rsplit(" ", 1)[0] for line in sorted(every)]
+    for key, other in itertools.pairwise(keys):
+        if key == other:
+            raise NotImplementedError(
+                f"the checkpoint would keep {key} of all layers in one tensor, but Muon updates "
+                "some of them and AdamW others: save in another format (in Megatron-LM without "
+                "--dist-ckpt-optim-fully-reshardable, before 0.15 without "
+                "--ckpt-fully-parallel-save), or have muon_include and muon_exclude name all layers"
+            )

@@ -1,0 +1,128 @@
+"""The two methods through which every format of Megatron takes and gives a parameter's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_muon.mcore.checkpoint_buffers import (
+    ADAMW_STATE,
+    MOMENTUM,
+    Place,
+    check_tensor,
+    gathered_spans,
+)
+from megatron_muon.mcore.shards import owned_shards
+from megatron_muon.mcore.weights import expert_name, weights, why_adamw
+from megatron_muon.optimizer import MOMENTUM_KEY, DistributedMuon
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+# What Megatron is told of a parameter: its main parameter alone; all that goes to disk, by the
+# names there; or all by Adam's names, which Megatron gathers over a whole buffer.
+Told = Literal["main", "disk", "adam"]
+
+
+class MuonState(DistributedOptimizer):  # type: ignore[misc]
+    """What the formats share.
+
+    Attributes:
+        muon: the Muon part; None in a stub.
+        stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
+        ep_rank, local_experts: which experts this rank has, for names.
+    """
+
+    muon: DistributedMuon | None
+    stage_group: Any = None
+    ep_rank: int = 0
+    local_experts: int = 0
+    _told: Told = "adam"
+
+    def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
+        shard = self._shard_of[model_param]
+        main = {"param": shard.detach()}
+        if self._told == "main":
+            return main
+        state = self._state_on_disk(shard)
+        if self._told == "disk" or MOMENTUM not in state:
+            return main | state
+        first, second = ADAMW_STATE
+        return main | {first: state[MOMENTUM], second: torch.zeros_like(shard)}
+
+    @torch.no_grad()
+    def _set_main_param_and_optimizer_states(
+        self, model_param: Parameter, tensors: Mapping[str, Any]
+    ) -> None:
+        shard = self._shard_of[model_param]
+        targets = {"param": shard, **self._state_on_disk(shard)}
+        if self._told == "adam" and MOMENTUM in targets:
+            targets[ADAMW_STATE[0]] = targets.pop(MOMENTUM)
+        for key, target in targets.items():
+            check_tensor(self._name_of[model_param], key, tensors, target.numel())
+            target.copy_(tensors[key])
+
+    @contextmanager
+    def _telling(self, told: Told) -> Iterator[None]:
+        before, self._told = self._told, told
+        try:
+            yield
+        finally:
+            self._told = before
+
+    @property
+    def _muon(self) -> DistributedMuon:
+        assert self.muon is not None, "the chain saves and loads no stubs"
+        return self.muon
+
+    @property
+    def decided_by_name(self) -> bool:
+        """True if patterns of names say whose a weight is, so that layers may differ."""
+        return bool(self._muon.config.muon_include or self._muon.config.muon_exclude)
+
+    def _state_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
+        """Of a shard, by the names on disk: the tensors that the optimizer uses, no copies."""
+        state = self.optimizer.state[shard]
+        if self._muon.owns(shard):
+            return {MOMENTUM: state[MOMENTUM_KEY]}
+        return {key: state[key] for key in ADAMW_STATE}
+
+    def _fill_state(self) -> None:
+        """Zero state for whatever has none yet: before its first step AdamW has none."""
+        self.init_state_fn(self.optimizer, self.config)
+
+    @cached_property
+    def _shard_of(self) -> dict[Parameter, Tensor]:
+        return dict(owned_shards(self))
+
+    @cached_property
+    def _name_of(self) -> dict[Parameter, str]:
+        names = {
+            weight.param: expert_name(weight.name, self.ep_rank, self.local_experts)
+            for weight in weights(self.model_chunks)
+        }
+        assert len(set(names.values())) == len(names), "two parameters of one name"
+        return names
+
+    @cached_property
+    def _muons(self) -> set[Parameter]:
+        """Muon's parameters, also those of which this rank has no piece."""
+        config = self._muon.config
+        return {w.param for w in weights(self.model_chunks) if why_adamw(w, config) is None}
+
+    def _buffers(self) -> Iterator[tuple[int, Any, Any]]:
+        """``(number, dtypes, grad buffer)``, the first two as in Megatron's state dicts."""
+        for index, ranges in enumerate(self.gbuf_ranges):
+            for dtypes in ranges:
+                yield index, dtypes, self.buffers[index]
+
+    def _places(self, index: int) -> list[Place]:
+        """Of all parameters in a grad buffer, on whichever DP ranks their pieces are."""
+        return [
+            Place(self._name_of[param], start, stop, param in self._muons)
+            for param, start, stop in gathered_spans(self.buffers[index])
+        ]

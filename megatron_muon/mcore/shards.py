@@ -1,0 +1,30 @@
+"""The flat fp32 shards of a DistributedOptimizer that this rank holds, and their device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """``(parameter, flat fp32 shard)`` for all that this rank holds a piece of.
+
+    The shard is a copy for a bf16 parameter and a view of an fp32 one. Paired as Megatron fills the
+    groups: ``model_param_group_index_map`` misnumbers groups that mix both.
+    """
+    for models, shards in (
+        (dist_opt.model_float16_groups, dist_opt.shard_fp32_from_float16_groups),
+        (dist_opt.model_fp32_groups, dist_opt.shard_fp32_groups),
+    ):
+        for model_group, shard_group in zip(models, shards, strict=True):
+            yield from zip(model_group, shard_group, strict=True)
+
+
+def device_of(model_chunks: Iterable[torch.nn.Module]) -> torch.device:
+    """Where the rank's tensors are; known on a stage without any parameter, too."""
+    for chunk in model_chunks:
+        for param in chunk.parameters():
+            return torch.device(param.device)
+    return torch.device(torch.cuda.current_device())

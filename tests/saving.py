@@ -1,0 +1,223 @@
+"""Save and load a tiny GPT with its optimizer as Megatron-LM does, in each of Megatron's formats.
+
+The functions run on ranks. A format is ``torch`` (Megatron-LM's old one: a file of each model
+parallel rank, written by its first DP rank, with the optimizer's tensors in a second one) or the
+name of a sharding type of torch_dist.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from gpt import Built, Case, Topology, distributed_optimizers, held, start, take_step
+from installed import VERSION
+from torch.distributed.checkpoint.api import CheckpointException
+
+
+def formats() -> list[str]:
+    """Those that Megatron-LM of the installed core writes, its default of torch_dist first."""
+    if VERSION >= (0, 15):
+        return ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch"]
+    return ["dp_zero_gather_scatter", "fully_sharded_model_space", "torch"]
+
+
+def _as_in_its_day() -> None:
+    """Give an old Megatron two functions of numpy 1 and torch 2.6, without which it cannot save."""
+    if VERSION < (0, 15) and not hasattr(numpy, "product"):
+        numpy.product = numpy.prod
+    if VERSION < (0, 13):
+        from megatron.core.dist_checkpointing.strategies import filesystem_async as writer
+        from torch.distributed.checkpoint import filesystem
+
+        torch_save = filesystem.SerializationFormat.TORCH_SAVE
+        writer._write_item = partial(filesystem._write_item, serialization_format=torch_save)
+
+
+def save(built: Built, folder: str, format: str) -> None:
+    """Write the model and its optimizer."""
+    if format == "torch":
+        _save_torch(built, folder)
+    else:
+        from megatron.core import dist_checkpointing
+
+        _as_in_its_day()
+        dist_checkpointing.save(sharded(built, format, is_loading=False), folder)
+
+
+def load(built: Built, folder: str, format: str) -> None:
+    """Read them into a model and an optimizer of the same shape."""
+    if format == "torch":
+        _load_torch(built, folder)
+    else:
+        from megatron.core import dist_checkpointing
+
+        loaded = dist_checkpointing.load(sharded(built, format, is_loading=True), folder)
+        for name, model in _models(built).items():
+            model.load_state_dict(loaded[name])
+        built.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def sharded(built: Built, format: str, is_loading: bool) -> dict[str, Any]:
+    """The sharded state dict of all that is saved, as ``generate_state_dict`` makes it."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    state = {name: model.sharded_state_dict() for name, model in _models(built).items()}
+    metadata = {"distrib_optim_sharding_type": format, "chained_optim_avoid_prefix": True}
+    takes = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
+    option = {"metadata": metadata} if "metadata" in takes else {"sharding_type": format}
+    state["optimizer"] = built.optimizer.sharded_state_dict(state, is_loading, **option)
+    return state
+
+
+def _models(built: Built) -> dict[str, Any]:
+    from megatron.core.transformer.module import Float16Module
+
+    found = {}
+    for number, chunk in enumerate(built.chunks):
+        model = chunk.module
+        name = f"model{number}" if len(built.chunks) > 1 else "model"
+        found[name] = model.module if isinstance(model, Float16Module) else model
+    return found
+
+
+def _files(folder: str) -> tuple[str, str]:
+    from megatron.core import parallel_state as ps
+
+    ranks = (
+        ps.get_tensor_model_parallel_rank(),
+        ps.get_pipeline_model_parallel_rank(),
+        ps.get_expert_model_parallel_rank(),
+    )
+    start = os.path.join(folder, "_".join(map(str, ranks)))
+    return f"{start}_model_optim.pt", f"{start}_distrib_optim.pt"
+
+
+def _save_torch(built: Built, folder: str) -> None:
+    from megatron.core import parallel_state as ps
+
+    model_file, optimizer_file = _files(folder)
+    built.optimizer.save_parameter_state(optimizer_file)
+    if ps.get_expert_data_parallel_rank() == 0:
+        state = {name: model.state_dict() for name, model in _models(built).items()}
+        torch.save({**state, "optimizer": built.optimizer.state_dict()}, model_file)
+    torch.distributed.barrier()
+
+
+def _load_torch(built: Built, folder: str) -> None:
+    model_file, optimizer_file = _files(folder)
+    state = torch.load(model_file, weights_only=False)
+    for name, model in _models(built).items():
+        model.load_state_dict(state[name])
+    built.optimizer.load_state_dict(state["optimizer"])
+    built.optimizer.load_parameter_state(optimizer_file)
+
+
+@torch.no_grad()
+def spoil(built: Built) -> None:
+    """Change all that a load must bring back; what a new run starts with is not what was saved."""
+    for param in built.params.values():
+        param.mul_(-0.5)
+    for part in distributed_optimizers(built.optimizer):
+        for group in part.optimizer.param_groups:
+            for shard in group["params"]:
+                shard.mul_(-0.5)
+
+
+def resumed(
+    case: Case,
+    topology: Topology,
+    format: str,
+    folder: str,
+    dirty: bool = False,
+    mutation: Callable[[], Any] = nullcontext,
+) -> dict[str, Any]:
+    """Take half of the case's steps, save, go on; load into a new run and go on there, too.
+
+    Args:
+        dirty: the new run has taken a step before the load, so that its state is made and wrong.
+        mutation: the load is inside.
+
+    Returns:
+        ``differences`` of what this rank holds then, and what it logged; ``moved``: whether the
+        steps after the load changed anything; ``held``.
+    """
+    half = case.steps // 2
+    built = start(case, topology)
+    for step in range(half):
+        take_step(built, step)
+    before = held(built)
+    save(built, folder, format)
+    found = _unequal(before, held(built), "by saving: ")
+    for step in range(half, case.steps):
+        take_step(built, step)
+    expected = held(built)
+
+    again = start(case, topology)
+    if dirty:
+        take_step(again, case.steps + 1)
+    spoil(again)
+    again.log.clear()
+    with mutation():
+        load(again, folder, format)
+    found += _unequal(before, held(again), "by loading: ", log=False)
+    for step in range(half, case.steps):
+        take_step(again, step)
+    after = held(again)
+    for name, values in after["log"].items():
+        if values != expected["log"][name][half:]:
+            found.append(f"{name}: {values}, not {expected['log'][name][half:]}")
+    found += _unequal(expected, after, "after more steps: ", log=False)
+    moved = bool(_unequal(before, after, "", log=False))
+    return {"differences": found, "moved": moved, "held": after}
+
+
+def save_new(case: Case, topology: Topology, format: str, folder: str) -> None:
+    """Save a run that has taken the case's steps."""
+    built = start(case, topology)
+    for step in range(case.steps):
+        take_step(built, step)
+    save(built, folder, format)
+
+
+def error_of_load(case: Case, topology: Topology, format: str, folder: str) -> str:
+    """What loading into a new run raises, as text."""
+    built = start(case, topology)
+    try:
+        load(built, folder, format)
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def error_of_save(case: Case, topology: Topology, format: str, folder: str) -> str:
+    """What saving raises, as text."""
+    built = start(case, topology)
+    try:
+        save(built, folder, format)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _unequal(one: dict[str, Any], two: dict[str, Any], where: str, log: bool = True) -> list[str]:
+    """Names of what differs between two ``held`` of one rank."""
+    found = [f"{where}log"] * (log and one["log"] != two["log"])
+    for name, array in one["params"].items():
+        if not numpy.array_equal(array, two["params"][name]):
+            found.append(f"{where}{name}")
+    assert one["shards"].keys() == two["shards"].keys()
+    for name, (*span, arrays) in one["shards"].items():
+        *other_span, others = two["shards"][name]
+        assert span == other_span
+        assert not where.startswith("after") or arrays.keys() == others.keys(), (name, others)
+        for kind in arrays.keys() & others.keys():
+            if not numpy.array_equal(arrays[kind], others[kind]):
+                found.append(f"{where}{kind} of {name}")
+    return found
