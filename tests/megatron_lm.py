@@ -87,10 +87,19 @@ def pretrain(
     **more: str,
 ) -> str:
     """``pretrain_gpt.py``, or another script, through torchrun and the launcher."""
+    return done(pretrain_command(processes, *options, data=data, script=script), fails, **more)
+
+
+def pretrain_command(
+    processes: int, *options: str, data: str = MOCK, script: Path | None = None
+) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", "-m", "megatron_muon"]
-    command += [str(script or CHECKOUT / "pretrain_gpt.py"), *words(MODEL, data, RUN, *options)]
-    return done(command, fails, **more)
+    return [
+        *command,
+        str(script or CHECKOUT / "pretrain_gpt.py"),
+        *words(MODEL, data, RUN, *options),
+    ]
 
 
 def alone(*options: str, script: str = "pretrain_gpt.py", fails: bool = False) -> str:
