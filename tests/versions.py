@@ -1,8 +1,9 @@
 """The tests of Megatron-LM's scripts over several checkouts, and what came out as a table.
 
-`bash tests/versions.sh CHECKOUT [CHECKOUT ...] [-- pytest arguments]`. A column is a test, a row a
-checkout. Only what a test has shown gets in: "run" where it passed, "FAILED", or "not run" where it
-was skipped or its tests were left out, with the reasons below the table.
+`bash tests/versions.sh [--options] CHECKOUT [CHECKOUT ...] [-- pytest arguments]`. A row is a
+checkout, a column what tests show; with --options a row is an option of Megatron-LM and a column a
+checkout. Only what a test has shown gets in: "run" or "refused" where it passed, "FAILED", or "not
+run" where it was skipped or its tests were left out, with the reasons below the table.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ sys.path.insert(0, str(HERE.parent))
 
 from megatron_muon.launch import version_of  # noqa: E402 after the path is set
 
-FILES = ["test_pretrain.py", "test_pretrain_oracle.py", "test_pretrain_saved.py"]
+FILES = [f"test_pretrain{name}.py" for name in ("", "_oracle", "_saved", "_resume")]
+OPTIONS = ["test_pretrain_options.py"]
 # Column, and the tests that it stands for: the start of a test's name.
 COLUMNS = {
     "TP2": "test_muon_trains[tp2]",
@@ -35,6 +37,8 @@ COLUMNS = {
     "saved arguments": "test_saved_arguments",
     "tools/checkpoint": "test_the_saver_of_tools",
     "--use-checkpoint-args": "test_use_checkpoint_args",
+    "killed and resumed, torch": "test_a_killed_run_goes_on_bit_for_bit[tp2-torch]",
+    "killed and resumed, torch_dist": "test_a_killed_run_goes_on_bit_for_bit[tp2-torch_dist]",
     "gpt --help": "test_a_script_is_imported_and_its_help_has_the_flags[pretrain_gpt.py]",
     "mamba --help": "test_a_script_is_imported_and_its_help_has_the_flags[pretrain_mamba.py]",
     "hybrid --help": "test_a_script_is_imported_and_its_help_has_the_flags[pretrain_hybrid.py]",
@@ -44,12 +48,14 @@ COLUMNS = {
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; the status is 1 where a test failed."""
-    checkouts, more = split(argv)
+    of_options = "--options" in argv
+    checkouts, more = split([word for word in argv if word != "--options"])
     if not checkouts:
         print(__doc__, file=sys.stderr)
         return 2
-    rows = {name_of(path): outcomes(path, more) for path in checkouts}
-    print("\n".join(table(rows)))
+    files = OPTIONS if of_options else FILES
+    rows = {name_of(path): outcomes(path, files, more) for path in checkouts}
+    print("\n".join(table_of_options(rows) if of_options else table(rows)))
     return int(any("FAILED" in cell for row in rows.values() for cell, _ in row.values()))
 
 
@@ -65,12 +71,14 @@ def name_of(checkout: Path) -> str:
     return f"{checkout.name} (core {version_of(checkout / 'megatron' / 'core')})"
 
 
-def outcomes(checkout: Path, more: Sequence[str]) -> dict[str, tuple[str, str]]:
+def outcomes(
+    checkout: Path, files: Sequence[str], more: Sequence[str]
+) -> dict[str, tuple[str, str]]:
     """By test: "run", "FAILED" or "not run", and a reason."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *more]
-        command += [str(HERE / name) for name in FILES]
+        command += [str(HERE / name) for name in files]
         env = {**os.environ, "MEGATRON_LM_PATH": str(checkout)}
         subprocess.run(command, env=env, stdout=sys.stderr, check=False)
         if not report.is_file():
@@ -99,6 +107,26 @@ def table(rows: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
             if why:
                 notes.append(f"{name}, {column}: {text}, {why}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, "", *(f"- {note}" for note in notes)]
+
+
+def table_of_options(rows: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
+    names = [name.split(" (")[0] for name in rows]
+    lines = [f"| option | {' | '.join(names)} |", f"|---{'|---' * len(names)}|"]
+    notes: list[str] = []
+    for test in dict.fromkeys(test for row in rows.values() for test in row):
+        option = test.split("[", 1)[1].removesuffix("]")
+        cells = []
+        for name, row in rows.items():
+            text, why = row.get(test, ("not run", "left out"))
+            if "has no --" in why:
+                text, why = "–", ""
+            if text == "run" and test.startswith("test_an_option_is_refused"):
+                text = "refused"
+            cells.append(text)
+            if why:
+                notes.append(f"{name}, {option}: {text}, {why}")
+        lines.append(f"| {option} | {' | '.join(cells)} |")
     return [*lines, "", *(f"- {note}" for note in notes)]
 
 

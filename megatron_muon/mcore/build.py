@@ -62,6 +62,7 @@ def make_muons(
         part.muon = None
         part.__class__ = MuonDistributedOptimizer
     optimizer.__class__ = MuonChainedOptimizer
+    optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     device = device_of(model_chunks)
     agree_everywhere(plans.describe([], config), device)
     instance = int(parts[0].distributed_optimizer_instance_id)

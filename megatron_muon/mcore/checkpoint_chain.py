@@ -24,6 +24,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     """
 
     chained_optimizers: list[Any]
+    decided_by_name: bool  # patterns of names say whose a weight is, so that layers may differ
 
     def state_dict(self) -> Any:
         """Megatron's: all that is not a parameter's. No communication."""
@@ -41,8 +42,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             NotImplementedError: a tensor on disk would hold weights of Muon's and of AdamW's.
         """
         state = self._together(super().sharded_state_dict, *args, **kwargs)
-        parts = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
-        if any(part.decided_by_name for part in parts):  # on all ranks alike: a setting
+        if self.decided_by_name:  # on all ranks alike, those that have only stubs too
+            parts = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
             _refuse_mixed({tensor for part in parts for tensor in part.tensors})
         return state
 

@@ -79,11 +79,6 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         assert self.muon is not None, "the chain saves and loads no stubs"
         return self.muon
 
-    @property
-    def decided_by_name(self) -> bool:
-        """True if patterns of names say whose a weight is, so that layers may differ."""
-        return bool(self._muon.config.muon_include or self._muon.config.muon_exclude)
-
     def _state_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
         """Of a shard, by the names on disk: the tensors that the optimizer uses, no copies."""
         state = self.optimizer.state[shard]

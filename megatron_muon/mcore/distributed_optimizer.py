@@ -1,8 +1,9 @@
 """Megatron's DistributedOptimizer with Muon inside: two classes that built objects are turned into.
 
 Megatron builds its optimizer around Adam as it always does; then the inner Adam's class becomes a
-subclass whose ``step`` is Muon's, and the DistributedOptimizer's one that checks gradients first.
-No constructor of Megatron is copied, and whichever fused Adam it picked stays in use.
+subclass whose ``step`` is Muon's, and the DistributedOptimizer's one that saves and loads what Muon
+has (``checkpoint``); that of their chain checks gradients first (``chained_optimizer``). No
+constructor of Megatron is copied, and whichever fused Adam it picked stays in use.
 """
 
 from __future__ import annotations
