@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import pytest
 from cases import (
     EXPERTS,
@@ -32,11 +33,15 @@ from cases import (
     Topology,
 )
 from gpt import distributed_optimizers, start
+from installed import NAME, VERSION, lacks
+from megatron_lm import CHECKOUT, needs_checkout
 from ranks import run
 
 from megatron_muon.cli import COMMANDS, main
+from megatron_muon.cli.versions import RANGES, has_flag
 
 ROOT = Path(__file__).parent.parent
+CORE = Path(megatron.core.__path__[0]).parent.parent
 TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --bf16 "
     "--position-embedding-type rope --transformer-impl local --use-distributed-optimizer"
@@ -64,11 +69,13 @@ def flags_of(case: Case, topology: Topology) -> list[str]:
     """Megatron's flags for the model and the ranks that ``gpt.build`` makes."""
     words: list[Any] = ["--num-layers", case.layers, "--hidden-size", HIDDEN]
     words += ["--num-attention-heads", HEADS, "--ffn-hidden-size", FFN, "--seq-length", SEQUENCE]
-    words += ["--padded-vocab-size", VOCAB, "--position-embedding-type", "rope"]
+    words += ["--vocab-size", VOCAB, "--make-vocab-size-divisible-by", 1]
+    words += ["--position-embedding-type", "rope"]
     words += ["--transformer-impl", "local", "--use-distributed-optimizer", "--bf16"]
     words += ["--tensor-model-parallel-size", topology.tp, "--context-parallel-size", topology.cp]
     words += ["--pipeline-model-parallel-size", topology.pp, "--world-size", topology.world_size]
     words += ["--num-distributed-optimizer-instances", topology.instances]
+    words += ["--sequence-parallel"] * topology.sequence_parallel
     words += ["--swiglu"] * case.gated
     words += ["--untie-embeddings-and-output-weights"] * (not case.tied)
     if topology.chunks > 1:
@@ -124,7 +131,7 @@ MOE = Case(moe=True, gated=True)
 CASES = [
     (Case(), Topology(2, 2, 2)),
     (Case(gated=True), Topology(2, 1, 2, overlap=True)),
-    (MOE, Topology(2, 1, 2, ep=2, etp=1)),
+    (MOE, Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)),
     (Case(layers=4), Topology(1, 2, 1, chunks=2)),
     (Case(), Topology(1, 1, 4, instances=2)),
     (Case(moe=True, gated=True, grouped="legacy"), Topology(1, 1, 2, ep=2)),
@@ -137,6 +144,10 @@ CASES = [
 def test_what_is_printed_is_what_a_run_does(
     case: Case, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if reason := lacks(case, topology):
+        pytest.skip(reason)
+    if case.mtp and VERSION < (0, 13):  # Megatron's own assertion: a parameter in two buckets
+        pytest.skip(f"megatron-core {NAME} cannot build this model's DistributedOptimizer")
     found = routes_json(flags_of(case, topology), capsys)
     results = run(built_by_a_run, topology.world_size, case, topology)
     assert [stage["stage"] for stage in found["stages"]] == list(range(topology.pp))
@@ -177,6 +188,11 @@ def test_tp_columns(capsys: pytest.CaptureFixture[str]) -> None:
 # --- as a program ----------------------------------------------------------------------------
 
 
+def with_core(folder: Path) -> str:
+    """PYTHONPATH with a folder that has ``megatron``, the repository, and what 3.11 lacks."""
+    return os.pathsep.join(map(str, (folder, ROOT, ROOT / "tests" / "python311")))
+
+
 def routes_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main(["routes", "--json", *argv]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -188,7 +204,7 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(tmp_path:
     """As a program by itself, with processor time and memory as the kernel counts them."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": with_core(CORE)}
     command = [sys.executable, "-m", "megatron_muon.cli", "routes", "--json", *DEEPSEEK_V3]
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=tmp_path)
@@ -295,6 +311,60 @@ def test_bad_values_are_refused(
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == ""
     assert message in said.err
+
+
+@pytest.mark.parametrize("flag", [flag for flag in RANGES if not has_flag(flag)])
+def test_a_flag_of_other_versions_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["routes", *TINY, flag])
+    assert ended.value.code == 2
+    assert f"megatron-core {NAME} has no {flag}: versions " in capsys.readouterr().err
+
+
+BOTH_PARSERS = """
+import argparse, json, megatron_muon
+megatron_muon.cpu.enable()
+from megatron.core.transformer import TransformerConfig
+from megatron.training.arguments import add_megatron_arguments
+from megatron_muon.cli.flags import add_megatron_flags
+
+ours, theirs = (argparse.ArgumentParser(allow_abbrev=False) for _ in range(2))
+add_megatron_flags(ours, TransformerConfig)
+add_megatron_arguments(theirs)
+print(json.dumps([
+    {name: [type(action).__name__, str(action.default), sorted(map(str, action.choices or ()))]
+     for name, action in parser._option_string_actions.items()} for parser in (ours, theirs)
+]))
+"""
+# Fields of TransformerConfig that have no flag, and what they would be.
+NO_FLAGS = {
+    *("--activation-func-fp8-input-store", "--moe-router-topk-limited-devices"),
+    *("--disable-attention-softmax-in-fp32", "--no-attention-softmax-in-fp32"),
+    *("--disable-parameter-transpose-cache", "--moe-apply-probs-on-input"),
+}
+DIFFER = {
+    *("--num-layers", "--hidden-size", "--num-attention-heads"),  # 0 for None: both are "not given"
+    "--tokenizer-type",  # any
+    "--no-position-embedding",  # under its own name
+    # of no consequence for parameters, so any value is taken
+    *("--mtp-loss-scaling-factor", "--moe-router-score-function", "--moe-router-dtype"),
+}
+
+
+@needs_checkout
+def test_flags_are_those_of_megatron_lm() -> None:
+    env = {**os.environ, "PYTHONPATH": with_core(CHECKOUT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", BOTH_PARSERS]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    ours, theirs = json.loads(result.stdout.splitlines()[-1])
+    read = {name for name, (kind, *_) in ours.items() if kind not in ("_Refuse", "_Lack")}
+    assert len(read) > 80 and read - theirs.keys() <= NO_FLAGS
+    assert {name: ours[name] for name in sorted(read & theirs.keys() - DIFFER)} == {
+        name: theirs[name] for name in sorted(read & theirs.keys() - DIFFER)
+    }
+    lacked = {name for name, (kind, *_) in ours.items() if kind == "_Lack"}
+    assert lacked and not lacked & theirs.keys()
 
 
 def test_a_vocabulary_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

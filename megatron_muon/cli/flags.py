@@ -1,9 +1,10 @@
 """Megatron-LM's flags, as far as they say which parameters a model has and where they lie.
 
 A field of TransformerConfig is the flag of its name with dashes, or the one that Megatron's own
-metadata on the field names, as Megatron-LM's parser has it (megatron/training/argument_utils.py).
-``_add_others`` has the flags that are no field or whose default is another one
-(megatron/training/arguments.py, checked at core_v0.16.1).
+metadata on the field names, as Megatron-LM's parser has it (megatron/training/argument_utils.py);
+before 0.16 that metadata is not there, and ``_UNMARKED`` stands in for it. ``_add_others`` has the
+flags that are no field or whose default is another one (megatron/training/arguments.py). Checked
+with the parsers of core_v0.12.3 to core_v0.19.0 and of main; ``versions`` has what only some have.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import re
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
+
+from megatron_muon.cli.versions import RANGES, has_flag, why_lacked
+from megatron_muon.mcore.hooks import megatron_version
 
 # Fields that change no parameter but ask for a GPU, or choose kernels, or steer a run.
 _OF_A_RUN = re.compile(
@@ -33,6 +37,10 @@ _OF_A_RUN = re.compile(
     r"|batch_p2p_.*|use_ring_exchange_p2p|microbatch_.*|num_microbatches_.*|async_tensor_.*"
     r"|pipeline_model_parallel_comm_backend|qk_clip.*|log_max_.*|mlp_chunks_.*|clone_scatter_.*"
     r"|.*_p2p_.*|mamba_.*|use_mamba_.*|dsa_.*|hetereogenous_.*|quant_recipe|memory_efficient_.*"
+    r"|flash_attention_version|moe_paged_stash.*|moe_ncclep_.*|moe_.*_(fwd|bwd)_dtype|gdp_.*"
+    r"|batch_invariant_backend|use_transformer_engine_op_fuser|high_priority_.*|mhc_recompute_.*"
+    r"|activation_offload_.*|delta_offload_.*|moe_permute_fusion_.*|nccl_all_reduce_for_prefill"
+    r"|gtp_remat_.*"
 )
 # Fields with a flag of their own below, or none.
 _ELSEWHERE = frozenset(
@@ -44,9 +52,18 @@ _ELSEWHERE = frozenset(
         "layernorm_zero_centered_gamma",  # of kernels that are not used here
         *("experimental_attention_variant", "heterogeneous_block_specs", "is_hybrid_model"),
         *("use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
+        *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),  # follow from others
     }
 )
+# Metadata of fields that say nothing themselves: of megatron-core 0.12 to 0.15.
+_UNMARKED: dict[str, dict[str, Any]] = {
+    "add_bias_linear": {"arg_names": ["--disable-bias-linear"]},
+    "num_query_groups": {"default": 1},
+    "normalization": {"choices": ["LayerNorm", "RMSNorm"]},
+}
 _NO_BUILD = "the model is built by GPTModel from flags alone"
+_NO_GTP = "optimizer='muon' does not support generalized tensor parallelism yet"
+_TE_ONLY = "the model is built from Megatron's local modules, and only Transformer Engine's have it"
 REFUSED = {
     "--spec": f"{_NO_BUILD}, not from a specification in a file",
     "--heterogeneous-layers-config-path": _NO_BUILD,
@@ -68,6 +85,15 @@ REFUSED = {
     "--use-mp-args-from-checkpoint-args": "give the parallel sizes",
     "--use-torch-fsdp2": "optimizer='muon' does not support torch FSDP2 yet",
     "--use-custom-fsdp": "optimizer='muon' does not support Megatron-FSDP yet",
+    "--encoder-tensor-model-parallel-size": _NO_BUILD,
+    "--encoder-pipeline-model-parallel-size": _NO_BUILD,
+    "--pipeline-model-parallel-split-rank": _NO_BUILD,
+    "--retro-add-retriever": _NO_BUILD,
+    "--tensor-parallel-num-weight-shards": _NO_GTP,
+    "--expert-tensor-parallel-num-weight-shards": _NO_GTP,
+    "--mla-down-proj-fusion": _TE_ONLY,
+    "--use-grouped-gemm-for-dense-mlp": _TE_ONLY,
+    "--use-grouped-gemm-for-shared-expert": _TE_ONLY,
 }
 
 
@@ -77,6 +103,13 @@ class _Refuse(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> NoReturn:
         flag = self.option_strings[0]
         parser.error(f"{flag} is not supported: {REFUSED[flag]}")
+
+
+class _Lack(argparse.Action):
+    """A flag of other versions of Megatron."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> NoReturn:
+        parser.error(why_lacked(self.option_strings[0]))
 
 
 def add_megatron_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
@@ -92,10 +125,16 @@ def add_megatron_flags(parser: argparse.ArgumentParser, config_class: type) -> N
         if field.name not in _ELSEWHERE and not _OF_A_RUN.fullmatch(field.name):
             _add_field(group, field, hints[field.name])
     _add_others(parser.add_argument_group("Megatron's others"))
+    known = {name for action in parser._actions for name in action.option_strings}
+    lacked = [flag for flag in RANGES if flag not in known]
     refused = parser.add_argument_group("refused")
-    for flag in REFUSED:
+    for flag in (*REFUSED, *lacked):
         refused.add_argument(
-            flag, action=_Refuse, nargs="*", dest=argparse.SUPPRESS, help=argparse.SUPPRESS
+            flag,
+            action=_Refuse if flag in REFUSED else _Lack,
+            nargs="*",
+            dest=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
         )
 
 
@@ -131,12 +170,12 @@ def not_read(parser: argparse.ArgumentParser, unknown: Iterable[str], config_cla
 
 
 def _add_field(group: argparse._ArgumentGroup, field: Any, hint: Any) -> None:
-    meta = dict(field.metadata.get("argparse_meta", {}))
+    meta = dict(field.metadata.get("argparse_meta") or _UNMARKED.get(field.name, {}))
     default = field.default
     names = meta.pop("arg_names", None)
     flag = "--" + field.name.replace("_", "-")
     kind = _kind(hint)
-    if kind is None:
+    if kind is None or flag in REFUSED:
         return
     options: dict[str, Any] = {
         "dest": field.name,
@@ -151,7 +190,7 @@ def _add_field(group: argparse._ArgumentGroup, field: Any, hint: Any) -> None:
         options |= {"type": type(kind[0]), "choices": kind}
     else:
         options["type"] = kind
-    options |= {key: meta[key] for key in ("default",) if key in meta}
+    options |= {key: meta[key] for key in ("default", "choices") if key in meta}
     group.add_argument(*(names or [flag]), **options)
 
 
@@ -166,6 +205,7 @@ def _kind(hint: Any) -> Any:
 
 
 def _add_others(group: argparse._ArgumentGroup) -> None:
+    version = megatron_version()[1]
     number, switch = {"type": int}, {"action": "store_true"}
     table: dict[str, dict[str, Any]] = {
         "--group-query-attention": switch,
@@ -181,7 +221,10 @@ def _add_others(group: argparse._ArgumentGroup) -> None:
         "--max-position-embeddings": number,
         "--position-embedding-type": {
             "default": "learned_absolute",
-            "choices": ["learned_absolute", "rope", "mrope", "relative", "none"],
+            "choices": [
+                *("learned_absolute", "rope", "mrope", "relative", "none"),
+                *["yarn"] * (version >= (0, 18)),
+            ],
         },
         "--use-rotary-position-embeddings": switch,
         "--no-position-embedding": switch,
@@ -201,7 +244,10 @@ def _add_others(group: argparse._ArgumentGroup) -> None:
         "--use-tp-pp-dp-mapping": switch,
         "--transformer-impl": {
             "default": "transformer_engine",
-            "choices": ["local", "transformer_engine", "inference_optimized"],
+            "choices": [
+                *("local", "transformer_engine"),
+                *["inference_optimized"] * (version >= (0, 16)),
+            ],
         },
         "--use-distributed-optimizer": switch,
         "--num-distributed-optimizer-instances": number | {"default": 1},
@@ -220,7 +266,11 @@ def _add_others(group: argparse._ArgumentGroup) -> None:
         "--fp8-param-gather": switch,
         "--fp4-param-gather": switch,
     }
+    if "--qk-l2-norm" not in group._option_string_actions:  # a field since 0.16
+        table["--qk-l2-norm"] = switch
     for flag, options in table.items():
+        if not has_flag(flag):
+            continue
         shown = {} if options.get("action") else {"help": "default %(default)s"}
         group.add_argument(flag, **(shown | options))
 

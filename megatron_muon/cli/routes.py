@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import get_args
 
 import megatron_muon
@@ -34,10 +36,9 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0; wrong arguments end the process with status 2, as argparse does.
     """
-    if not megatron_muon.cpu.enabled():
-        megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about Apex, which nothing here would call
+    with megatron_is_quiet():
+        if not megatron_muon.cpu.enabled():
+            megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
         from megatron.core.transformer import TransformerConfig
 
         from megatron_muon.cli.stages import routes
@@ -53,11 +54,25 @@ def main(argv: Sequence[str]) -> int:
         print(f"megatron-muon routes: {note}", file=sys.stderr)
     try:
         config = _muon_config(flags)
-        found = routes(flags, config)
+        with megatron_is_quiet():
+            found = routes(flags, config)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         parser.error(_said(error))
     print(as_json(found, config, notes) if flags.json else as_text(found, every=flags.all))
     return 0
+
+
+@contextmanager
+def megatron_is_quiet() -> Iterator[None]:
+    """No advice about what nothing here calls, such as Apex; what is printed goes to stderr."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _parser(config_class: type) -> argparse.ArgumentParser:

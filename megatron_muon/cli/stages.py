@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import time
-import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_muon.cli import world
-from megatron_muon.cli.model import (
-    Ranks,
-    build_chunks,
-    optimizer_config,
-    ranks_of,
-    transformer_config,
-)
+from megatron_muon.cli.chunks import build_chunks, optimizer_config
+from megatron_muon.cli.model import Ranks, ranks_of, transformer_config
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.groups import Sizes
 from megatron_muon.mcore.matrices import matrices_of
@@ -150,8 +144,7 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
 
 
 def _built(flags: Namespace, ranks: Ranks) -> list[Any]:
-    with warnings.catch_warnings(), world.without_memory():
-        warnings.simplefilter("ignore")  # advice about speed on GPUs
+    with world.without_memory(), world.without_inference_layers():
         chunks = build_chunks(flags, transformer_config(flags, ranks))
     refuse_unsupported(optimizer_config(flags), chunks)
     return chunks

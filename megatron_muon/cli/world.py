@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.parallel_state import RankGenerator
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_token_prediction
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -68,6 +69,24 @@ def without_memory() -> Iterator[None]:
     finally:
         hook.remove()
         torch.cuda.current_device = current_device
+
+
+@contextmanager
+def without_inference_layers() -> Iterator[None]:
+    """No linear is one of Transformer Engine's for inference, as is so in a local model.
+
+    The MTP layer of megatron-core 0.20 asks, which fails where Transformer Engine is not installed:
+    classes derived from a stand-in for its own are no classes.
+    """
+    name = "is_inference_column_parallel_linear"
+    asked = getattr(multi_token_prediction, name, None)
+    if asked is not None:
+        setattr(multi_token_prediction, name, lambda module: False)
+    try:
+        yield
+    finally:
+        if asked is not None:
+            setattr(multi_token_prediction, name, asked)
 
 
 def _on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:

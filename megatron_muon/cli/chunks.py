@@ -1,0 +1,175 @@
+"""Megatron's model chunks in their DDP, as Megatron-LM builds them from settings.
+
+Sources: ``get_model`` (megatron/training/training.py) and gpt_builders.py, which is part of
+pretrain_gpt.py before 0.15; at core_v0.12.3 to core_v0.19.0 and main, which agree but where it is
+said.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module
+
+from megatron_muon.cli.model import padded_vocab
+from megatron_muon.cli.versions import having
+
+
+def build_chunks(flags: Namespace, config: Any) -> list[Any]:
+    """This rank's model chunks in their DDP, on whatever device new parameters come."""
+    chunks = config.virtual_pipeline_model_parallel_size
+    stages: Sequence[int | None] = range(chunks) if chunks else [None]
+    models = [_gpt(flags, config, vp_stage) for vp_stage in stages]
+    for model in models:
+        for param in model.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    ddp_config = _ddp_config(flags, sum(p.nelement() for m in models for p in m.parameters()))
+    return [
+        DistributedDataParallel(
+            config,
+            ddp_config,
+            Float16Module(config, model) if flags.fp16 or flags.bf16 else model,
+            disable_bucketing=index > 0 or flags.overlap_param_gather_with_optimizer_step,
+        )
+        for index, model in enumerate(models)
+    ]
+
+
+def optimizer_config(flags: Namespace) -> Any:
+    """What ``refuse_unsupported`` looks at. Set after the construction, which asks for a GPU."""
+    config = OptimizerConfig(
+        optimizer="adam", bf16=flags.bf16, fp16=flags.fp16, use_distributed_optimizer=True
+    )
+    names = (
+        "use_precision_aware_optimizer",
+        "optimizer_cpu_offload",
+        "optimizer_cuda_graph",  # since 0.17
+        "overlap_param_gather_with_optimizer_step",
+    )
+    options = {name: getattr(flags, name, False) for name in names}
+    for name, value in having(OptimizerConfig, **options).items():
+        setattr(config, name, value)
+    return config
+
+
+def _gpt(flags: Namespace, config: Any, vp_stage: int | None) -> Any:
+    chunk = _named_chunk(vp_stage)
+    spec = _layer_spec(flags, config, chunk)
+    kind = "rope" if flags.use_rotary_position_embeddings else flags.position_embedding_type
+    positions = flags.max_position_embeddings or flags.seq_length
+    if flags.no_position_embedding and kind != "rope":
+        raise ValueError("--no-position-embedding needs --position-embedding-type rope")
+    if kind == "learned_absolute" and not positions:
+        raise ValueError("--max-position-embeddings needed for learned_absolute embeddings")
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocab(flags),
+        max_sequence_length=positions or 1,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **chunk),
+        share_embeddings_and_output_weights=not flags.untie_embeddings_and_output_weights,
+        position_embedding_type="rope" if kind == "yarn" else kind,  # neither has parameters
+        mtp_block_spec=_mtp_spec(flags, config, spec, chunk),
+        **chunk,
+    )
+
+
+def _named_chunk(vp_stage: int | None) -> dict[str, int | None]:
+    """The keyword for which chunk is built; before 0.13 there is none, but Megatron's own state."""
+    if "vp_stage" in inspect.signature(GPTModel).parameters:
+        return {"vp_stage": vp_stage}
+    if vp_stage is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+    return {}
+
+
+def _layer_spec(flags: Namespace, config: Any, chunk: dict[str, int | None]) -> Any:
+    if not flags.num_experts:
+        return _one_layer(flags, config)
+    return gpt_layer_specs.get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        qk_l2_norm=_qk_l2_norm(flags),
+        **chunk,
+    )
+
+
+def _one_layer(flags: Namespace, config: Any) -> Any:
+    """The layer of a dense model, or one with experts."""
+    make = gpt_layer_specs.get_gpt_layer_local_spec
+    legacy = getattr(config, "moe_use_legacy_grouped_gemm", False)  # a parameter up to 0.16
+    return make(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+        qk_l2_norm=_qk_l2_norm(flags),
+        **having(make, moe_use_legacy_grouped_gemm=legacy),
+    )
+
+
+def _qk_l2_norm(flags: Namespace) -> bool:
+    return getattr(flags, "qk_l2_norm", False)  # a flag since 0.13
+
+
+def _mtp_spec(flags: Namespace, config: Any, spec: Any, chunk: dict[str, int | None]) -> Any:
+    """MTP's layer is like the decoder's last one; on this stage, before 0.16."""
+    if flags.mtp_num_layers is None:
+        return None
+    layer = spec
+    if hasattr(spec, "layer_specs") and not spec.layer_specs:
+        layer = _one_layer(flags, config)  # no layer of the decoder is on this stage
+    elif hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):  # since 0.16
+        layer = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            config,
+            use_transformer_engine=False,
+            normalization=config.normalization,
+            qk_l2_norm=_qk_l2_norm(flags),
+            **chunk,
+        )[-1]
+    return gpt_layer_specs.get_gpt_mtp_block_spec(
+        config, layer, use_transformer_engine=False, **chunk
+    )
+
+
+def _ddp_config(flags: Namespace, parameters: int) -> Any:
+    """``get_model``'s.
+
+    Args:
+        parameters: elements in all chunks of this rank.
+    """
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not flags.grad_reduce_in_bf16
+        if flags.bf16
+        else flags.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=flags.overlap_grad_reduce,
+        overlap_param_gather=flags.overlap_param_gather,
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=flags.num_distributed_optimizer_instances,
+        bucket_size=flags.ddp_bucket_size,
+        pad_buckets_for_high_nccl_busbw=flags.ddp_pad_buckets_for_high_nccl_busbw,
+        fp8_param_gather=flags.fp8_param_gather,
+        **having(
+            DistributedDataParallelConfig,
+            use_megatron_fsdp=getattr(flags, "use_megatron_fsdp", False),  # since 0.14
+        ),
+    )
+    if flags.ddp_num_buckets is not None:
+        config.bucket_size = parameters // flags.ddp_num_buckets
+    if config.bucket_size is None:
+        with_cp = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        config.bucket_size = max(40_000_000, 1_000_000 * with_cp)
+    if not config.overlap_grad_reduce:
+        config.bucket_size = None
+    return config
