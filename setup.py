@@ -19,7 +19,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     # patches/ stands at the top for its readers; the command `megatron-muon patch` needs it too
-    packages=[*find_packages(include=["megatron_muon", "megatron_muon.*"]), "megatron_muon.patches"],
+    packages=[*find_packages(include=["megatron_muon*"]), "megatron_muon.patches"],
     package_dir={"megatron_muon.patches": "patches"},
     package_data={
         "megatron_muon": ["py.typed"],
