@@ -7,6 +7,7 @@ MEGATRON_LM_PATH=... pytest tests/test_pretrain.py, with tests/requirements-pret
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from megatron_lm import (
     CHECKOUT,
     EXPERTS,
+    HERE,
     MOCK,
     MODEL,
     MUON,
@@ -26,6 +28,7 @@ from megatron_lm import (
     losses,
     needs_checkout,
     pretrain,
+    version,
 )
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
@@ -79,7 +82,9 @@ def tokenised(folder: Path) -> str:
     tokenizer = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {folder}/small.model"
     command = [sys.executable, str(CHECKOUT / "tools" / "preprocess_data.py"), "--append-eod"]
     command += ["--input", str(folder / "corpus.jsonl"), "--output-prefix", str(folder / "corpus")]
-    done([*command, *tokenizer.split(), "--workers", "1"])
+    # the tool appends its checkout to the path, behind an installed megatron-core
+    path = os.pathsep.join(map(str, (CHECKOUT, HERE / "python311")))
+    done([*command, *tokenizer.split(), "--workers", "1"], PYTHONPATH=path)
     return (
         f"--data-path {folder}/corpus_text_document --make-vocab-size-divisible-by 16 {tokenizer}"
     )
@@ -116,6 +121,8 @@ def test_a_yaml_file_is_refused(tmp_path: Path) -> None:
     file.write_text("optimizer: adam\nenable_msc: true\ndisable_msc_deprecated: false\n")
     message = "--optimizer muon, --muon-momentum with --yaml-cfg: Megatron takes every argument"
     assert message in alone(MUON, f"--muon-momentum 0.9 --yaml-cfg {file}", fails=True)
+    if version() >= (0, 20):
+        return  # main's reader of such files fails without the plugin, too
     file.write_text(file.read_text().replace("adam", "muon"))
     assert "optimizer: muon with --yaml-cfg" in alone(f"--yaml-cfg {file}", fails=True)
 
@@ -126,7 +133,12 @@ def test_a_yaml_file_is_refused(tmp_path: Path) -> None:
 def test_a_script_is_imported_and_its_help_has_the_flags(script: str) -> None:
     if not (CHECKOUT / script).is_file():
         pytest.skip(f"this Megatron-LM has no {script}")
-    text = alone("--help", script=script)
+    try:
+        text = alone("--help", script=script)
+    except AssertionError as error:
+        if "No module named 'transformer_engine'" not in str(error):
+            raise
+        pytest.skip(f"{script} of this Megatron-LM imports transformer_engine")
     assert "--muon-matched-adamw-rms" in text and "--muon-homes" in text
 
 

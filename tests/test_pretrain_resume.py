@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from megatron_lm import MUON, environment, needs_checkout, pretrain, pretrain_command
+from megatron_lm import MUON, environment, needs_checkout, pretrain, pretrain_command, version
 
 pytestmark = [needs_checkout, pytest.mark.timeout(1500)]
 LAST = 12
@@ -69,6 +69,8 @@ def killed(folder: Path, processes: int, *options: str) -> str:
     ],
 )
 def test_a_killed_run_goes_on_bit_for_bit(layout: str, format: str, tmp_path: Path) -> None:
+    if format == "torch_dist" and version() < (0, 15):
+        pytest.skip("this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too")
     processes, parallel = LAYOUTS[layout]
     whole = steps(pretrain(processes, RUN, parallel))
     saved = tmp_path / "saved"

@@ -26,7 +26,7 @@ from megatron_muon.mcore.distributed_optimizer import (
     muon_over,
 )
 from megatron_muon.mcore.groups import Stage
-from megatron_muon.mcore.hooks import check_built
+from megatron_muon.mcore.hooks import SeamError, check_built
 from megatron_muon.mcore.loss_scale import share_loss_scale
 from megatron_muon.mcore.routing import Found, local_experts, muon_parameters, on_every_ep_rank
 from megatron_muon.mcore.shards import device_of, owned_shards
@@ -57,18 +57,19 @@ def make_muons(
         RuntimeError: on ranks that have no error themselves when another has.
     """
     parts = optimizer.chained_optimizers
+    device = device_of(model_chunks)
+    raise_together(_fault(parts), None, device)
     for part in parts:
-        check_built(part)
         part.muon = None
         part.__class__ = MuonDistributedOptimizer
-    optimizer.__class__ = MuonChainedOptimizer
-    optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
-    device = device_of(model_chunks)
     agree_everywhere(plans.describe([], config), device)
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
     lines = survey(model_chunks, config, stage)
+    optimizer.__class__ = MuonChainedOptimizer
+    optimizer.voters = groups.voters(parts, stage)
+    optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     share_loss_scale(parts)
     for part, muon in muons:
         _put_inside(part, muon)
@@ -87,6 +88,15 @@ def make_muons(
             )
     for line in lines:
         print(line, flush=True)
+
+
+def _fault(parts: Sequence[Any]) -> SeamError | None:
+    try:
+        for part in parts:
+            check_built(part)
+    except SeamError as error:
+        return error
+    return None
 
 
 def _made_together(

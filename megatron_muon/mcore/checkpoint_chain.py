@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,7 +12,7 @@ from typing import Any, TypeVar
 from megatron.core.optimizer import ChainedOptimizer
 
 from megatron_muon.agreement import raise_together
-from megatron_muon.collectives import all_gather_texts
+from megatron_muon.collectives import Group, all_gather_texts
 from megatron_muon.mcore.shards import device_of
 
 T = TypeVar("T")
@@ -19,12 +21,19 @@ T = TypeVar("T")
 class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     """Saves and loads the optimizers that are no stubs: Megatron takes state of stubs, too.
 
-    All but ``state_dict`` are called on every rank of the world, and raise there: the error of this
-    rank, or a RuntimeError that quotes another's.
+    All but ``state_dict`` are called on every rank that has an optimizer that is no stub, and raise
+    on all of them: the error of this rank, or a RuntimeError that quotes another's. (Megatron-LM
+    passes over ranks that have only stubs, as those of a frozen stage, but for
+    ``load_parameter_state``.)
+
+    Attributes:
+        voters: the ranks that are like this one in that; None for the world.
+        decided_by_name: patterns of names say whose a weight is, so that layers may differ.
     """
 
     chained_optimizers: list[Any]
-    decided_by_name: bool  # patterns of names say whose a weight is, so that layers may differ
+    voters: Group | None
+    decided_by_name: bool
 
     def state_dict(self) -> Any:
         """Megatron's: all that is not a parameter's. No communication."""
@@ -42,9 +51,9 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             NotImplementedError: a tensor on disk would hold weights of Muon's and of AdamW's.
         """
         state = self._together(super().sharded_state_dict, *args, **kwargs)
-        if self.decided_by_name:  # on all ranks alike, those that have only stubs too
+        if self.decided_by_name:  # on all ranks alike: a setting
             parts = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
-            _refuse_mixed({tensor for part in parts for tensor in part.tensors})
+            _refuse_mixed({tensor for part in parts for tensor in part.tensors}, self.voters)
         return state
 
     def save_parameter_state(self, filename: str) -> None:
@@ -52,10 +61,23 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         self._together(super().save_parameter_state, filename)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Megatron's, for the format ``torch``."""
+        """Megatron's, for the format ``torch``.
+
+        Raises:
+            FileNotFoundError, ValueError: a rank's file is missing or cut off.
+        """
+        self._together(self._check_file, filename)  # one rank reads while the others wait for it
         self._together(
             super().load_parameter_state, filename, update_legacy_format=update_legacy_format
         )
+
+    def _check_file(self, filename: str) -> None:
+        if not any(part.data_parallel_group.rank() == 0 for part in self.chained_optimizers):
+            return
+        if not os.path.exists(filename):
+            raise FileNotFoundError(f"the checkpoint lacks the optimizer's file {filename}")
+        if not zipfile.is_zipfile(filename):  # its table of contents is at the end
+            raise ValueError(f"{filename} is cut off, or is no file of torch.save")
 
     def _together(self, act: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         result: T | None = None
@@ -66,7 +88,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
                 result = act(*args, **kwargs)
             except Exception as own:  # whatever it is, the other ranks must hear of it
                 error = own
-        raise_together(error, None, device)
+        raise_together(error, self.voters, device)
         return result  # type: ignore[return-value]
 
     @contextmanager
@@ -79,10 +101,10 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             self.chained_optimizers = every
 
 
-def _refuse_mixed(tensors: set[tuple[str, bool]]) -> None:
-    """Compare over the world what Megatron keeps in one tensor, say a weight of all layers."""
+def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:
+    """Compare over the ranks what Megatron keeps in one tensor, say a weight of all layers."""
     lines = "\n".join(sorted(f"{key} {is_muon}" for key, is_muon in tensors))
-    every = {line for text in all_gather_texts(lines, None) for line in text.split("\n") if line}
+    every = {line for text in all_gather_texts(lines, group) for line in text.split("\n") if line}
     keys = [line.rsplit(" ", 1)[0] for line in sorted(every)]
     for key, other in itertools.pairwise(keys):
         if key == other:

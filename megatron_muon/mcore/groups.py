@@ -118,6 +118,18 @@ def stage_of(
     )
 
 
+def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:
+    """The ranks on which something trains, or those on which nothing does; None for the world.
+
+    Every rank of the world calls this.
+    """
+    only_stubs = all(dist_opt.is_stub_optimizer for dist_opt in dist_opts)
+    flag = torch.tensor(only_stubs, device=stage.device)
+    if not collectives.any_rank("muon/agree", flag, None):
+        return None
+    return collectives.split_world((int(only_stubs),), stage.group, stage.device)
+
+
 def _whole_stage(pg_collection: Any) -> Group:
     """The ranks of this pipeline stage in all optimizer instances."""
     if pg_collection is None:

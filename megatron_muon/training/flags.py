@@ -46,6 +46,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**dict.fromkeys(own), **{KEPT: own})
 
 
+def mend_help(parser: argparse.ArgumentParser) -> None:
+    """Double the percent signs of help texts that argparse cannot print, so that ``--help`` works.
+
+    Megatron-LM from 0.18 on has such texts, which end its own ``--help`` in a ValueError.
+    """
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if not action.help:
+            continue
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
+
+
 def muon_backend(args: Namespace) -> str:
     """Who runs ``--optimizer muon``: ``plugin``, or ``upstream``, Megatron's own Muon.
 

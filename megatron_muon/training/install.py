@@ -24,6 +24,7 @@ class Seam(NamedTuple):
         parameters: those that must be in its signature.
         wrapper: takes Megatron's function, then what that takes.
         always: False where some releases do without it.
+        everywhere: also where other modules of Megatron's have it by import.
     """
 
     module: str
@@ -31,6 +32,7 @@ class Seam(NamedTuple):
     parameters: tuple[str, ...]
     wrapper: Callable[..., Any]
     always: bool = True
+    everywhere: bool = True
 
 
 def install_training() -> None:
@@ -56,7 +58,10 @@ def install_training() -> None:
         _check_shape(seam, original)
         wrapped: Any = functools.wraps(original)(functools.partial(seam.wrapper, original))
         wrapped.megatron_muon_wraps = original
-        replace_everywhere(seam.name, original, wrapped)
+        if seam.everywhere:
+            replace_everywhere(seam.name, original, wrapped)
+        else:
+            setattr(modules[seam.module], seam.name, wrapped)
 
 
 def asks_for_muon(args: Any) -> bool:
@@ -65,7 +70,7 @@ def asks_for_muon(args: Any) -> bool:
     Raises:
         ValueError: ``--muon-backend upstream`` cannot be.
     """
-    return args.optimizer == "muon" and flags.muon_backend(args) == "plugin"
+    return getattr(args, "optimizer", None) == "muon" and flags.muon_backend(args) == "plugin"
 
 
 def is_on(args: Any) -> bool:
@@ -116,7 +121,10 @@ def _parse_args(
     def provide(parser: Any) -> Any:
         parser = parser if extra_args_provider is None else extra_args_provider(parser)
         flags.add_flags(parser)
+        flags.mend_help(parser)
         given.extend(namespace.given_on(parser, sys.argv[1:]))
+        if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
+            _refuse_yaml(None, given)  # before main's reader of such files, which fails
         return parser
 
     args = original(provide, *rest, **kwargs)
@@ -271,5 +279,6 @@ _SEAMS = (
         ("config", "model_chunks", "layer_wise_distributed_optimizer"),
         _get_megatron_muon_optimizer,
         always=False,
+        everywhere=False,  # megatron.core's own is mcore.install's
     ),
 )
