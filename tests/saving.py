@@ -61,7 +61,8 @@ def load(built: Built, folder: str, format: str) -> None:
         loaded = dist_checkpointing.load(sharded(built, format, is_loading=True), folder)
         for name, model in _models(built).items():
             model.load_state_dict(loaded[name])
-        built.optimizer.load_state_dict(loaded["optimizer"])
+        if _trains(built):
+            built.optimizer.load_state_dict(loaded["optimizer"])
 
 
 def sharded(built: Built, format: str, is_loading: bool) -> dict[str, Any]:
@@ -72,8 +73,14 @@ def sharded(built: Built, format: str, is_loading: bool) -> dict[str, Any]:
     metadata = {"distrib_optim_sharding_type": format, "chained_optim_avoid_prefix": True}
     takes = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
     option = {"metadata": metadata} if "metadata" in takes else {"sharding_type": format}
-    state["optimizer"] = built.optimizer.sharded_state_dict(state, is_loading, **option)
+    if _trains(built):
+        state["optimizer"] = built.optimizer.sharded_state_dict(state, is_loading, **option)
     return state
+
+
+def _trains(built: Built) -> bool:
+    """Megatron-LM passes over ranks where nothing does, but in ``load_parameter_state``."""
+    return not built.optimizer.is_stub_optimizer
 
 
 def _models(built: Built) -> dict[str, Any]:
@@ -103,10 +110,13 @@ def _save_torch(built: Built, folder: str) -> None:
     from megatron.core import parallel_state as ps
 
     model_file, optimizer_file = _files(folder)
-    built.optimizer.save_parameter_state(optimizer_file)
+    if _trains(built):
+        built.optimizer.save_parameter_state(optimizer_file)
     if ps.get_expert_data_parallel_rank() == 0:
         state = {name: model.state_dict() for name, model in _models(built).items()}
-        torch.save({**state, "optimizer": built.optimizer.state_dict()}, model_file)
+        if _trains(built):
+            state["optimizer"] = built.optimizer.state_dict()
+        torch.save(state, model_file)
     torch.distributed.barrier()
 
 
@@ -115,7 +125,8 @@ def _load_torch(built: Built, folder: str) -> None:
     state = torch.load(model_file, weights_only=False)
     for name, model in _models(built).items():
         model.load_state_dict(state[name])
-    built.optimizer.load_state_dict(state["optimizer"])
+    if _trains(built):
+        built.optimizer.load_state_dict(state["optimizer"])
     built.optimizer.load_parameter_state(optimizer_file)
 
 

@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from gpt import Case, Topology, check
 from installed import VERSION
+from saving import formats
+from test_checkpoint import FROZEN_STAGE
+from test_checkpoint import check as check_resumed
 
 BF16 = Case(steps=4, clip=0.0)
 FP32 = replace(BF16, bf16=False)
@@ -56,6 +60,20 @@ FP16_MOE = Case(steps=6, bf16=False, fp16=True, moe=True, overflow=((2, "*.exper
 )
 def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)
+
+
+@pytest.mark.parametrize("format", formats())
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        pytest.param(replace(BF16, steps=4), Topology(dp=3, overlap=True), id="dp3-overlap"),
+        pytest.param(replace(FROZEN_STAGE, steps=4), Topology(pp=2, dp=2), id="pp2-dp2-frozen"),
+    ],
+)
+def test_a_resumed_run_goes_on(case: Case, topology: Topology, format: str, tmp_path: Path) -> None:
+    if case.frozen and format.startswith("fully"):
+        pytest.skip("Megatron keeps a weight of all layers in one tensor, which must be whole")
+    check_resumed(case, topology, format, tmp_path)
 
 
 def test_the_version_is_one_that_is_listed() -> None:
