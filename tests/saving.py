@@ -40,6 +40,14 @@ def _as_in_its_day() -> None:
         writer._write_item = partial(filesystem._write_item, serialization_format=torch_save)
 
 
+def _number_saves_from_zero() -> None:
+    """Megatron numbers a process's saves and compares; workers have been in other worlds before."""
+    if VERSION < (0, 15):
+        from megatron.core.dist_checkpointing.strategies import base
+
+        base.async_calls = base.AsyncCallsQueue()
+
+
 def save(built: Built, folder: str, format: str) -> None:
     """Write the model and its optimizer."""
     if format == "torch":
@@ -48,6 +56,7 @@ def save(built: Built, folder: str, format: str) -> None:
         from megatron.core import dist_checkpointing
 
         _as_in_its_day()
+        _number_saves_from_zero()
         dist_checkpointing.save(sharded(built, format, is_loading=False), folder)
 
 
