@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -52,7 +53,10 @@ RUNS = {
     "--num-distributed-optimizer-instances 2": (2, "--num-distributed-optimizer-instances 2"),
     "--fp16": (1, "--fp16 --initial-loss-scale 65536"),
     "--use-precision-aware-optimizer": (1, "--use-precision-aware-optimizer"),
-    "--optimizer-cpu-offload": (1, "--optimizer-cpu-offload --use-precision-aware-optimizer"),
+    "--optimizer-cpu-offload --use-precision-aware-optimizer": (
+        1,
+        "--optimizer-cpu-offload --use-precision-aware-optimizer",
+    ),
     "--use-custom-fsdp": (1, "--use-custom-fsdp"),
     "--use-megatron-fsdp": (1, "--use-megatron-fsdp"),
     "--use-torch-fsdp2": (2, "--use-torch-fsdp2"),
@@ -61,12 +65,19 @@ RUNS = {
 }
 REFUSED = {  # what the error must name
     "--use-precision-aware-optimizer": r"use_precision_aware_optimizer|precision.aware",
-    "--optimizer-cpu-offload": r"use_precision_aware_optimizer",  # without it Megatron refuses
+    "--optimizer-cpu-offload --use-precision-aware-optimizer": r"precision.aware",
     "--use-custom-fsdp": r"use_custom_fsdp|use_megatron_fsdp",
-    "--use-megatron-fsdp": r"use_megatron_fsdp",
+    "--use-megatron-fsdp": r"use_megatron_fsdp|Megatron-FSDP requires",
     "--use-torch-fsdp2": r"fsdp2|TorchFullyShardedDataParallel",
     "--fp8-param-gather": r"fp8_param",
     "--optimizer-cuda-graph": r"optimizer_cuda_graph",
+}
+SIGNS = {  # what a run with the options prints
+    "parameters' norm, zeros in gradients, timers at level 2, TensorBoard, exit signal handler": (
+        "params norm:",
+        "num zeros:",
+        "optimizer-inner-step",  # a timer of level 1
+    ),
 }
 ENVIRONMENT = {
     "WANDB_MODE": "offline",
@@ -98,13 +109,22 @@ def test_an_option_runs(row: str, tmp_path: Path) -> None:
     found = losses(text)
     assert len(found) >= 6 and found[5] < found[0], text[-3000:]
     assert "[megatron_muon] pipeline stage 0" in text
+    for sign in SIGNS.get(row, ()):
+        assert sign in text, sign
+    if "tensorboard" in options:
+        assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
 @pytest.mark.parametrize("row", REFUSED)
-def test_an_option_is_refused(row: str, tmp_path: Path) -> None:
+def test_an_option_is_refused(
+    row: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     processes, options = options_of(row, tmp_path)
     more = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if "fsdp" in row else {}  # Megatron wants that
     text = pretrain(processes, MUON, options, fails=True, **more)
     errors = re.findall(r"(?:^|\]: )\w+(?:Error|Exception): (.*)", text, re.MULTILINE)
-    assert any(re.search(REFUSED[row], error) for error in errors), text[-3000:]
+    found = [error for error in errors if re.search(REFUSED[row], error)]
+    assert found, text[-3000:]
+    ours = any("muon" in error for error in found)
+    record_property("cell", "refused" if ours else "refused by Megatron")
     assert losses(text) == []
