@@ -1,8 +1,8 @@
 """Every collective that the package calls, and nothing else.
 
 In a step: ``any_rank`` once over all stages, then ``all_to_all`` twice over the stage for each of
-Megatron's DistributedOptimizers (one, and one for experts). While they are built, votes and numbers go
-over the world, numbers over the stage, which also creates its communicator, and ``split_world``
+Megatron's DistributedOptimizers (one, and one for experts). While they are built, votes and numbers
+go over the world, numbers over the stage, which also creates its communicator, and ``split_world``
 once where there are several optimizer instances and once where on some ranks nothing trains. Saving
 and loading vote; ``all_gather_texts`` words an error, and compares names where patterns decide.
 """
