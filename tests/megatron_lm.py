@@ -36,6 +36,12 @@ RUN = (
     "--lr-decay-iters 6 --weight-decay 0.1 --clip-grad 1.0 --split 90,5,5 "
     "--log-interval 1 --eval-iters 1 --eval-interval 100 --distributed-backend gloo"
 )
+# A script with the CPU runtime and without the plugin.
+CPU_ALONE = (
+    "import sys, runpy; import megatron_muon.cpu as cpu; cpu.enable(); "
+    "import megatron_muon.cpu.training as training; training.enable(); sys.argv = sys.argv[1:]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 MUON = "--optimizer muon --use-distributed-optimizer"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --disable-bias-linear "
@@ -110,6 +116,12 @@ def alone(*options: str, script: str = "pretrain_gpt.py", fails: bool = False) -
 
 def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", text)]
+
+
+def steps(text: str) -> dict[int, str]:
+    """What Megatron prints of each iteration: loss, loss scale and norm, to the last digit."""
+    found = re.findall(r"iteration +(\d+)/.*?(lm loss: .*?nan iterations: +\d+)", text)
+    return {int(number): line for number, line in found}
 
 
 def argument(text: str, name: str) -> str:

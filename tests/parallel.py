@@ -58,7 +58,8 @@ def _chunk(m: Model, t: Topology, config: Any, number: int) -> Any:
 
 
 def _optimizer(m: Model, t: Topology, chunks: list[Any]) -> Any:
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core import optimizer as mcore_optimizer
+    from megatron.core.optimizer import OptimizerConfig
 
     config = OptimizerConfig(
         optimizer=m.optimizer,
@@ -76,7 +77,7 @@ def _optimizer(m: Model, t: Topology, chunks: list[Any]) -> Any:
     )
     megatron_muon.install()
     try:
-        return get_megatron_optimizer(config, chunks)
+        return mcore_optimizer.get_megatron_optimizer(config, chunks)
     finally:
         megatron_muon.uninstall()
 

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from megatron_lm import MUON, environment, needs_checkout, pretrain, pretrain_command, version
+from megatron_lm import (
+    MUON,
+    environment,
+    needs_checkout,
+    pretrain,
+    pretrain_command,
+    steps,
+    version,
+)
 
 pytestmark = [needs_checkout, pytest.mark.timeout(1500)]
 LAST = 12
@@ -23,12 +31,6 @@ LAYOUTS = {
         "--overlap-grad-reduce --overlap-param-gather",
     ),
 }
-
-
-def steps(text: str) -> dict[int, str]:
-    """What Megatron prints of each iteration: loss scale, loss and norms, to the last digit."""
-    found = re.findall(r"iteration +(\d+)/.*?(lm loss: .*?nan iterations: +\d+)", text)
-    return {int(number): line for number, line in found}
 
 
 def killed(folder: Path, processes: int, *options: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from megatron_lm import (
     CHECKOUT,
+    CPU_ALONE,
     HERE,
     MOCK,
     MODEL,
@@ -24,11 +25,6 @@ from megatron_lm import (
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 PATHS = {"PYTHONPATH": f"{CHECKOUT}:{ROOT}:{HERE / 'python311'}"}
-CPU_ALONE = (
-    "import sys, runpy; import megatron_muon.cpu as cpu; cpu.enable(); "
-    "import megatron_muon.cpu.training as training; training.enable(); sys.argv = sys.argv[1:]; "
-    "runpy.run_path(sys.argv[0], run_name='__main__')"
-)
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,9 @@ FAST_EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
 
 def _optimizer(built: Built, fast: str) -> Any:
     """Decoupled rates for the embedding and output layer, and an override as muP's are."""
+    from megatron.core import optimizer as mcore_optimizer
     from megatron.core.optimizer import (
         OptimizerConfig,
-        get_megatron_optimizer,
         get_standard_config_overrides,
     )
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -57,7 +57,9 @@ def _optimizer(built: Built, fast: str) -> Any:
     }
     megatron_muon.install()
     try:
-        return get_megatron_optimizer(config, built.chunks, config_overrides=overrides)
+        return mcore_optimizer.get_megatron_optimizer(
+            config, built.chunks, config_overrides=overrides
+        )
     finally:
         megatron_muon.uninstall()
 

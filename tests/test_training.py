@@ -126,7 +126,8 @@ def _set_weights(gpt: torch.nn.Module, r: Run) -> None:
 
 
 def _optimizer(r: Run, model: Any) -> Any:
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core import optimizer as mcore_optimizer
+    from megatron.core.optimizer import OptimizerConfig
 
     config = OptimizerConfig(
         optimizer=r.optimizer,
@@ -141,7 +142,7 @@ def _optimizer(r: Run, model: Any) -> Any:
     )
     megatron_muon.install()
     try:
-        return get_megatron_optimizer(config, [model])
+        return mcore_optimizer.get_megatron_optimizer(config, [model])
     finally:
         megatron_muon.uninstall()
 
