@@ -67,7 +67,7 @@ REFUSED = {  # what the error must name
     "--use-precision-aware-optimizer": r"use_precision_aware_optimizer|precision.aware",
     "--optimizer-cpu-offload --use-precision-aware-optimizer": r"precision.aware",
     "--use-custom-fsdp": r"use_custom_fsdp|use_megatron_fsdp",
-    "--use-megatron-fsdp": r"use_megatron_fsdp|Megatron-FSDP requires",
+    "--use-megatron-fsdp": r"use_megatron_fsdp|Megatron.FSDP (?:requires|only)",
     "--use-torch-fsdp2": r"fsdp2|TorchFullyShardedDataParallel",
     "--fp8-param-gather": r"fp8_param",
     "--optimizer-cuda-graph": r"optimizer_cuda_graph",
