@@ -5,17 +5,17 @@ Nothing of the checkout is changed. Without a GPU the script runs on the CPU ove
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
 import importlib.util
 import os
-import re
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 USAGE = "usage: torchrun ... -m megatron_muon SCRIPT.py [its arguments, with --optimizer muon]"
-_VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")
 
 
 class MixedInstallationError(RuntimeError):
@@ -90,9 +90,18 @@ def check_installation(checkout: Path) -> None:
 def version_of(core: Path) -> str:
     """The version that a folder ``megatron/core`` says in its package_info.py, without import."""
     file = core / "package_info.py"
-    text = file.read_text() if file.is_file() else ""
-    found = [re.search(rf"^{name} *= *(\d+)", text, re.MULTILINE) for name in _VERSION_PARTS]
-    return ".".join(part[1] if part else "?" for part in found)
+    parts = version_parts(file) if file.is_file() else {}
+    return ".".join(str(parts.get(name, "?")) for name in ("MAJOR", "MINOR", "PATCH"))
+
+
+def version_parts(file: Path) -> dict[str, object]:
+    """The constants of a package_info.py by name, MAJOR to PRE_RELEASE, without running it."""
+    parts: dict[str, object] = {}
+    with contextlib.suppress(SyntaxError):
+        for node in ast.parse(file.read_bytes()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                parts |= {ast.unparse(target): node.value.value for target in node.targets}
+    return parts
 
 
 def without_gpu(*, late: bool = False) -> None:

@@ -6,13 +6,13 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = os.path.dirname(os.path.abspath(__file__))
-for path in (os.path.dirname(HERE), HERE):
+for path in (os.path.dirname(HERE), HERE, os.path.join(HERE, "python311")):
     if path not in sys.path:
         sys.path.insert(0, path)
 
 import pytest  # noqa: E402 after the path is set
-import python312  # noqa: E402, F401
 import torch  # noqa: E402
+import typing_override  # noqa: E402, F401
 from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)

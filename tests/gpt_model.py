@@ -32,8 +32,10 @@ from cases import (
     Case,
     Topology,
 )
-from installed import VERSION, having
+from installed import VERSION
 from whole import Cut, Piece
+
+from megatron_muon.cli.versions import having
 
 LAYERS_PREFIX = "decoder.layers."
 DOWN_PROJECTIONS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")

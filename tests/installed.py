@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import megatron.core
 
@@ -28,19 +25,3 @@ def lacks(case: Case, topology: Topology) -> str | None:
     if case.tied and whole and VERSION < (0, 13):
         return f"megatron-core {NAME} cannot build this model's DistributedOptimizer, AdamW's too"
     return None
-
-
-def having(made: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """The keywords that ``made``, a function or a dataclass, has in this version.
-
-    Raises:
-        TypeError: it lacks one that is not simply off.
-    """
-    if dataclasses.is_dataclass(made):
-        known = {field.name for field in dataclasses.fields(made)}
-    else:
-        known = set(inspect.signature(made).parameters)
-    for name in options.keys() - known:
-        if options[name]:
-            raise TypeError(f"{made} of megatron-core {NAME} has no {name}={options[name]!r}")
-    return {name: value for name, value in options.items() if name in known}

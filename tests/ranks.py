@@ -39,7 +39,7 @@ MOST_THREADS = 60  # of a worker that is used again; what keeps more alive is le
 FULL = b"full"
 GRACE = 0.3  # seconds after the first failure in which other ranks' reports are still collected
 PRELOAD = [
-    "python312",
+    "typing_override",
     "torch",
     "torch.distributed",
     "megatron_muon.cpu.on",

@@ -245,7 +245,7 @@ for words in json.load(sys.stdin):
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
     """A folder whose Python has what a newer Megatron takes from Python 3.12."""
-    shutil.copy(Path(__file__).parent / "python312.py", tmp_path / "sitecustomize.py")
+    shutil.copytree(Path(__file__).parent / "python311", tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -3,18 +3,9 @@
 # (pull request 1428 of NVIDIA/Megatron-LM), and with OPTIMIZER=adam its AdamW twin. See README.md.
 #   MEGATRON_LM_PATH=.../Megatron-LM [OPTIMIZER=adam] [SMOKE=1] bash training.sh [Megatron's flags]
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-if [[ ! -f ${MEGATRON_LM_PATH:-}/pretrain_gpt.py ]]; then
-  echo "MEGATRON_LM_PATH='${MEGATRON_LM_PATH:-}' is no Megatron-LM checkout. Get one and name it:" \
-    "git clone --depth 1 -b core_v0.16.1 https://github.com/NVIDIA/Megatron-LM" >&2
-  exit 2
-fi
-export PYTHONPATH=${here%/examples/*}${PYTHONPATH:+:$PYTHONPATH} # this clone's megatron_muon
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+source "$(dirname "${BASH_SOURCE[0]}")/../start.sh" # finds Megatron-LM and this clone
 
-SMOKE=${SMOKE:-0}
 if [[ $SMOKE == 1 ]]; then # sizes for 8 processes on 2 CPU cores
-  source "$here/../smoke.sh"
   LAYERS=${LAYERS:-4} HIDDEN=${HIDDEN:-64} HEADS=${HEADS:-4} SEQ_LENGTH=${SEQ_LENGTH:-64}
   TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size 4351}
   MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-4} GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-16}
@@ -50,11 +41,4 @@ ARGS=(
   --distributed-backend nccl --split 949,50,1
   --log-interval "${LOG_INTERVAL:-100}" --eval-interval 1000 --eval-iters "${EVAL_ITERS:-10}"
 )
-[[ -n $DATA_PATH ]] && ARGS+=(--data-path $DATA_PATH) || ARGS+=(--mock-data)
-[[ -z $SAVE ]] || ARGS+=(--save "$SAVE" --load "$SAVE" --save-interval "${SAVE_INTERVAL:-1000}")
-[[ -z $TENSORBOARD_DIR ]] || ARGS+=(--tensorboard-dir "$TENSORBOARD_DIR")
-[[ $SMOKE != 1 ]] || replace_gpu_only
-
-exec torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
-  -m megatron_muon "$MEGATRON_LM_PATH/pretrain_gpt.py" "${ARGS[@]}" "$@"
+start "$@"

@@ -3,18 +3,9 @@
 # discussion arrived at; OPTIMIZER=adam is the AdamW side of it. See README.md.
 #   MEGATRON_LM_PATH=.../Megatron-LM [OPTIMIZER=adam] [SMOKE=1] bash training.sh [Megatron's flags]
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-if [[ ! -f ${MEGATRON_LM_PATH:-}/pretrain_gpt.py ]]; then
-  echo "MEGATRON_LM_PATH='${MEGATRON_LM_PATH:-}' is no Megatron-LM checkout. Get one and name it:" \
-    "git clone --depth 1 -b core_v0.16.1 https://github.com/NVIDIA/Megatron-LM" >&2
-  exit 2
-fi
-export PYTHONPATH=${here%/examples/*}${PYTHONPATH:+:$PYTHONPATH} # this clone's megatron_muon
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+source "$(dirname "${BASH_SOURCE[0]}")/../start.sh" # finds Megatron-LM and this clone
 
-SMOKE=${SMOKE:-0}
 if [[ $SMOKE == 1 ]]; then # sizes for 2 processes on 2 CPU cores
-  source "$here/../smoke.sh"
   LAYERS=${LAYERS:-4} DENSE_LAYERS=${DENSE_LAYERS:-1} HIDDEN=${HIDDEN:-64} FFN=${FFN:-128}
   HEADS=${HEADS:-4} HEAD_SIZE=${HEAD_SIZE:-16} VOCAB_SIZE=${VOCAB_SIZE:-4351}
   EXPERTS=${EXPERTS:-8} TOPK=${TOPK:-2} EXPERT_FFN=${EXPERT_FFN:-32} SEQ_LENGTH=${SEQ_LENGTH:-64}
@@ -65,11 +56,4 @@ ARGS=(
   --expert-model-parallel-size "$EP" --distributed-backend nccl --manual-gc --split 990,9,1
   --log-interval 1 --eval-interval 1000 --eval-iters "${EVAL_ITERS:-10}"
 )
-[[ -n $DATA_PATH ]] && ARGS+=(--data-path $DATA_PATH) || ARGS+=(--mock-data)
-[[ -z $SAVE ]] || ARGS+=(--save "$SAVE" --load "$SAVE" --save-interval "${SAVE_INTERVAL:-1000}")
-[[ -z $TENSORBOARD_DIR ]] || ARGS+=(--tensorboard-dir "$TENSORBOARD_DIR")
-[[ $SMOKE != 1 ]] || replace_gpu_only
-
-exec torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
-  -m megatron_muon "$MEGATRON_LM_PATH/pretrain_gpt.py" "${ARGS[@]}" "$@"
+start "$@"

@@ -3,18 +3,9 @@
 # 16B-A3B (arXiv 2502.16982), scaled by variables; OPTIMIZER=adam for AdamW. See README.md.
 #   MEGATRON_LM_PATH=.../Megatron-LM [OPTIMIZER=adam] [SMOKE=1] bash training.sh [Megatron's flags]
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-if [[ ! -f ${MEGATRON_LM_PATH:-}/pretrain_gpt.py ]]; then
-  echo "MEGATRON_LM_PATH='${MEGATRON_LM_PATH:-}' is no Megatron-LM checkout. Get one and name it:" \
-    "git clone --depth 1 -b core_v0.16.1 https://github.com/NVIDIA/Megatron-LM" >&2
-  exit 2
-fi
-export PYTHONPATH=${here%/examples/*}${PYTHONPATH:+:$PYTHONPATH} # this clone's megatron_muon
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+source "$(dirname "${BASH_SOURCE[0]}")/../start.sh" # finds Megatron-LM and this clone
 
-SMOKE=${SMOKE:-0}
 if [[ $SMOKE == 1 ]]; then # sizes for 4 processes on 2 CPU cores: TP2, EP4
-  source "$here/../smoke.sh"
   LAYERS=${LAYERS:-3} HIDDEN=${HIDDEN:-64} FFN=${FFN:-128} HEADS=${HEADS:-4}
   HEAD_SIZE=${HEAD_SIZE:-16} ROPE_SIZE=${ROPE_SIZE:-8} KV_LORA_RANK=${KV_LORA_RANK:-32}
   EXPERTS=${EXPERTS:-8} TOPK=${TOPK:-2} EXPERT_FFN=${EXPERT_FFN:-32} EP=${EP:-4}
@@ -70,11 +61,4 @@ ARGS=(
   --expert-tensor-parallel-size 1 --distributed-backend nccl --split 990,9,1
   --log-interval 1 --eval-interval 1000 --eval-iters "${EVAL_ITERS:-10}"
 )
-[[ -n $DATA_PATH ]] && ARGS+=(--data-path $DATA_PATH) || ARGS+=(--mock-data)
-[[ -z $SAVE ]] || ARGS+=(--save "$SAVE" --load "$SAVE" --save-interval "${SAVE_INTERVAL:-1000}")
-[[ -z $TENSORBOARD_DIR ]] || ARGS+=(--tensorboard-dir "$TENSORBOARD_DIR")
-[[ $SMOKE != 1 ]] || replace_gpu_only
-
-exec torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
-  -m megatron_muon "$MEGATRON_LM_PATH/pretrain_gpt.py" "${ARGS[@]}" "$@"
+start "$@"

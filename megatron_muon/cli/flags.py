@@ -205,9 +205,21 @@ def _kind(hint: Any) -> Any:
 
 
 def _add_others(group: argparse._ArgumentGroup) -> None:
+    table = _others()
+    if "--qk-l2-norm" not in group._option_string_actions:  # a field since 0.16
+        table["--qk-l2-norm"] = {"action": "store_true"}
+    for flag, options in table.items():
+        if not has_flag(flag):
+            continue
+        shown = {} if options.get("action") else {"help": "default %(default)s"}
+        group.add_argument(flag, **(shown | options))
+
+
+def _others() -> dict[str, dict[str, Any]]:
+    """Megatron-LM's own, with what ``add_argument`` takes."""
     version = megatron_version()[1]
     number, switch = {"type": int}, {"action": "store_true"}
-    table: dict[str, dict[str, Any]] = {
+    return {
         "--group-query-attention": switch,
         "--swiglu": switch,
         "--quick-geglu": switch,
@@ -266,13 +278,6 @@ def _add_others(group: argparse._ArgumentGroup) -> None:
         "--fp8-param-gather": switch,
         "--fp4-param-gather": switch,
     }
-    if "--qk-l2-norm" not in group._option_string_actions:  # a field since 0.16
-        table["--qk-l2-norm"] = switch
-    for flag, options in table.items():
-        if not has_flag(flag):
-            continue
-        shown = {} if options.get("action") else {"help": "default %(default)s"}
-        group.add_argument(flag, **(shown | options))
 
 
 def _frequency(text: str) -> int | list[int]:

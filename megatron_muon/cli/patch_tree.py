@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import json
@@ -16,6 +15,7 @@ from pathlib import Path
 import megatron_muon
 from megatron_muon.cli import patch_lines
 from megatron_muon.cli.patch_lines import Addition, PatchError, State
+from megatron_muon.launch import version_parts
 
 _VERSION_FILE = "megatron/core/package_info.py"
 
@@ -99,12 +99,8 @@ def version_of(checkout: Path) -> str:
                 f"{checkout} is no Megatron-LM checkout, it has no {needed}: give the folder that "
                 "pretrain_gpt.py is in"
             )
-    parts: dict[str, object] = {}
-    with contextlib.suppress(SyntaxError):
-        for node in ast.parse((checkout / _VERSION_FILE).read_bytes()).body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                parts |= {ast.unparse(target): node.value.value for target in node.targets}
     try:
+        parts = version_parts(checkout / _VERSION_FILE)
         return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format_map(parts)
     except KeyError as error:
         raise PatchError(f"{checkout / _VERSION_FILE} does not say {error.args[0]}") from None

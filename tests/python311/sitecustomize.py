@@ -1,11 +1,3 @@
-"""``typing.override`` on Python 3.11, for Megatron-LM 0.18 and later, which declare Python 3.12.
+"""Python imports this where its folder is on PYTHONPATH: for scripts, whose start is not ours."""
 
-For tests only: ``megatron_lm.py`` puts this folder on PYTHONPATH.
-"""
-
-import typing
-
-if not hasattr(typing, "override"):
-    import typing_extensions
-
-    typing.override = typing_extensions.override  # type: ignore[attr-defined, unused-ignore]
+import typing_override  # noqa: F401

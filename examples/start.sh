@@ -1,0 +1,22 @@
+# Sourced by each training.sh: what they have in common before and after their own arguments.
+here=$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd) # the folder of the script that sources this
+if [[ ! -f ${MEGATRON_LM_PATH:-}/pretrain_gpt.py ]]; then
+  echo "MEGATRON_LM_PATH='${MEGATRON_LM_PATH:-}' is no Megatron-LM checkout. Get one and name it:" \
+    "git clone --depth 1 -b core_v0.16.1 https://github.com/NVIDIA/Megatron-LM" >&2
+  exit 2
+fi
+export PYTHONPATH=${here%/examples/*}${PYTHONPATH:+:$PYTHONPATH} # this clone's megatron_muon
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+SMOKE=${SMOKE:-0}
+[[ $SMOKE != 1 ]] || source "$here/../smoke.sh"
+
+# Starts Megatron-LM's script on this node with the array ARGS, then the flags given here.
+start() {
+  [[ -n $DATA_PATH ]] && ARGS+=(--data-path $DATA_PATH) || ARGS+=(--mock-data)
+  [[ -z $SAVE ]] || ARGS+=(--save "$SAVE" --load "$SAVE" --save-interval "${SAVE_INTERVAL:-1000}")
+  [[ -z $TENSORBOARD_DIR ]] || ARGS+=(--tensorboard-dir "$TENSORBOARD_DIR")
+  [[ $SMOKE != 1 ]] || replace_gpu_only
+  exec torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
+    -m megatron_muon "$MEGATRON_LM_PATH/pretrain_gpt.py" "${ARGS[@]}" "$@"
+}
