@@ -131,3 +131,4 @@ def test_a_checkout() -> None:
     assert str(Path(str(CHECKOUT)).resolve()) in found["megatron-core"]
     assert found["patch"].startswith("not patched: ")
     assert found["training hooks"] == "all"
+    assert "--use-precision-aware-optimizer" in found["refused flags"]

@@ -87,3 +87,18 @@ def test_a_killed_run_goes_on_bit_for_bit(layout: str, format: str, tmp_path: Pa
         n: whole[n] for n in after if n != last + 2
     }
     assert {n: before[n] for n in (1, 3, 4, 5)} == {n: whole[n] for n in (1, 3, 4, 5)}
+
+
+@pytest.mark.parametrize(
+    ("option", "rate"),
+    [("--override-opt_param-scheduler", 2e-2), ("--use-checkpoint-opt_param-scheduler", 1e-2)],
+)
+def test_the_schedule_after_a_load_is_the_one_that_was_asked_for(
+    option: str, rate: float, tmp_path: Path
+) -> None:
+    where = f"--save {tmp_path} --save-interval 2 --ckpt-format torch"
+    run = f"{MUON} --bf16 --lr-decay-style constant {where}"
+    pretrain(1, run, "--train-iters 2")
+    text = pretrain(1, run, f"--train-iters 4 --lr 2e-2 --load {tmp_path} {option}")
+    rates = re.findall(r"learning rate: (\S+)", text)
+    assert [float(found) for found in rates] == [rate, rate], text[-3000:]

@@ -17,6 +17,7 @@ import megatron_muon
 from megatron_muon.cli import patch_tree
 from megatron_muon.cli.patch import describe
 from megatron_muon.cli.patch_lines import PatchError
+from megatron_muon.cli.versions import has_flag
 from megatron_muon.launch import MixedInstallationError, check_installation
 from megatron_muon.mcore.hooks import SeamError, check_hook, check_hooks, hooks_of, megatron_version
 
@@ -99,6 +100,7 @@ def _megatron(checkout: Path | None) -> Iterator[Row]:
         row = _training_hooks()
         # a core's own megatron.training, from 0.19 on, is nothing that a script needs
         yield row if checkout is not None else Row(row.name, row.fault or row.value)
+        yield _refused_flags()
     yield _adam()
     yield _refused()
 
@@ -169,6 +171,12 @@ def _adam() -> Row:
 def _refused() -> Row:
     refused = importlib.import_module("megatron_muon.cli.doctor_options").refused_options()
     return Row("refused options", ", ".join(refused) or "none")
+
+
+def _refused_flags() -> Row:
+    """What a configuration does not say, so that only the command line can be refused."""
+    flags = importlib.import_module("megatron_muon.training.install").REFUSED
+    return Row("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
 
 
 def _location(module: str) -> Path | None:

@@ -34,7 +34,13 @@ import torch
 
 from megatron_muon.agreement import raise_together
 from megatron_muon.mcore.checkpoint_buffers import check_tensor, from_disk, to_disk
-from megatron_muon.mcore.checkpoint_groups import RECORD, check_record, loaded_groups, record
+from megatron_muon.mcore.checkpoint_groups import (
+    RECORD,
+    as_megatron_pairs,
+    check_record,
+    loaded_groups,
+    record,
+)
 from megatron_muon.mcore.checkpoint_sharded import ShardedState, StateDict
 from megatron_muon.mcore.shards import device_of
 
@@ -55,11 +61,14 @@ class MuonCheckpoint(ShardedState):
             RuntimeError: dp_zero_gather_scatter, and another rank of the stage has an error.
         """
         given: StateDict = {}
+        loaded: list[Any] = []
 
         def prepare() -> None:
             check_record(state_dict, self._muon.config)
             saved = state_dict["optimizer"]
-            groups = loaded_groups(self.optimizer.param_groups, saved["param_groups"])
+            own = self.optimizer.param_groups
+            loaded.extend(loaded_groups(own, saved["param_groups"]))
+            groups = as_megatron_pairs(own, loaded)
             given.update({**state_dict, "optimizer": {**saved, "param_groups": groups}})
             self._fill_state()
 
@@ -68,7 +77,6 @@ class MuonCheckpoint(ShardedState):
         else:
             prepare()
         super().load_state_dict(given)
-        loaded = given["optimizer"]["param_groups"]
         for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
             group.update(values)  # Megatron takes one for another where they look alike
         self._part_steps()

@@ -20,6 +20,9 @@ FORMAT = 1
 _REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
 _PREFERRED = ("wd_mult", "max_lr", "min_lr")
 
+# What a schedule reads of a group, in place of its own where the group has it.
+SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
+
 
 def record(config: MuonConfig) -> Group:
     """What is saved about Muon: the same on every rank."""
@@ -84,13 +87,21 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
             wanted = {key: _value(group, key) for key in _REQUIRED}
             raise ValueError(f"the checkpoint has no parameter group with {wanted}")
         best = max(alike, key=lambda other: [_same(group, other, key) for key in _PREFERRED])
-        kept = {key: group[key] for key in _identifiers() if key in group}
+        kept = {key: group[key] for key in _identifiers() if key in group and key not in SCHEDULE}
         values = {**best, **kept}
         if steps:  # fused Adams leave that of a group without parameters here behind
             values["step"] = max(steps)
         values.pop("params", None)
         groups.append(values)
     return groups
+
+
+def as_megatron_pairs(own: Sequence[Group], loaded: Sequence[Group]) -> list[Group]:
+    """The groups of ``loaded_groups`` by which Megatron knows ours again: main's by rates, too."""
+    return [
+        {**values, **{key: group[key] for key in _identifiers() if key in group}}
+        for group, values in zip(own, loaded, strict=True)
+    ]
 
 
 def _identifiers() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_muon.training import flags, namespace
+from megatron_muon.training import checkpointing, flags, namespace
 
 
 class Seam(NamedTuple):
@@ -71,11 +71,6 @@ def asks_for_muon(args: Any) -> bool:
         ValueError: ``--muon-backend upstream`` cannot be.
     """
     return getattr(args, "optimizer", None) == "muon" and flags.muon_backend(args) == "plugin"
-
-
-def is_on(args: Any) -> bool:
-    """True once ``validate_args`` has found that the run is Muon's."""
-    return bool(getattr(args, "megatron_muon", False))
 
 
 def _check_shape(seam: Seam, original: Any) -> None:
@@ -149,7 +144,7 @@ def _validate_args(
     if not asks_for_muon(args):
         namespace.leave_to_megatron(args)
         return original(args, defaults or {}, **kwargs)
-    told = [] if is_on(args) else _turn_on(args)  # a namespace may be validated twice
+    told = [] if namespace.is_on(args) else _turn_on(args)  # a namespace may be validated twice
     args.optimizer = "adam"
     try:
         result = original(args, defaults or {}, **kwargs)
@@ -178,6 +173,13 @@ def _turn_on(args: Any) -> list[str]:
     return told
 
 
+# Flags that stop a run here, and why; ``mcore.supported`` has what a configuration can say.
+REFUSED = {
+    "--use-precision-aware-optimizer": "which keeps no fp32 main parameters of Megatron's",
+    "--use-mup": "whose rates are Adam's",
+}
+
+
 def _check(args: Any) -> None:
     if not args.use_distributed_optimizer:
         raise ValueError(
@@ -185,16 +187,12 @@ def _check(args: Any) -> None:
             "optimizer: add --use-distributed-optimizer, or choose Megatron's own Muon, where this "
             "Megatron has one, by --muon-backend upstream"
         )
-    if getattr(args, "use_precision_aware_optimizer", False):
-        raise NotImplementedError(
-            "--optimizer muon does not support --use-precision-aware-optimizer yet: leave it out, "
-            "or choose --optimizer adam"
-        )
-    if getattr(args, "use_mup", False):
-        raise NotImplementedError(
-            "--optimizer muon does not support --use-mup yet, whose rates are Adam's: leave it "
-            "out, or choose --optimizer adam"
-        )
+    for flag, why in REFUSED.items():
+        if getattr(args, flag.removeprefix("--").replace("-", "_"), False):
+            raise NotImplementedError(
+                f"--optimizer muon does not support {flag} yet, {why}: leave it out, or choose "
+                "--optimizer adam"
+            )
 
 
 def _refuse_yaml(args: Any, given: list[str]) -> None:
@@ -209,7 +207,7 @@ def _refuse_yaml(args: Any, given: list[str]) -> None:
 
 def _print_args(original: Callable[..., Any], title: str, args: Any, **kwargs: Any) -> Any:
     """Megatron's, with the optimizer's name as it was given."""
-    if is_on(args):
+    if namespace.is_on(args):
         args = copy.copy(args)
         args.optimizer = "muon"
     return original(title, args, **kwargs)
@@ -218,7 +216,7 @@ def _print_args(original: Callable[..., Any], title: str, args: Any, **kwargs: A
 def _get_megatron_optimizer_config(original: Callable[..., Any], args: Any, **kwargs: Any) -> Any:
     """Megatron's, without the settings of its own Muon, which the flags have filled."""
     result = original(args, **kwargs)
-    if is_on(args):
+    if namespace.is_on(args):
         config = result[0] if isinstance(result, tuple) else result
         for field in dataclasses.fields(config):
             if field.name.startswith("muon_"):
@@ -236,7 +234,7 @@ def _get_megatron_muon_optimizer(
 ) -> Any:
     """Of 0.16 and 0.17, whose training asks here for Muon; the distributed one is made as AdamW."""
     given = importlib.import_module("megatron.training").get_args()
-    if is_on(given):
+    if namespace.is_on(given):
         hooked = importlib.import_module("megatron.core.optimizer").get_megatron_optimizer
         dump = given.dump_param_to_param_group_map  # which Megatron hands to AdamW's alone
         return hooked(config, model_chunks, *args, dump_param_to_param_group_map=dump, **kwargs)
@@ -246,26 +244,17 @@ def _get_megatron_muon_optimizer(
     )
 
 
-# What a checkpoint's arguments call the optimizer. The saver of tools/checkpoint hands them to
-# validate_args of a Megatron without the plugin, and that of 0.16 and 0.17 stops where "muon" is in
-# the name beside use_distributed_optimizer.
-SAVED_NAME = "Muon"
-
-
-def _generate_state_dict(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Megatron's, with arguments that its tools can read without the plugin."""
-    state_dict = original(args, *rest, **kwargs)
-    if is_on(args) and state_dict.get("args") is args:
-        state_dict["args"] = copy.copy(args)
-        state_dict["args"].optimizer = SAVED_NAME
-    return state_dict
-
-
 _SEAMS = (
     Seam("arguments", "parse_args", ("extra_args_provider",), _parse_args),
     Seam("arguments", "validate_args", ("args", "defaults"), _validate_args),
     Seam("arguments", "_print_args", ("title", "args"), _print_args),
-    Seam("checkpointing", "generate_state_dict", ("args",), _generate_state_dict),
+    Seam("checkpointing", "generate_state_dict", ("args",), checkpointing.generate_state_dict),
+    Seam(
+        "checkpointing",
+        "load_checkpoint",
+        ("ddp_model", "optimizer", "opt_param_scheduler"),
+        checkpointing.load_checkpoint,
+    ),
     Seam(
         "training",
         "get_megatron_optimizer_config",  # since 0.16

@@ -15,6 +15,11 @@ from megatron_muon.training.flag_table import FLAGS
 from megatron_muon.training.flags import KEPT, foreign_flags, restore_defaults
 
 
+def is_on(args: Any) -> bool:
+    """True once ``validate_args`` has found that the run is Muon's."""
+    return bool(getattr(args, "megatron_muon", False))
+
+
 def leave_to_megatron(args: Namespace) -> None:
     """Make ``args`` what it is without the plugin, for a run that is not this package's Muon.
 
