@@ -7,7 +7,9 @@ Importing this package pulls in neither Megatron nor torch; ``install()`` does t
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_muon.config import MuonConfig
 
@@ -15,7 +17,16 @@ if TYPE_CHECKING:
     from megatron_muon import cpu as cpu
     from megatron_muon.exchange import Meter
 
-__all__ = ["MuonConfig", "__version__", "cpu", "install", "meter", "uninstall"]
+__all__ = [
+    "MuonConfig",
+    "__version__",
+    "cpu",
+    "install",
+    "meter",
+    "reading_adamw",
+    "reading_muon",
+    "uninstall",
+]
 __version__ = "0.1.0"
 
 
@@ -37,6 +48,25 @@ def uninstall() -> None:
     from megatron_muon.mcore.install import uninstall as uninstall_from_megatron
 
     uninstall_from_megatron()
+
+
+def reading_adamw(
+    optimizer: Any, momentum: Literal["momentum", "fresh"]
+) -> AbstractContextManager[None]:
+    """Within it Muon loads AdamW's checkpoint; see ``mcore.checkpoint_switch.reading_adamw``."""
+    from megatron_muon.mcore.checkpoint_switch import reading_adamw as reading
+
+    return reading(optimizer, momentum)
+
+
+def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:
+    """Within it AdamW loads the checkpoint of Muon's that is in a folder; see
+    ``mcore.adamw_after_muon.reading_muon``.
+    """
+    from megatron_muon.mcore.adamw_after_muon import reading_muon as reading
+    from megatron_muon.mcore.checkpoint_switch import record_of
+
+    return reading(optimizer, record_of(folder)["settings"])
 
 
 def meter(optimizer: Any) -> Meter:

@@ -48,6 +48,8 @@ class MuonConfig:
         homes: which rank orthogonalizes a matrix. ``balanced`` keeps the rank that holds most of
             it unless that rank's work would pass 1.05 × the ideal or the largest matrix's, if that
             is more; ``local`` always keeps it.
+        checkpoint_digest: write size and checksum of every file of a checkpoint into its folder,
+            and check them, and that the model is the same, before one is loaded (``digest``).
 
     Raises:
         TypeError: a setting is of the wrong kind.
@@ -66,6 +68,7 @@ class MuonConfig:
     muon_include: tuple[str, ...] = ()
     muon_exclude: tuple[str, ...] = ()
     homes: HomePolicy = "balanced"
+    checkpoint_digest: bool = True
 
     def __post_init__(self) -> None:
         _require_number("matched_adamw_rms", self.matched_adamw_rms)
@@ -80,7 +83,7 @@ class MuonConfig:
         if self.ns_steps < 1:
             raise ValueError(f"ns_steps must be at least 1, got {self.ns_steps}")
         _require_coefficients(self.ns_coefficients)
-        for name in ("nesterov", "weight_decay_all_params", "split_qkv"):
+        for name in ("nesterov", "weight_decay_all_params", "split_qkv", "checkpoint_digest"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _require_choice("ns_dtype", self.ns_dtype, ("bf16", "fp32"))

@@ -26,7 +26,9 @@ class Topology:
 
     ``dp`` is the pure data-parallel size and ``etp`` the experts' TP size, that of the others if
     None. ``chunks`` are model chunks per pipeline stage, ``instances`` those of the distributed
-    optimizer; ``step_overlap`` is Megatron's overlap_param_gather_with_optimizer_step.
+    optimizer; ``step_overlap`` is Megatron's overlap_param_gather_with_optimizer_step; with
+    ``overlap`` a bucket is closed when it has ``bucket_size`` elements. ``first_layers`` are the
+    layers of the first stage, where it has not as many as the others.
     """
 
     tp: int = 1
@@ -40,6 +42,8 @@ class Topology:
     chunks: int = 1
     instances: int = 1
     step_overlap: bool = False
+    bucket_size: int = 5_000  # several buckets on the first stage
+    first_layers: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -59,6 +63,8 @@ class Topology:
         ):
             text += f"-{name}{value}" * (value > 1)
         text += f"-etp{self.etp}" * (self.etp is not None)
+        text += f"-first{self.first_layers}" * (self.first_layers is not None)
+        text += f"-buckets{self.bucket_size}" * (self.bucket_size != 5_000)
         text += "-stepoverlap" if self.step_overlap else "-overlap" * self.overlap
         return text + "-sp" * self.sequence_parallel
 

@@ -165,7 +165,7 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
         use_distributed_optimizer=True,
         overlap_grad_reduce=topology.overlap,
         overlap_param_gather=topology.overlap,
-        bucket_size=5_000 if topology.overlap else None,  # several buckets on the first stage
+        bucket_size=topology.bucket_size if topology.overlap else None,
         num_distributed_optimizer_instances=topology.instances,
     )
     return DistributedDataParallel(

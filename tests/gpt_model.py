@@ -109,6 +109,7 @@ def transformer_config(case: Case, topology: Topology) -> Any:
         "tensor_model_parallel_size": topology.tp,
         "pipeline_model_parallel_size": topology.pp,
         "virtual_pipeline_model_parallel_size": topology.chunks if topology.chunks > 1 else None,
+        "num_layers_in_first_pipeline_stage": topology.first_layers,
         "context_parallel_size": topology.cp,
         "sequence_parallel": topology.sequence_parallel,
         "pipeline_dtype": case.dtype,

@@ -48,26 +48,65 @@ def _number_saves_from_zero() -> None:
         base.async_calls = base.AsyncCallsQueue()
 
 
-def save(built: Built, folder: str, format: str) -> None:
-    """Write the model and its optimizer."""
+def save(
+    built: Built,
+    folder: str,
+    format: str,
+    parallel: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Write the model and its optimizer.
+
+    Args:
+        parallel: the DP ranks share out what all of them have (--ckpt-fully-parallel-save).
+        meanwhile: done while processes of their own write (--async-save); None: no such ones.
+    """
     if format == "torch":
-        _save_torch(built, folder)
-    else:
-        from megatron.core import dist_checkpointing
+        assert not parallel and meanwhile is None, "that is torch_dist's"
+        return _save_torch(built, folder)
+    from megatron.core import dist_checkpointing
 
-        _as_in_its_day()
-        _number_saves_from_zero()
-        dist_checkpointing.save(sharded(built, format, is_loading=False), folder)
+    _as_in_its_day()
+    _number_saves_from_zero()
+    state = sharded(built, format, is_loading=False)
+    strategy = _in_parallel("Save", folder) if parallel else None
+    if meanwhile is None:
+        return dist_checkpointing.save(state, folder, strategy)
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    calls = AsyncCallsQueue()
+    calls.schedule_async_request(
+        dist_checkpointing.save(state, folder, strategy, async_sharded_save=True)
+    )
+    meanwhile()
+    calls.maybe_finalize_async_calls(blocking=True)
 
 
-def load(built: Built, folder: str, format: str) -> None:
-    """Read them into a model and an optimizer of the same shape."""
+def _in_parallel(action: str, folder: str) -> Any:
+    """Megatron's own strategy inside the one that shares the work out, as Megatron-LM does it."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
+
+    inner = (
+        serialization.get_default_save_sharded_strategy()
+        if action == "Save"
+        else serialization.get_default_load_sharded_strategy(folder)
+    )
+    wrapper = getattr(fully_parallel, f"FullyParallel{action}StrategyWrapper")
+    return wrapper(inner, ps.get_data_parallel_group(with_context_parallel=True))
+
+
+def load(built: Built, folder: str, format: str, parallel: bool = False) -> None:
+    """Read them into a model and an optimizer, with --ckpt-fully-parallel-load if ``parallel``."""
     if format == "torch":
+        assert not parallel, "that is torch_dist's"
         _load_torch(built, folder)
     else:
         from megatron.core import dist_checkpointing
 
-        loaded = dist_checkpointing.load(sharded(built, format, is_loading=True), folder)
+        strategy = _in_parallel("Load", folder) if parallel else None
+        loaded = dist_checkpointing.load(sharded(built, format, is_loading=True), folder, strategy)
         for name, model in _models(built).items():
             model.load_state_dict(loaded[name])
         if _trains(built):
@@ -78,7 +117,13 @@ def sharded(built: Built, format: str, is_loading: bool) -> dict[str, Any]:
     """The sharded state dict of all that is saved, as ``generate_state_dict`` makes it."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    state = {name: model.sharded_state_dict() for name, model in _models(built).items()}
+    state = {}
+    for number, (name, model) in enumerate(_models(built).items()):
+        if VERSION < (0, 13) and len(built.chunks) > 1:  # the number of a layer depends on it
+            from megatron.core import parallel_state as ps
+
+            ps.set_virtual_pipeline_model_parallel_rank(number)
+        state[name] = model.sharded_state_dict()
     metadata = {"distrib_optim_sharding_type": format, "chained_optim_avoid_prefix": True}
     takes = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
     option = {"metadata": metadata} if "metadata" in takes else {"sharding_type": format}
@@ -139,6 +184,12 @@ def _load_torch(built: Built, folder: str) -> None:
     built.optimizer.load_parameter_state(optimizer_file)
 
 
+def load_parameter_state(built: Built, folder: str, format: str) -> None:
+    """What the optimizer itself reads in the format ``torch``."""
+    assert format == "torch", "that has no file of its own for it"
+    built.optimizer.load_parameter_state(_files(folder)[1])
+
+
 @torch.no_grad()
 def spoil(built: Built) -> None:
     """Change all that a load must bring back; what a new run starts with is not what was saved."""
@@ -174,7 +225,7 @@ def resumed(
         take_step(built, step)
     before = held(built)
     save(built, folder, format)
-    found = _unequal(before, held(built), "by saving: ")
+    found = unequal(before, held(built), "by saving: ")
     for step in range(half, case.steps):
         take_step(built, step)
     expected = held(built)
@@ -186,15 +237,15 @@ def resumed(
     again.log.clear()
     with mutation():
         load(again, folder, format)
-    found += _unequal(before, held(again), "by loading: ", log=False)
+    found += unequal(before, held(again), "by loading: ", log=False)
     for step in range(half, case.steps):
         take_step(again, step)
     after = held(again)
     for name, values in after["log"].items():
         if values != expected["log"][name][half:]:
             found.append(f"{name}: {values}, not {expected['log'][name][half:]}")
-    found += _unequal(expected, after, "after more steps: ", log=False)
-    moved = bool(_unequal(before, after, "", log=False))
+    found += unequal(expected, after, "after more steps: ", log=False)
+    moved = bool(unequal(before, after, "", log=False))
     return {"differences": found, "moved": moved, "held": after}
 
 
@@ -226,7 +277,7 @@ def error_of_save(case: Case, topology: Topology, format: str, folder: str) -> s
     return "no error"
 
 
-def _unequal(one: dict[str, Any], two: dict[str, Any], where: str, log: bool = True) -> list[str]:
+def unequal(one: dict[str, Any], two: dict[str, Any], where: str, log: bool = True) -> list[str]:
     """Names of what differs between two ``held`` of one rank."""
     found = [f"{where}log"] * (log and one["log"] != two["log"])
     for name, array in one["params"].items():

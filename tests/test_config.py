@@ -35,6 +35,12 @@ from megatron_muon import MuonConfig
         ),
         ("split_qkv", None, TypeError, "split_qkv must be True or False, got None"),
         ("weight_decay_all_params", "no", TypeError, "weight_decay_all_params must be True or"),
+        (
+            "checkpoint_digest",
+            "yes",
+            TypeError,
+            "checkpoint_digest must be True or False, got 'yes",
+        ),
     ],
 )
 def test_a_bad_setting_is_refused(

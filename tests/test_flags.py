@@ -225,6 +225,8 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "exclude": (["--muon-exclude", "*.router.weight"], {"muon_exclude": ("*.router.weight",)}),
     "homes": (["--muon-homes", "local"], {"homes": "local"}),
     "ns-dtype": (["--muon-ns-dtype", "fp32"], {"ns_dtype": "fp32"}),
+    "no-digest": (["--no-muon-checkpoint-digest"], {"checkpoint_digest": False}),
+    "from-adamw": (["--muon-from-adamw", "momentum"], {}),
     "moonlight": (["--muon-defaults", "moonlight"], {}),
     "backend": (["--muon-backend", "plugin"], {}),
     "twice the same": (["--muon-ns-steps", "7", "--muon-num-ns-steps", "7"], {"ns_steps": 7}),
@@ -277,6 +279,7 @@ REFUSED = {
         ["--muon-matched-adamw-rms", "0.2", "--muon-scale-mode", "shape_scaling"],
         "--muon-matched-adamw-rms 0.2 with --muon-scale-mode shape_scaling",
     ),
+    "adamw-from-muon": (["--adamw-from-muon"], "is for --optimizer adam"),
     "out of range": (["--muon-momentum", "1.0"], "momentum must be in"),
 }
 

@@ -14,8 +14,8 @@ PACKAGE = ROOT / "megatron_muon"
 
 # Lower tiers first; a module may import its own tier and those above it in this list.
 TIERS = [
-    ("integers", ["config", "layout", "plan", "report"]),
-    ("tensors", ["newton_schulz", "update"]),
+    ("integers", ["config", "digest", "layout", "plan", "report"]),
+    ("tensors", ["checksum", "newton_schulz", "update"]),
     ("communication", ["collectives", "agreement", "exchange", "phases"]),
     ("optimizer", ["optimizer"]),
     ("megatron", ["mcore", "cpu"]),

@@ -109,10 +109,10 @@ def test_an_option_runs(row: str, tmp_path: Path) -> None:
     found = losses(text)
     assert len(found) >= 6 and found[5] < found[0], text[-3000:]
     assert "[megatron_muon] pipeline stage 0" in text
-    for sign in SIGNS.get(row, ()):
-        assert sign in text, sign
-    if "tensorboard" in options:
-        assert list(tmp_path.rglob("events.out.tfevents.*"))
+    events = [file.read_bytes() for file in tmp_path.rglob("events.out.tfevents.*")]
+    for sign in SIGNS.get(row, ()):  # up to 0.14 timers that are written there are not printed
+        assert sign in text or any(sign.encode() in event for event in events), sign
+    assert events or "tensorboard" not in options
 
 
 @pytest.mark.parametrize("row", REFUSED)

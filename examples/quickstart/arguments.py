@@ -89,4 +89,16 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--tensorboard-dir", type=Path, default=None)
+    group.add_argument(
+        "--save", type=Path, default=None, help="save a checkpoint into it at the end"
+    )
+    group.add_argument("--load", type=Path, default=None, help="go on from the checkpoint in it")
+    group.add_argument("--exit-at", type=int, default=None, help="stop after this step")
+    group.add_argument(
+        "--from-other",
+        choices=("momentum", "fresh"),
+        default=None,
+        help="the checkpoint is the other optimizer's: what Muon's momentum starts as (AdamW's "
+        "moments start at zero)",
+    )
     group.add_argument("--figures", type=Path, default=None, help="JSON file for curve and figures")

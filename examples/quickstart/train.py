@@ -36,6 +36,7 @@ if not torch.cuda.is_available():
 
 import measure
 from arguments import parse
+from checkpoints import load, save
 from corpus import HELD_OUT_STREAM, TRAIN_STREAM, Batches, Corpus, read_corpus
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -203,8 +204,10 @@ def train(
     optimizer, scheduler = build_optimizer(args, model)
     training, held_out = batches(args, corpus)
     step_seconds, optimizer_seconds = [], []
-    progress.evaluated(0, evaluate(args, held_out, model, device))
-    for step in range(1, args.train_iters + 1):
+    done = load(args, model, optimizer, scheduler) if args.load else 0
+    last = args.exit_at or args.train_iters
+    progress.evaluated(done, evaluate(args, held_out, model, device))
+    for step in range(done + 1, last + 1):
         began = time.perf_counter()
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -220,8 +223,10 @@ def train(
         optimizer_seconds.append(ended - reduced)
         scalars = {"learning-rate": lr, "grad-norm": grad_norm, "iteration-time": ended - began}
         progress.trained(step, global_loss(loss), scalars)
-        if step % args.eval_interval == 0 or step == args.train_iters:
+        if step % args.eval_interval == 0 or step == last:
             progress.evaluated(step, evaluate(args, held_out, model, device))
+    if args.save:
+        save(args.save, model, optimizer, last)
     return measure.collect(model, optimizer, args.optimizer, step_seconds, optimizer_seconds)
 
 

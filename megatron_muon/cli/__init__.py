@@ -24,6 +24,10 @@ COMMANDS = {
         "megatron_muon.cli.doctor",
         "whether Muon would run here, on what, and why not",
     ),
+    "checkpoint": (
+        "megatron_muon.cli.checkpoint",
+        "inspect: what a checkpoint has in it, and whether that is all",
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from megatron_muon.agreement import (
 )
 from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Exchange, Meter
-from megatron_muon.mcore import groups
+from megatron_muon.mcore import checkpoint_owner, groups
 from megatron_muon.mcore.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.mcore.distributed_optimizer import (
     MuonDistributedOptimizer,
@@ -86,6 +86,7 @@ def make_muons(
                     buckets=sum(len(buffer.buckets) for buffer in part.buffers),
                 )
             )
+    checkpoint_owner.remember(model_chunks, config, stage)
     for line in lines:
         print(line, flush=True)
 

@@ -33,7 +33,14 @@ from typing import Any
 import torch
 
 from megatron_muon.agreement import raise_together
-from megatron_muon.mcore.checkpoint_buffers import check_tensor, from_disk, to_disk
+from megatron_muon.mcore.checkpoint_buffers import (
+    ADAMW_STATE,
+    OTHER_CUT,
+    check_tensor,
+    from_disk,
+    to_disk,
+)
+from megatron_muon.mcore.checkpoint_foreign import as_ours
 from megatron_muon.mcore.checkpoint_groups import (
     RECORD,
     as_megatron_pairs,
@@ -51,7 +58,10 @@ class MuonCheckpoint(ShardedState):
     def state_dict(self) -> StateDict:
         """Megatron's: all that is not a parameter's; and the record of Muon's settings."""
         self._fill_state()
-        return {**super().state_dict(), RECORD: record(self._muon.config)}
+        state: StateDict = super().state_dict()
+        if self.from_adamw is None:  # else Megatron asks what it should read of AdamW's
+            state[RECORD] = record(self._muon.config)
+        return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Megatron's, and the checks.
@@ -64,8 +74,11 @@ class MuonCheckpoint(ShardedState):
         loaded: list[Any] = []
 
         def prepare() -> None:
-            check_record(state_dict, self._muon.config)
+            if self.from_adamw is None:
+                check_record(state_dict, self._muon.config)
             saved = state_dict["optimizer"]
+            if self.from_adamw == "sum":
+                saved = as_ours([state_dict], self._muon.config)["optimizer"]
             own = self.optimizer.param_groups
             loaded.extend(loaded_groups(own, saved["param_groups"]))
             groups = as_megatron_pairs(own, loaded)
@@ -85,6 +98,8 @@ class MuonCheckpoint(ShardedState):
         """Megatron's: all state of the DP group, on its first rank, or on all if asked."""
         self._fill_state()
         gathered: StateDict | None = super().get_parameter_state_dp_zero(*args, **kwargs)
+        if self.from_adamw is not None:
+            return gathered
         if self._to_be_cut is not None:
             return self._kept_for_cutting(gathered)
         for index, dtypes, _ in self._buffers() if gathered else ():
@@ -134,16 +149,20 @@ class MuonCheckpoint(ShardedState):
     def _from_disk(self, saved: StateDict | None) -> StateDict:
         if saved is None:
             raise ValueError("the checkpoint has no optimizer state for this rank")
-        given = dict(saved)
+        given = dict(saved) if isinstance(saved, dict) else {}  # a list: of a chain with experts'
         for index, dtypes, buffer in self._buffers():
-            found = saved.get(index, {}).get(dtypes)
+            found = given.get(index, {}).get(dtypes)
             if found is None:
                 raise ValueError(
                     f"the checkpoint has no optimizer state of grad buffer {index} of {dtypes}: it "
-                    "is of another model, precision or topology"
+                    f"is of another model or precision, or was cut otherwise. {OTHER_CUT}"
                 )
-            check_tensor(f"grad buffer {index}", "param", found, buffer.numel_unpadded)
-            given[index] = {**saved[index], dtypes: from_disk(found, self._places(index))}
+            if self.from_adamw is None:
+                own = from_disk(found, self._places(index), buffer.numel_unpadded)
+                given[index] = {**saved[index], dtypes: own}
+                continue
+            for key in ("param", *ADAMW_STATE):
+                check_tensor(f"grad buffer {index}", key, found, buffer.numel_unpadded)
         return given
 
     def _together(self, act: Callable[[], None]) -> None:

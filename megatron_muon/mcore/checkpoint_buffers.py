@@ -5,6 +5,7 @@ Megatron gathers each buffer to DP rank 0 as three flat tensors, ``param``, ``ex
 it is, and in place of the other two is one dict, ``state``: for each parameter by name the tensors
 that its optimizer has. So there are no zeros in place of a second moment that Muon does not have,
 every tensor is known by a name, and a Megatron without Muon stops with KeyError: 'exp_avg'.
+``spans`` says where each parameter is in ``param``: with other buckets it is elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ Tensor = torch.Tensor
 MOMENTUM = "muon_momentum"  # on disk; in memory it goes by a name that fused Adams know
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 STATE = "state"
+SPANS = "spans"
+
+OTHER_CUT = (
+    "The optimizer's state was saved in a format that loads only with the TP, PP, virtual pipeline "
+    "and EP sizes of the run that saved it (dp_reshardable also with its buckets alone); DP, CP "
+    "and optimizer instances may differ. Load it with those and save it in the format that loads "
+    "with any: in Megatron-LM --dist-ckpt-optim-fully-reshardable, before 0.15 "
+    "--ckpt-fully-parallel-save"
+)
 
 
 class Place(NamedTuple):
@@ -65,11 +75,17 @@ def to_disk(gathered: dict[str, Any], places: list[Place]) -> dict[str, Any]:
         }
         for place in places
     }
+    kept[SPANS] = {place.name: (place.start, place.stop) for place in places}
     return kept
 
 
-def from_disk(saved: Mapping[str, Any], places: list[Place]) -> dict[str, Any]:
+def from_disk(saved: Mapping[str, Any], places: list[Place], numel: int) -> dict[str, Any]:
     """What ``to_disk`` was given; the second moment of Muon's parameters is of no meaning.
+
+    Args:
+        saved: what is on disk for a buffer.
+        places: of the buffer's parameters here.
+        numel: of the gathered tensors here.
 
     Raises:
         ValueError: a parameter's state is missing or not what it should be; names it.
@@ -80,16 +96,42 @@ def from_disk(saved: Mapping[str, Any], places: list[Place]) -> dict[str, Any]:
             f"the checkpoint's optimizer state has {sorted(map(str, saved))} and no {STATE!r} of "
             "each parameter: it was not saved by megatron_muon's Muon"
         )
-    unknown = sorted(states.keys() - {place.name for place in places})
+    here = {place.name: (place.start, place.stop) for place in places}
+    spans = saved.get(SPANS, here)
+    _check_spans(spans, here)
+    unknown = sorted(states.keys() - here.keys())
     if unknown:
         raise ValueError(f"the checkpoint has state of {unknown[0]}, which is not in this model")
-    whole = {key: torch.zeros_like(saved["param"]) for key in ADAMW_STATE}
+    on_disk = saved.get("numel_unpadded", numel) if SPANS in saved else numel
+    check_tensor("the grad buffer", "param", saved, on_disk)
+    whole = {key: torch.zeros(numel) for key in ("param", *ADAMW_STATE)}
     for place in places:
+        start, stop = spans[place.name]
+        whole["param"][place.start : place.stop] = saved["param"][start:stop]
         tensors = states.get(place.name, {})
         for key, target in zip(place.keys, ADAMW_STATE, strict=False):
             check_tensor(place.name, key, tensors, place.stop - place.start)
             whole[target][place.start : place.stop] = tensors[key]
-    return {**{key: value for key, value in saved.items() if key != STATE}, **whole}
+    kept = {key: value for key, value in saved.items() if key not in (STATE, SPANS)}
+    return {**kept, **whole, "numel_unpadded": numel}
+
+
+Spans = Mapping[str, tuple[int, int]]
+
+
+def _check_spans(saved: Spans, here: Spans) -> None:
+    """Refuse the buffer of a rank that had other parameters, or other parts of them."""
+    unknown, missing = sorted(saved.keys() - here.keys()), sorted(here.keys() - saved.keys())
+    if unknown or missing:
+        there, not_here = (f", but not {n[0]}" if n else "" for n in (missing, unknown))
+        raise ValueError(
+            f"a grad buffer of this rank has {len(here)} parameters{not_here}, the one on disk "
+            f"{len(saved)}{there}. {OTHER_CUT}"
+        )
+    for name, (start, stop) in here.items():
+        on_disk, wanted = saved[name][1] - saved[name][0], stop - start
+        if on_disk != wanted:
+            raise ValueError(f"{name} has {on_disk} elements on disk, {wanted} here. {OTHER_CUT}")
 
 
 def check_tensor(name: str, key: str, tensors: Mapping[str, Any], numel: int) -> None:

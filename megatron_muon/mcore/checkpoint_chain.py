@@ -13,6 +13,7 @@ from megatron.core.optimizer import ChainedOptimizer
 
 from megatron_muon.agreement import raise_together
 from megatron_muon.collectives import Group, all_gather_texts
+from megatron_muon.mcore.checkpoint_buffers import OTHER_CUT
 from megatron_muon.mcore.shards import device_of
 
 T = TypeVar("T")
@@ -42,7 +43,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Megatron's; what a checkpoint must have is in ``checkpoint``."""
-        self._together(super().load_state_dict, state_dict)
+        parts = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
+        self._together(super().load_state_dict, _for_parts(state_dict, len(parts)))
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's: what is to be saved, or with ``is_loading`` to be filled.
@@ -75,7 +77,10 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         if not any(part.data_parallel_group.rank() == 0 for part in self.chained_optimizers):
             return
         if not os.path.exists(filename):
-            raise FileNotFoundError(f"the checkpoint lacks the optimizer's file {filename}")
+            raise FileNotFoundError(
+                f"the checkpoint lacks the optimizer's file {filename}: it is lost, or the run was "
+                f"cut otherwise. {OTHER_CUT}"
+            )
         if not zipfile.is_zipfile(filename):  # its table of contents is at the end
             raise ValueError(f"{filename} is cut off, or is no file of torch.save")
 
@@ -99,6 +104,36 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             yield
         finally:
             self.chained_optimizers = every
+
+
+def _for_parts(state_dict: Any, count: int) -> Any:
+    """A state dict as ``count`` optimizers save it.
+
+    A chain has one more, for the experts, if EP is more than 1: Megatron numbers what is not a
+    parameter's by optimizers if there are several, and loads into as many alone.
+    """
+    if not isinstance(state_dict, dict):
+        return state_dict
+    numbered = {key: value for key, value in state_dict.items() if isinstance(key, int)}
+    common = {key: value for key, value in state_dict.items() if not isinstance(key, int)}
+    if count == 1 and "optimizer" in numbered.get(0, {}):
+        saved = [part["optimizer"] for _, part in sorted(numbered.items()) if "optimizer" in part]
+        return {**numbered[0], **common, "optimizer": _with_groups_of(saved)}
+    if count > 1 and "optimizer" in common:
+        common["optimizer"] = _with_groups_of([common["optimizer"]])
+        return {number: {**common, **numbered.get(number, {})} for number in range(count)}
+    return state_dict
+
+
+def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first, with the parameter groups of all, as dense and as experts' ones."""
+    groups = [
+        {**group, "is_expert_parallel": of_experts}
+        for optimizer in optimizers
+        for group in optimizer["param_groups"]
+        for of_experts in (False, True)
+    ]
+    return {**optimizers[0], "param_groups": groups}
 
 
 def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:

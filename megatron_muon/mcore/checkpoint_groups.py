@@ -79,7 +79,8 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
     Raises:
         ValueError: nothing like one of ours was saved; names it.
     """
-    steps = [group["step"] for group in saved if "step" in group]
+    # None: core 0.14 sets it where there are several optimizers and none has taken a step
+    steps = [group["step"] for group in saved if group.get("step") is not None]
     groups = []
     for group in own:
         alike = [other for other in saved if _common(group, other, _REQUIRED) == len(_REQUIRED)]
@@ -88,7 +89,7 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
             raise ValueError(f"the checkpoint has no parameter group with {wanted}")
         best = max(alike, key=lambda other: [_same(group, other, key) for key in _PREFERRED])
         kept = {key: group[key] for key in _identifiers() if key in group and key not in SCHEDULE}
-        values = {**best, **kept}
+        values = {**group, **best, **kept}  # others' groups may lack what ours have
         if steps:  # fused Adams leave that of a group without parameters here behind
             values["step"] = max(steps)
         values.pop("params", None)

@@ -26,9 +26,16 @@ class ShardedState(MuonState):
     # --- dp_reshardable, of Megatron 0.15 and later: a rank's pieces as they are
 
     def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> StateDict:
-        """Megatron's for main parameters; their state as one flat tensor for each parameter."""
-        with self._telling("main"):
+        """Megatron's for main parameters; their state as one flat tensor for each parameter.
+
+        Raises:
+            NotImplementedError: this rank has nothing but padding of a bucket.
+        """
+        self._refuse_empty_shards()
+        with self._telling("main" if self.from_adamw is None else "adam"):
             state: StateDict = super().sharded_param_state_dp_reshardable(*args, **kwargs)
+        if self.from_adamw is not None:
+            return state
         for index, dtypes, _ in self._buffers():
             ranges = self.gbuf_ranges[index][dtypes]
             for entries, bucket in zip(state[index][dtypes], ranges, strict=True):
@@ -36,6 +43,18 @@ class ShardedState(MuonState):
                 for entry, (param, at) in zip(pieces, bucket["param_map"].items(), strict=True):
                     entry.update(self._sharded(param, at["param"].start, entry["param"]))
         return state
+
+    def _refuse_empty_shards(self) -> None:
+        """Megatron's assertion, with the way out."""
+        for index, dtypes, buffer in self._buffers():
+            for number, bucket in enumerate(self.gbuf_ranges[index][dtypes]):
+                if not bucket["param_map"]:
+                    raise NotImplementedError(
+                        f"Megatron's dp_reshardable cannot save or load bucket {number} with "
+                        f"{buffer.buckets[number].numel_unpadded} elements, of which this DP rank "
+                        "has none: take larger buckets (in Megatron-LM --ddp-bucket-size) or "
+                        "another format (--dist-ckpt-optim-fully-reshardable)"
+                    )
 
     def _sharded(self, param: Parameter, start: int, like: Any) -> StateDict:
         """A parameter's state from element ``start``, replicated as its main parameter is."""
@@ -54,7 +73,7 @@ class ShardedState(MuonState):
 
     def load_parameter_state_from_dp_reshardable(self, state_dict: StateDict) -> None:
         """Megatron's."""
-        with self._telling("disk"):
+        with self._telling(self._names_on_disk):
             super().load_parameter_state_from_dp_reshardable(state_dict)
 
     # --- fully_reshardable, of Megatron 0.15 and later: whole parameters
@@ -62,8 +81,14 @@ class ShardedState(MuonState):
     def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> StateDict | None:
         """Megatron's, with Muon's momentum by its name on disk and no second moment of it.
 
-        Cut anew at the right places: see ``gathered_spans``.
+        Cut anew at the right places: see ``gathered_spans``. AdamW's is read as Megatron wrote it.
         """
+        if self.from_adamw is not None:
+            self.tensors = frozenset()
+            adamws: StateDict | None = super().sharded_param_state_fully_reshardable(
+                *args, **kwargs
+            )
+            return adamws
         self._to_be_cut = {}
         try:
             state: StateDict | None = super().sharded_param_state_fully_reshardable(*args, **kwargs)
@@ -107,14 +132,14 @@ class ShardedState(MuonState):
 
     def load_parameter_state_from_fully_reshardable(self, state_dict: StateDict) -> None:
         """Megatron's."""
-        with self._telling("disk"):
+        with self._telling(self._names_on_disk):
             super().load_parameter_state_from_fully_reshardable(state_dict)
 
     # --- fully_sharded_model_space, of Megatron up to 0.14: ranges of whole parameters
 
     def sharded_param_state_fs_model_space(self, *args: Any, **kwargs: Any) -> StateDict:
         """Megatron's."""
-        with self._telling("disk"):
+        with self._telling(self._names_on_disk):
             state: StateDict = super().sharded_param_state_fs_model_space(*args, **kwargs)
         self.tensors = frozenset(
             (tensors["fp32_param"].key, MOMENTUM in tensors) for tensors in state.values()
@@ -123,7 +148,7 @@ class ShardedState(MuonState):
 
     def load_parameter_state_from_fs_model_space(self, state_dict: StateDict) -> None:
         """Megatron's."""
-        with self._telling("disk"):
+        with self._telling(self._names_on_disk):
             super().load_parameter_state_from_fs_model_space(state_dict)
 
     # --- fully_sharded_bucket_space, of Megatron up to 0.14, deprecated there

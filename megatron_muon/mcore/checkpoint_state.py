@@ -26,6 +26,7 @@ Parameter = torch.nn.Parameter
 # What Megatron is told of a parameter: its main parameter alone; all that goes to disk, by the
 # names there; or all by Adam's names, which Megatron gathers over a whole buffer.
 Told = Literal["main", "disk", "adam"]
+FromAdamW = Literal["momentum", "fresh", "sum"]
 
 
 class MuonState(DistributedOptimizer):  # type: ignore[misc]
@@ -35,12 +36,16 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         muon: the Muon part; None in a stub.
         stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
         ep_rank, local_experts: which experts this rank has, for names.
+        from_adamw: while a checkpoint in AdamW's layout is read: whether Muon's momentum is made of
+            Adam's first moment, starts at zero, or lies in its place as the sum that it is. None:
+            the checkpoint is this package's Muon's.
     """
 
     muon: DistributedMuon | None
     stage_group: Any = None
     ep_rank: int = 0
     local_experts: int = 0
+    from_adamw: FromAdamW | None = None
     _told: Told = "adam"
 
     def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
@@ -65,6 +70,23 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         for key, target in targets.items():
             check_tensor(self._name_of[model_param], key, tensors, target.numel())
             target.copy_(tensors[key])
+        if self.from_adamw is not None and self._muon.owns(shard):
+            self._make_momentum(model_param, targets[ADAMW_STATE[0]])
+
+    def _make_momentum(self, model_param: Parameter, first_moment: Tensor) -> None:
+        """In place: Adam's is a mean of gradients, (1-β1) Σ β1^k g, where Muon's is their sum."""
+        if self.from_adamw == "sum":
+            return
+        if self.from_adamw == "fresh":
+            first_moment.zero_()
+            return
+        group_index, _ = self.model_param_group_index_map[model_param]
+        beta1, _ = self.optimizer.param_groups[group_index]["betas"]
+        first_moment.div_(1 - beta1)
+
+    @property
+    def _names_on_disk(self) -> Told:
+        return "disk" if self.from_adamw is None else "adam"
 
     @contextmanager
     def _telling(self, told: Told) -> Iterator[None]:

@@ -129,6 +129,19 @@ HOOKS = (
         "cuts each bucket into equal shards, one per DP rank, as layout.Parameter.pieces does",
     ),
     Hook(
+        "megatron.core.dist_checkpointing",
+        "save",
+        ("sharded_state_dict", "checkpoint_dir"),
+        "writes a torch_dist checkpoint, or returns the AsyncRequest that will, whose finalize_fns "
+        "are called in order on every rank; wrapped to make the digest",
+    ),
+    Hook(
+        "megatron.core.dist_checkpointing",
+        "load",
+        ("sharded_state_dict", "checkpoint_dir"),
+        "reads one on every rank; wrapped to check the digest",
+    ),
+    Hook(
         "megatron.core.parallel_state",
         "get_tensor_and_data_parallel_group",
         ("with_context_parallel",),

@@ -14,6 +14,7 @@ from megatron.core import optimizer as mcore_optimizer
 from megatron_muon.agreement import raise_together
 from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Meter
+from megatron_muon.mcore import checkpoint_digest
 from megatron_muon.mcore.build import make_muons
 from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
 from megatron_muon.mcore.hooks import SeamError, check_hooks, hooks_of, megatron_version
@@ -140,10 +141,20 @@ def _stopped(name: str) -> Callable[..., Any]:
     return stopped
 
 
+def _save(*args: Any, **kwargs: Any) -> Any:
+    return checkpoint_digest.save(_originals["save"], *args, **kwargs)
+
+
+def _load(*args: Any, **kwargs: Any) -> Any:
+    return checkpoint_digest.load(_originals["load"], *args, **kwargs)
+
+
 _STOPPED = ("_get_megatron_optimizer_based_on_param_groups", "_get_megatron_emerging_optimizer")
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_optimizer": _get_megatron_optimizer,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
+    "save": _save,
+    "load": _load,
     **{name: _stopped(name) for name in _STOPPED},
 }
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from megatron_muon.training import switching, tracker
 from megatron_muon.training.namespace import is_on
 
 # What a checkpoint's arguments call the optimizer. The saver of tools/checkpoint hands them to
@@ -24,6 +31,61 @@ def generate_state_dict(original: Callable[..., Any], args: Any, *rest: Any, **k
     return state_dict
 
 
+# --- saving ----------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    original: Callable[..., Any], iteration: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Megatron's; the tracker file never names a checkpoint that is not complete, and one of
+    ``--ckpt-format torch`` has its digest, too (others have it from ``mcore.checkpoint_digest``).
+
+    Raises:
+        OSError: the tracker or the digest cannot be written.
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
+    given = importlib.import_module("megatron.training").get_args()
+    named = inspect.signature(original).bind(iteration, model, *args, **kwargs).arguments
+    folder = _saved_into(given, named) if is_on(given) else None
+    if folder is None:
+        return original(iteration, model, *args, **kwargs)
+    tracker.put_into(_checkpointing())
+    _on_rank_0(lambda: tracker.move_back(folder.parent, folder.name))
+    with _vocabulary(), _digest_of_torch(given, named, folder):
+        return original(iteration, model, *args, **kwargs)
+
+
+def _saved_into(given: Any, named: dict[str, Any]) -> Path | None:
+    """The checkpoint's folder; None for Megatron's local ones, and in an object store."""
+    save_dir = given.save
+    if named.get("non_persistent_ckpt"):
+        if given.non_persistent_ckpt_type != "global":
+            return None
+        save_dir = _non_persistent(given.non_persistent_global_ckpt_dir, save_dir)
+    return _folder(save_dir, named["iteration"], bool(named.get("release")))
+
+
+@contextmanager
+def _digest_of_torch(given: Any, named: dict[str, Any], folder: Path) -> Iterator[None]:
+    """A digest where the model is written by ``torch.save``, before the tracker is."""
+    from megatron_muon.mcore import checkpoint_digest, checkpoint_owner
+
+    if given.use_dist_ckpt or named.get("non_persistent_ckpt"):
+        yield  # dist_checkpointing makes it
+        return
+    trained = checkpoint_owner.owner_of_chunks(_chunks(named["model"]))
+    saving = checkpoint_digest.Saving.of(trained, str(folder))
+    if saving is None:
+        yield
+        return
+    with checkpoint_digest.recorded(trained, folder):
+        with tracker.after(lambda: checkpoint_digest.seal_recorded(saving)):
+            yield
+
+
+# --- loading ---------------------------------------------------------------------------------
+
+
 def load_checkpoint(
     original: Callable[..., Any],
     ddp_model: Any,
@@ -32,19 +94,135 @@ def load_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's; with ``--override-opt_param-scheduler`` also parameter groups keep their rates.
+    """Megatron's, once the checkpoint is checked; ``--override-opt_param-scheduler`` keeps rates.
 
-    Megatron overrides the scheduler's, but the groups have rates of their own, which go first and
-    come from the checkpoint. AdamW's run goes on with the old ones (0.12.3), or ends in a KeyError
-    since no group that was saved has the new ones (0.19.0 and main).
+    Megatron overrides the scheduler's rates, but the groups have rates of their own, which go first
+    and come from the checkpoint. AdamW's run goes on with the old ones (0.12.3), or ends in a
+    KeyError since no group that was saved has the new ones (0.19.0 and main).
+
+    Raises:
+        DigestError: the checkpoint is not complete, not intact or of another model.
+        RuntimeError: on ranks that have no error themselves when another has.
     """
     from megatron_muon.mcore.checkpoint_groups import SCHEDULE
 
     given = importlib.import_module("megatron.training").get_args()
-    groups = optimizer.param_groups if is_on(given) and optimizer is not None else []
+    load_arg = kwargs.get("load_arg", args[0] if args else "load")
+    if not is_on(given):
+        if not getattr(given, "adamw_from_muon", False):
+            return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+        folder = _loaded_from(given, getattr(given, load_arg))
+        with switching.from_other(given, optimizer, folder, muon=False):
+            return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+    groups = optimizer.param_groups if optimizer is not None else []
     rates = [{key: group[key] for key in SCHEDULE if key in group} for group in groups]
-    result = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+    folder = _loaded_from(given, getattr(given, load_arg))
+    with (
+        _checked(given, folder, ddp_model),
+        switching.from_other(given, optimizer, folder, muon=True),
+    ):
+        result = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
     if rates and given.override_opt_param_scheduler:
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group.update(own)
     return result
+
+
+@contextmanager
+def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
+    """Refuse what is not whole before Megatron reads any of it."""
+    from megatron_muon.mcore.checkpoint_check import check, checked
+    from megatron_muon.mcore.checkpoint_owner import owner_of_chunks
+
+    with _vocabulary():
+        if folder is None:
+            yield
+            return
+        exact = not (given.finetune or given.no_load_optim)
+        check(owner_of_chunks(_chunks(model)), str(folder), exact)
+        with checked(str(folder)):
+            yield
+
+
+def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
+    """The folder that Megatron will read, as it finds it; None for none, and for a local one."""
+    pretrained = getattr(given, "pretrained_checkpoint", None)
+    if pretrained and not (load_dir and _checkpointing().checkpoint_exists(load_dir)):
+        load_dir = pretrained
+    own, beside = None, None
+    if load_dir is not None:
+        own = _latest(load_dir, given.ckpt_step if getattr(given, "ckpt_step", None) else None)
+    if given.non_persistent_ckpt_type == "global":
+        directory = given.non_persistent_global_ckpt_dir
+        if directory or load_dir:
+            beside = _latest(_non_persistent(directory, load_dir), None)
+    elif given.non_persistent_ckpt_type is not None:
+        return None
+    if own is None or beside is None:
+        return own or beside
+    return beside if beside.name >= own.name != "release" else own
+
+
+def _latest(load_dir: str, step: int | None) -> Path | None:
+    if "://" in load_dir:
+        return None  # dist_checkpointing.load says what is not possible there
+    _on_rank_0(lambda: tracker.recover(Path(load_dir)))
+    if step is not None:
+        return _folder(load_dir, step, False)
+    name = tracker.named_by(Path(load_dir))
+    if name is None:
+        return None
+    release = name == "release"
+    return _folder(load_dir, 0 if release else int(name.removeprefix("iter_")), release)
+
+
+# --- both ------------------------------------------------------------------------------------
+
+
+def _checkpointing() -> Any:
+    return importlib.import_module("megatron.training.checkpointing")
+
+
+def _folder(save_dir: str, iteration: int, release: bool) -> Path | None:
+    if "://" in save_dir:
+        return None
+    name = _checkpointing().get_checkpoint_name
+    return Path(name(save_dir, iteration, release=release, return_base_dir=True))
+
+
+def _non_persistent(directory: str | None, beside: str | None) -> str:
+    subfolder = _checkpointing()._NON_PERSISTENT_CKPT_SUBDIR
+    return directory or os.path.join(str(beside), subfolder)
+
+
+def _chunks(model: Any) -> list[Any]:
+    return list(model) if isinstance(model, (list, tuple)) else [model]
+
+
+def _on_rank_0(act: Callable[[], str | None]) -> None:
+    """Do it on rank 0, print what it says, and go on on all ranks when it is done."""
+    from megatron_muon.agreement import raise_together
+    from megatron_muon.mcore.shards import device_of
+
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            line = act()
+            if line is not None:
+                print(f"[megatron_muon] {line}", flush=True)
+        except (OSError, ValueError) as own:
+            error = own
+    raise_together(error, None, device_of([]))
+
+
+@contextmanager
+def _vocabulary() -> Iterator[None]:
+    """Within it a digest has the number of tokens of Megatron's tokenizer, if there is one."""
+    from megatron_muon.mcore.checkpoint_owner import with_vocabulary
+
+    try:
+        tokens = importlib.import_module("megatron.training").get_tokenizer().vocab_size
+    except AssertionError:  # none was built
+        tokens = None
+    with with_vocabulary(tokens if isinstance(tokens, int) else None):
+        yield

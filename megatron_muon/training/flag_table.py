@@ -162,6 +162,26 @@ FLAGS = (
         choices=("bf16", "fp32"),
     ),
     _flag(
+        "--muon-from-adamw",
+        "how a checkpoint of AdamW's is loaded, a name: momentum (Muon's momentum starts as "
+        "exp_avg / (1 - β1)), fresh (at zero) or refuse; without effect on one of Muon's; "
+        "megatron_muon's; default refuse",
+        choices=("momentum", "fresh", "refuse"),
+    ),
+    _flag(
+        "--adamw-from-muon",
+        "for --optimizer adam: load a checkpoint of Muon's, with Adam's moments and count of steps "
+        "at zero for what Muon had, on or off; without effect on one of AdamW's; megatron_muon's; "
+        "default off",
+        **_ON,
+    ),
+    _flag(
+        "--no-muon-checkpoint-digest",
+        "neither write nor check the digest of a checkpoint (size and checksum of its files, its "
+        "parameters), on or off; megatron_muon's; default off: they are written and checked",
+        **_ON,
+    ),
+    _flag(
         "--muon-defaults",
         f"whose defaults what is not given has, a name: moonlight ({_PAPER}) or upstream, those of "
         "this Megatron's own Muon; megatron_muon's; default moonlight",

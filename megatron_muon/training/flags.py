@@ -132,6 +132,7 @@ def muon_config(args: Namespace) -> MuonConfig:
         muon_include=tuple(_given(args, "muon_include") or ()),
         muon_exclude=tuple(_given(args, "muon_exclude") or ()),
         homes=_given(args, "muon_homes") or _MOONLIGHT.homes,
+        checkpoint_digest=not _given(args, "no_muon_checkpoint_digest"),
     )
 
 
@@ -240,6 +241,11 @@ def _ns_dtype(args: Namespace) -> Any:
 
 
 def _refuse_what_has_no_meaning(args: Namespace) -> None:
+    if _given(args, "adamw_from_muon"):
+        raise ValueError(
+            "--adamw-from-muon is for --optimizer adam, and this run has --optimizer muon: leave "
+            "it out"
+        )
     _refuse(
         args,
         "muon_coefficient_type",

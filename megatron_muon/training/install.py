@@ -249,6 +249,7 @@ _SEAMS = (
     Seam("arguments", "validate_args", ("args", "defaults"), _validate_args),
     Seam("arguments", "_print_args", ("title", "args"), _print_args),
     Seam("checkpointing", "generate_state_dict", ("args",), checkpointing.generate_state_dict),
+    Seam("checkpointing", "save_checkpoint", ("iteration", "model"), checkpointing.save_checkpoint),
     Seam(
         "checkpointing",
         "load_checkpoint",

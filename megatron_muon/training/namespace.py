@@ -34,6 +34,8 @@ def leave_to_megatron(args: Namespace) -> None:
         return
     upstream = args.optimizer == "muon"  # --muon-backend upstream, which says so if called again
     kept = {*own, "muon_backend"} if upstream else {*own}
+    if args.optimizer == "adam" and getattr(args, "adamw_from_muon", None):
+        kept.add("adamw_from_muon")
     foreign = foreign_flags(args, kept)
     if foreign:
         raise ValueError(
@@ -85,7 +87,10 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_include": list(config.muon_include),
         "muon_exclude": list(config.muon_exclude),
         "muon_homes": config.homes,
+        "muon_from_adamw": getattr(args, "muon_from_adamw", None) or "refuse",
+        "adamw_from_muon": False,
         "muon_ns_dtype": config.ns_dtype,
+        "no_muon_checkpoint_digest": not config.checkpoint_digest,
         "muon_defaults": getattr(args, "muon_defaults", None) or "moonlight",
         "muon_backend": "plugin",
     }

@@ -1,0 +1,146 @@
+"""Checking a checkpoint against its digest, on all ranks together, before it is read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon import digest
+from megatron_muon.agreement import raise_together
+from megatron_muon.checksum import checksum
+from megatron_muon.collectives import all_gather_numbers
+from megatron_muon.digest import Digest, DigestError
+from megatron_muon.mcore.checkpoint_model import check_model
+from megatron_muon.mcore.checkpoint_owner import (
+    Trained,
+    Wanted,
+    local_folder,
+    trained_device,
+    vocabulary,
+    wanted_by_all,
+    whole_table,
+)
+
+THREADS = 4  # that hash a rank's files; it seldom writes more than two
+SHARD = re.compile(r"__(\d+)_\d+\.distcp$")  # torch_dist: the rank that wrote it, its number there
+
+_checked: str | None = None  # the folder that the load in progress has been checked for
+
+
+@contextmanager
+def checked(folder: str) -> Iterator[None]:
+    """Within it ``is_checked`` says that this folder is."""
+    global _checked
+    before, _checked = _checked, folder
+    try:
+        yield
+    finally:
+        _checked = before
+
+
+def is_checked(folder: str) -> bool:
+    """The load in progress has checked it."""
+    return folder == _checked
+
+
+def check(trained: Trained | None, checkpoint_dir: str, exact: bool) -> None:
+    """Refuse a checkpoint that is not complete, not intact, or of another model.
+
+    Every rank of the world calls it. Without a digest there is one warning, on rank 0.
+
+    Args:
+        trained: the model that is to be loaded, where Muon trains it.
+        checkpoint_dir: the checkpoint's folder.
+        exact: nothing may be in the checkpoint that is not in the model.
+
+    Raises:
+        DigestError: on the ranks that find a fault.
+        NotImplementedError: the folder is in an object store.
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
+    wanted = wanted_by_all(trained)
+    if wanted != Wanted.DIGEST:
+        return
+    folder, device = local_folder(checkpoint_dir, wanted), trained_device(trained)
+    error: Exception | None = None
+    found: Digest | None = None
+    try:
+        found = digest.read(folder)
+        if found is not None:
+            digest.require_complete(folder, found)
+    except (DigestError, OSError) as own:
+        error = own
+    raise_together(error, None, device)
+    if not _all_have(found, folder, device):
+        return
+    assert found is not None
+    raise_together(_damage(folder, found), None, device)
+    own_table = whole_table(trained)
+    vocabularies = (found["vocabulary"], vocabulary())
+    check_model(found["parameters"], own_table, str(folder), exact, vocabularies)
+
+
+def _all_have(found: Digest | None, folder: Path, device: torch.device) -> bool:
+    """True where there is a digest; the ranks must agree, on a file system that they share."""
+    numbers = [0] if found is None else [int(found["hash"][:15], 16)]
+    every = all_gather_numbers(numbers, None, device)
+    if any(other != every[0] for other in every):
+        raise DigestError(
+            f"ranks see different files at {folder / digest.FILE_NAME}: a checkpoint must be on a "
+            "file system that all of them share"
+        )
+    if found is None and dist.get_rank() == 0:
+        print(
+            f"[megatron_muon] WARNING: {folder} has no {digest.FILE_NAME}, so it is loaded "
+            "unchecked: whether its files are complete and what was written is not known",
+            flush=True,
+        )
+    return found is not None
+
+
+def _damage(folder: Path, found: Digest) -> DigestError | None:
+    """What is wrong with this rank's share of the files."""
+    files = found["files"]
+    sizes = {name: entry["size"] for name, entry in files.items()}
+    mine = digest.shared_out(sizes, dist.get_world_size())[dist.get_rank()]
+    with ThreadPoolExecutor(THREADS) as pool:
+        faults = list(
+            pool.map(lambda name: digest.fault(folder, name, files[name], checksum), mine)
+        )
+    bad = {name: fault for name, fault in zip(mine, faults, strict=True) if fault}
+    if not bad:
+        return None
+    name = min(bad)
+    also = f" So are {digest.first_names(set(bad) - {name})}." if len(bad) > 1 else ""
+    held = held_in(folder, name, files[name])
+    holds = f" It holds {held}." if held else ""
+    return DigestError(f"{bad[name]}.{holds}{also} {digest.way_out(folder)}")
+
+
+def held_in(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
+    """Some of the parameters in a file, in words; "" where it is not known."""
+    if entry.get("holds"):
+        return ", ".join(entry["holds"])
+    if os.path.basename(name) == ".metadata":
+        return "the places of all parameters"
+    if not SHARD.search(name):
+        return ""
+    try:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        places = FileSystemReader(folder).read_metadata().storage_data
+        held = {index.fqn for index, place in places.items() if place.relative_path == name}
+        weights = {key for key in held if not key.startswith("optimizer.")}
+        return digest.first_names(
+            {key for key in weights if "_extra_state" not in key} or weights or held
+        )
+    except Exception:  # it may be damaged, too: the file itself is what must be said
+        return ""

@@ -1,0 +1,157 @@
+"""Which model a checkpoint is of: those that Muon trains, known since their optimizer was built."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.collectives import all_gather_numbers, all_gather_texts
+from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.checkpoint_model import Table, table_of
+from megatron_muon.mcore.groups import Stage
+from megatron_muon.mcore.shards import device_of
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What Muon trains on this rank, of all that a process may have built."""
+
+    chunks: tuple[weakref.ref[Any], ...]
+    config: MuonConfig
+    stage: Stage
+
+    def model_chunks(self) -> list[Any]:
+        return [chunk for ref in self.chunks if (chunk := ref()) is not None]
+
+
+_trained: weakref.WeakKeyDictionary[Any, Trained] = weakref.WeakKeyDictionary()
+_any_built = False  # on all ranks alike: without it no save or load of this process asks the others
+_vocabulary: int | None = None
+
+
+def remember(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> None:
+    """Know a model as one that Muon trains. Every rank of the world calls it."""
+    global _any_built
+    refs = tuple(weakref.ref(chunk) for chunk in model_chunks)
+    _trained[model_chunks[0]] = Trained(refs, config, stage)
+    _any_built = True
+
+
+def forget() -> None:
+    """Know no model, as in a new process. Every rank of the world calls it."""
+    global _any_built
+    _trained.clear()
+    _any_built = False
+
+
+class Wanted(IntEnum):
+    """What a rank knows of a save or load: nothing of Muon's, or with or without a digest."""
+
+    NOTHING, DIGEST, NO_DIGEST = range(3)
+
+
+def vocabulary() -> int | None:
+    """Tokens before padding; None where it is not known."""
+    return _vocabulary
+
+
+@contextmanager
+def with_vocabulary(tokens: int | None) -> Iterator[None]:
+    """Within it the run's vocabulary has so many tokens before padding; None: not known."""
+    global _vocabulary
+    before, _vocabulary = _vocabulary, tokens
+    try:
+        yield
+    finally:
+        _vocabulary = before
+
+
+def owner(sharded_state_dict: Mapping[str, Any]) -> Trained | None:
+    """The model of Muon's whose parameters are in the state dict, if any. No communication."""
+    if not _trained:
+        return None
+    addresses = set(_addresses(sharded_state_dict))
+    for trained in reversed(list(_trained.values())):
+        for chunk in trained.model_chunks():
+            if any(param.data_ptr() in addresses for param in chunk.parameters()):
+                return trained
+    return None
+
+
+def _addresses(state: Any) -> Iterator[int]:
+    """Of all tensors that Megatron's ShardedTensors and factories in a state dict are made of."""
+    if isinstance(state, Mapping):
+        state = list(state.values())
+    if isinstance(state, (list, tuple)):
+        for each in state:
+            yield from _addresses(each)
+        return
+    data = getattr(state, "data", None)
+    if isinstance(data, torch.Tensor) and data.numel() and data.device.type != "meta":
+        yield data.data_ptr()
+
+
+def owner_of_chunks(model_chunks: Sequence[Any]) -> Trained | None:
+    """The model of Muon's that has a parameter of these chunks, wrapped in DDP or not, if any."""
+    here = {param for chunk in model_chunks for param in chunk.parameters()}
+    for trained in reversed(list(_trained.values())):
+        for chunk in trained.model_chunks():
+            if any(param in here for param in chunk.parameters()):
+                return trained
+    return None
+
+
+def wanted_by_all(trained: Trained | None) -> Wanted:
+    """Whether a digest is to be made or checked. Every rank of the world calls it."""
+    if not _any_built:
+        return Wanted.NOTHING
+    mine = Wanted.NOTHING
+    if trained is not None:
+        mine = Wanted.DIGEST if trained.config.checkpoint_digest else Wanted.NO_DIGEST
+    return Wanted(max(all_gather_numbers([mine], None, trained_device(trained)))[0])
+
+
+def trained_device(trained: Trained | None) -> torch.device:
+    """That the world communicates from."""
+    return device_of(trained.model_chunks() if trained else [])
+
+
+def local_folder(checkpoint_dir: str, wanted: Wanted) -> Path:
+    """A checkpoint's folder.
+
+    Raises:
+        NotImplementedError: it is in an object store, and a digest is wanted.
+    """
+    if "://" in checkpoint_dir and wanted == Wanted.DIGEST:
+        raise NotImplementedError(
+            f"{checkpoint_dir} is in an object store, where megatron_muon makes and checks no "
+            "digest: give --no-muon-checkpoint-digest (checkpoint_digest=False in MuonConfig)"
+        )
+    return Path(checkpoint_dir)
+
+
+def whole_table(trained: Trained | None) -> Table:
+    """The parameters of all ranks. Every rank of the world calls it."""
+    own: Table = {}
+    if trained is not None and _speaks_for_replicas(trained.stage):
+        own = table_of(trained.model_chunks(), trained.config, trained.stage)
+    every = all_gather_texts(json.dumps(own), None)
+    return {name: entry for text in every for name, entry in json.loads(text).items()}
+
+
+def _speaks_for_replicas(stage: Stage) -> bool:
+    """One rank of those of a stage that have the same parameters, or other parts of the same."""
+    if stage.instance != 0:
+        return False
+    if stage.ep is None or stage.expert_tp is None:
+        return dist.get_rank(stage.group) == 0
+    return stage.expert_tp.rank() == 0  # every EP rank has experts of its own

@@ -1,0 +1,145 @@
+"""From AdamW to Muon: which of the two wrote a checkpoint, and reading AdamW's into Muon."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from megatron_muon.agreement import raise_together
+from megatron_muon.mcore import checkpoint_foreign
+from megatron_muon.mcore.checkpoint_groups import RECORD
+from megatron_muon.mcore.checkpoint_state import FromAdamW
+from megatron_muon.mcore.shards import device_of, owned_shards
+
+Writer = Literal["muon", "adamw", "none"]
+_OPTIMIZERS = re.compile(r"(chained_\d+\.)?optimizer\.")
+
+
+@contextmanager
+def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
+    """Within it, the optimizer loads a checkpoint of AdamW's DistributedOptimizer.
+
+    Main parameters, steps and groups are AdamW's, as are both moments of what AdamW goes on to
+    update. Muon's momentum M is Σ μ^k g where Adam's first moment is (1-β1) Σ β1^k g. At the end
+    it is checked that main parameters round to the model's, so load the model first.
+
+    Args:
+        optimizer: the chain that ``get_megatron_optimizer`` has returned. Every rank of the world
+            calls this.
+        momentum: ``momentum``: M starts as exp_avg / (1-β1), by the β1 of the checkpoint;
+            ``fresh``: at zero; ``sum``: as exp_avg, which is Muon's momentum already
+            (Moonshot's proof of concept: see ``checkpoint_foreign``).
+
+    Raises:
+        ValueError: main parameters are not those of the model; names one.
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
+    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    for part in parts:
+        part.from_adamw = momentum
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.from_adamw = None
+    errors = (_strange_main_params(part) for part in parts)
+    error = next((error for error in errors if error is not None), None)
+    raise_together(error, None, device_of(optimizer.chained_optimizers[0].model_chunks))
+
+
+def writer_of(folder: str | Path) -> Writer:
+    """Whose optimizer state a checkpoint has; no communication.
+
+    Args:
+        folder: of one iteration, or whichever ``dist_checkpointing.save`` was given.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+    """
+    if has_record(folder):
+        return "muon"
+    return "adamw" if _states(Path(folder)) or _objects(Path(folder)) else "none"
+
+
+def foreign_writer(folder: str | Path) -> str | None:
+    """Which other Muon has written a checkpoint, if one has: see ``checkpoint_foreign``."""
+    folder = Path(folder)
+    keys = _objects(folder)
+    states = _states(folder)
+    if any(".optimizer/" in key for key in keys):  # each model-parallel rank's groups
+        states = [*states, {"optimizer": record_of(folder, "optimizer")}]
+    files = [path.name for path in folder.rglob("layer_wise_optimizer_*.pt")]
+    return checkpoint_foreign.writer_of(keys, states, files)
+
+
+def record_of(folder: str | Path, key: str = RECORD) -> dict[str, Any]:
+    """What is saved under a key beside the optimizer's groups; no communication.
+
+    Args:
+        folder: as in ``writer_of``.
+        key: by default that of the record of Muon's settings.
+
+    Raises:
+        KeyError: the checkpoint has none.
+    """
+    for state in _states(Path(folder)):
+        if key in state:
+            found: dict[str, Any] = state[key]
+            return found
+    name = next((name for name in _objects(Path(folder)) if f".{key}/" in name), None)
+    if name is None:
+        raise KeyError(f"{folder} has no {key}")
+    read: dict[str, Any] = {name: None}
+    load(read, storage_reader=FileSystemReader(folder), no_dist=True)
+    (only,) = read[name]  # a ShardedObject is a list of one
+    return dict(only)
+
+
+def has_record(folder: str | Path, key: str = RECORD) -> bool:
+    """Whether ``record_of`` finds one."""
+    folder = Path(folder)
+    beside = any(key in state for state in _states(folder))
+    return beside or any(f".{key}/" in name for name in _objects(folder))
+
+
+def _objects(folder: Path) -> list[str]:
+    """Keys of the optimizer's in torch_dist, for which every model-parallel rank has its own."""
+    if not (folder / ".metadata").is_file():
+        return []
+    keys = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return [key for key in keys if _OPTIMIZERS.match(key)]
+
+
+def _states(folder: Path) -> list[dict[Any, Any]]:
+    """The state dicts of a chain of optimizers that are the same on all ranks."""
+    if (folder / ".metadata").is_file():
+        saved = dist_checkpointing.load_common_state_dict(str(folder))
+    else:
+        files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
+        if not files:
+            raise FileNotFoundError(f"{folder} has no checkpoint in it")
+        saved = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
+    return checkpoint_foreign.states_of(saved.get("optimizer"))
+
+
+def _strange_main_params(part: Any) -> ValueError | None:
+    for param, shard in owned_shards(part):
+        here = part._get_model_param_range_map(param)["param"]
+        model = param.detach().view(-1)[here.start : here.end]
+        if not torch.equal(shard.detach().to(model.dtype), model):
+            return ValueError(
+                f"the main parameter of {part._name_of[param]} that AdamW's checkpoint has does "
+                "not round to the model's weight: load the model's weights before the optimizer. "
+                "(fully_reshardable of Megatron 0.15 to 0.19 saves shifted optimizer state where "
+                "there are several padded buckets; such a checkpoint has lost it: load the model "
+                "alone, in Megatron-LM by --no-load-optim)"
+            )
+    return None

@@ -1,0 +1,167 @@
+"""Megatron-LM's tracker file, which names the checkpoint to load: never one that is not complete.
+
+Megatron writes ``latest_checkpointed_iteration.txt`` in place, after a save. Here it is written
+beside and put in its place, and moved away before the checkpoint that it names is overwritten.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_muon import digest
+
+NAME = "latest_checkpointed_iteration.txt"
+_ASIDE = "{name}.before"  # the only complete checkpoint, while it is saved anew
+
+_first: Callable[[], None] | None = None  # called before the tracker is written
+
+
+def put_into(checkpointing: Any) -> None:
+    """Have ``megatron.training.checkpointing`` write its tracker through here. Idempotent.
+
+    Args:
+        checkpointing: the module, which opens files by its own name ``maybe_msc`` (since 0.18) or
+            ``open_file`` (since 0.14), or by the built-in ``open``.
+    """
+    if hasattr(checkpointing, "maybe_msc"):
+        if not isinstance(checkpointing.maybe_msc, _Storage):
+            checkpointing.maybe_msc = _Storage(checkpointing.maybe_msc)
+        return
+    name = "open_file" if hasattr(checkpointing, "open_file") else "open"
+    opened = getattr(checkpointing, name, builtins.open)
+    if not isinstance(opened, _Open):
+        setattr(checkpointing, name, _Open(opened))
+
+
+class _Open:
+    """An ``open`` that writes the tracker whole or not at all."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
+
+    def __call__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        local = "://" not in str(file)
+        if mode == "w" and local and os.path.basename(str(file)) == NAME:
+            return _written(Path(str(file)))
+        return self._original(file, mode, *args, **kwargs)
+
+
+class _Storage:
+    """Megatron's ``maybe_msc`` with that ``open``."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+        self.open = _Open(original.open)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[io.StringIO]:
+    text = io.StringIO()
+    yield text
+    if _first is not None:
+        _first()
+    digest.write_text(path, text.getvalue())
+    for aside in path.parent.glob(_ASIDE.format(name="*")):
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def after(act: Callable[[], None]) -> Iterator[None]:
+    """Within it ``act`` is done first wherever the tracker is written."""
+    global _first
+    before, _first = _first, act
+    try:
+        yield
+    finally:
+        _first = before
+
+
+def named_by(save_dir: Path) -> str | None:
+    """The name of the folder that the tracker names, None where there is no tracker.
+
+    Raises:
+        ValueError: it has neither a number nor ``release``.
+    """
+    try:
+        text = (save_dir / NAME).read_text().strip()
+    except FileNotFoundError:
+        return None
+    if text == "release":
+        return text
+    if not text.isdigit():
+        raise ValueError(
+            f"{save_dir / NAME} has {text!r} in it, neither the number of an iteration nor release:"
+            " write the number of the checkpoint to load into it, or give --ckpt-step"
+        )
+    return f"iter_{int(text):07d}"
+
+
+def move_back(save_dir: Path, folder: str) -> str | None:
+    """Before ``folder`` is written: have the tracker name another, where it names this one.
+
+    It then names the last complete one before it, or else the last of all. Where there is no other,
+    the folder is set aside until the tracker is written again; ``recover`` brings it back.
+
+    Returns:
+        What was done, in a sentence; None for nothing.
+
+    Raises:
+        OSError: the tracker cannot be written.
+    """
+    if not (save_dir / folder).is_dir():
+        return None
+    with contextlib.suppress(ValueError):
+        if named_by(save_dir) != folder:
+            return None
+    others = [n for n in digest.complete_iterations(save_dir) if f"iter_{n:07d}" != folder]
+    earlier = [n for n in others if f"iter_{n:07d}" < folder]
+    if others:
+        number = (earlier or others)[-1]
+        digest.write_text(save_dir / NAME, str(number))
+        return f"{save_dir / folder} is saved anew: until then {NAME} names iteration {number}"
+    aside = save_dir / _ASIDE.format(name=folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(save_dir / folder, aside)
+    (save_dir / NAME).unlink(missing_ok=True)
+    return f"{save_dir / folder} is saved anew: until then the checkpoint there is in {aside}"
+
+
+def recover(save_dir: Path) -> str | None:
+    """Bring back what ``move_back`` has set aside, where the save that was to replace it was ended.
+
+    Returns:
+        What was done, in a sentence; None for nothing.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    for aside in sorted(save_dir.glob(_ASIDE.format(name="*"))):
+        name = aside.name.removesuffix(_ASIDE.format(name=""))
+        folder = save_dir / name
+        if not _is_complete(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(aside, folder)
+        text = "release" if name == "release" else str(int(name.removeprefix("iter_")))
+        digest.write_text(save_dir / NAME, text)
+        shutil.rmtree(aside, ignore_errors=True)
+        return f"the last save into {folder} was stopped: {NAME} names it as it was, complete"
+    return None
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        found = digest.read(folder)
+    except (digest.DigestError, OSError):
+        return False
+    return found is not None and bool(found["complete"])
