@@ -42,6 +42,8 @@ CPU_ALONE = (
     "import megatron_muon.cpu.training as training; training.enable(); sys.argv = sys.argv[1:]; "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
+# Where a script finds Megatron without the launcher.
+PATHS = {"PYTHONPATH": f"{CHECKOUT}:{ROOT}:{HERE / 'python311'}"}
 MUON = "--optimizer muon --use-distributed-optimizer"
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --disable-bias-linear "
@@ -106,6 +108,14 @@ def pretrain_command(
         str(script or CHECKOUT / "pretrain_gpt.py"),
         *words(MODEL, data, RUN, *options),
     ]
+
+
+def without_plugin(processes: int, *options: str, model: str = MODEL, fails: bool = False) -> str:
+    """``pretrain_gpt.py`` with the CPU runtime, but without the launcher and the plugin."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={processes}", "--no-python", sys.executable, "-c", CPU_ALONE]
+    command += [str(CHECKOUT / "pretrain_gpt.py"), *words(model, MOCK, RUN, *options)]
+    return done(command, fails, **PATHS)
 
 
 def alone(*options: str, script: str = "pretrain_gpt.py", fails: bool = False) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from megatron_lm import (
     CHECKOUT,
-    CPU_ALONE,
     EXPERTS,
     HERE,
     MOCK,
@@ -31,13 +30,12 @@ from megatron_lm import (
     pretrain,
     steps,
     version,
-    words,
+    without_plugin,
 )
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 ADAM = "--bf16 --optimizer adam --use-distributed-optimizer"
-WITHOUT = f"{CHECKOUT}:{ROOT}:{HERE / 'python311'}"
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
 
 
@@ -60,9 +58,7 @@ def test_muon_trains(processes: int, layout: str) -> None:
 def test_adam_through_the_launcher_is_megatrons() -> None:
     text = pretrain(1, ADAM)
     assert losses(text)[5] < losses(text)[0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    command += ["--no-python", sys.executable, "-c", CPU_ALONE, str(CHECKOUT / "pretrain_gpt.py")]
-    without = done([*command, *words(MODEL, MOCK, RUN, ADAM)], PYTHONPATH=WITHOUT)
+    without = without_plugin(1, ADAM)
     assert steps(text) == steps(without) and len(steps(text)) == 6
     assert "[megatron_muon] pipeline stage" not in text
     assert argument(text, "optimizer") == "adam"

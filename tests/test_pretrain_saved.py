@@ -8,23 +8,18 @@ from pathlib import Path
 
 import pytest
 from megatron_lm import (
-    CHECKOUT,
-    CPU_ALONE,
     HERE,
-    MOCK,
     MODEL,
     MUON,
-    ROOT,
-    RUN,
+    PATHS,
     done,
     losses,
     needs_checkout,
     pretrain,
-    words,
+    without_plugin,
 )
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
-PATHS = {"PYTHONPATH": f"{CHECKOUT}:{ROOT}:{HERE / 'python311'}"}
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +56,6 @@ def test_use_checkpoint_args_without_the_plugins_flags(checkpoint: Path) -> None
     model = MODEL.replace("--num-layers 4 --hidden-size 64", "")  # Megatron fills what is not given
     options = f"--bf16 --load {checkpoint} --use-checkpoint-args --no-load-optim --no-load-rng"
     options += " --ckpt-format torch --train-iters 8 --use-distributed-optimizer"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    command += ["--no-python", sys.executable, "-c", CPU_ALONE, str(CHECKOUT / "pretrain_gpt.py")]
-    text = done([*command, *words(model, MOCK, RUN, options)], **PATHS)
+    text = without_plugin(1, options, model=model)
     assert "Setting num_layers to 4 from checkpoint" in text
     assert len(losses(text)) >= 2

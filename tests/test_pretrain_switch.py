@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from megatron_lm import (
-    CHECKOUT,
-    CPU_ALONE,
-    HERE,
-    MOCK,
-    MODEL,
-    MUON,
-    ROOT,
-    RUN,
-    done,
-    losses,
-    needs_checkout,
-    pretrain,
-    version,
-    words,
-)
+from megatron_lm import MUON, losses, needs_checkout, pretrain, version, without_plugin
 
 pytestmark = [needs_checkout, pytest.mark.timeout(1500)]
 ADAM = "--optimizer adam --use-distributed-optimizer"
@@ -37,13 +21,21 @@ def options(folder: Path, format: str) -> str:
     return f"{schedule} --save {folder} --load {folder} --save-interval 100 --exit-interval 4"
 
 
+def saved_and_unswitched(optimizer: str, saved: Path, format: str) -> list[float]:
+    """Saves four steps, and takes four more from a copy; returns the losses of these.
+
+    A loss is that of the weights before the step, so the first after a load tells them.
+    """
+    pretrain(2, optimizer, options(saved, format))
+    copy = saved.with_name("unswitched")
+    shutil.copytree(saved, copy)
+    return losses(pretrain(2, optimizer, options(copy, format)))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_adamw_to_muon_and_on(format: str, tmp_path: Path) -> None:
-    """A loss is that of the weights before the step, so the first after a load tells them."""
-    saved, copy = tmp_path / "saved", tmp_path / "copy"
-    pretrain(2, ADAM, options(saved, format))
-    shutil.copytree(saved, copy)
-    unswitched = losses(pretrain(2, ADAM, options(copy, format)))
+    saved = tmp_path / "saved"
+    unswitched = saved_and_unswitched(ADAM, saved, format)
     text = pretrain(2, MUON, options(saved, format), fails=True)
     assert "has AdamW's optimizer state: give --muon-from-adamw" in text and not losses(text)
     switch = f"{MUON} --muon-from-adamw momentum"
@@ -58,10 +50,7 @@ def test_adamw_to_muon_and_on(format: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_muon_to_adamw_and_on_without_the_plugin(format: str, tmp_path: Path) -> None:
     saved, copy = tmp_path / "saved", tmp_path / "copy"
-    pretrain(2, MUON, options(saved, format))
-    shutil.copytree(saved, copy)
-    unswitched = losses(pretrain(2, MUON, options(copy, format)))
-    shutil.rmtree(copy)
+    unswitched = saved_and_unswitched(MUON, saved, format)
     switch = f"{ADAM} --adamw-from-muon"
     text = pretrain(2, switch, options(saved, format))
     assert "is Muon's: Adam's moments of what Muon had start at zero" in text
@@ -69,19 +58,12 @@ def test_muon_to_adamw_and_on_without_the_plugin(format: str, tmp_path: Path) ->
     assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]
     shutil.copytree(saved, copy)
     third = losses(pretrain(2, switch, options(saved, format)))
-    alone = losses(without_plugin(ADAM, options(copy, format)))
+    alone = losses(without_plugin(2, ADAM, options(copy, format)))
     assert len(third) == len(alone) == 4 and third[0] == alone[0]
-
-
-def without_plugin(*more: str, fails: bool = False) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = ["--no-python", sys.executable, "-c", CPU_ALONE, str(CHECKOUT / "pretrain_gpt.py")]
-    path = f"{CHECKOUT}:{ROOT}:{HERE / 'python311'}"
-    return done([*command, *script, *words(MODEL, MOCK, RUN, *more)], fails, PYTHONPATH=path)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_adamw_without_the_plugin_does_not_load_muons(format: str, tmp_path: Path) -> None:
     pretrain(2, MUON, options(tmp_path, format))
-    text = without_plugin(ADAM, options(tmp_path, format), fails=True)
+    text = without_plugin(2, ADAM, options(tmp_path, format), fails=True)
     assert "exp_avg" in text and not losses(text), text[-3000:]

@@ -14,8 +14,8 @@ from megatron_muon.cli.checkpoint_matrices import matrices_by_name
 from megatron_muon.cli.checkpoint_rows import Row, parameters
 from megatron_muon.cli.checkpoint_tensors import RECORD, Contents, read
 from megatron_muon.mcore.checkpoint_foreign import writer_of
+from megatron_muon.training import tracker
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _KINDS = {
     "model": "model",
     "main": "main parameters",
@@ -92,25 +92,25 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
 
 def _folder(path: Path) -> tuple[Path, list[str], list[str]]:
     """Of the iteration, with what is wrong or strange about the tracker file."""
-    tracker = path / TRACKER
-    if tracker.is_file():
-        named = _named(path, tracker)
+    file = path / tracker.NAME
+    if file.is_file():
+        named = _named(path, file)
         if named is None:
-            return tracker, [f"{tracker} names no iteration: {tracker.read_text()!r}"], []
+            return file, [f"{file} names no iteration: {file.read_text()!r}"], []
         if not named.is_dir():
-            return named, [f"{tracker} names {named.name}, which is not there"], []
+            return named, [f"{file} names {named.name}, which is not there"], []
         return named, [], []
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder")
-    named = _named(path.parent, path.parent / TRACKER)
+    named = _named(path.parent, path.parent / tracker.NAME)
     if named is not None and named.name != path.name:
         return path, [], [f"the tracker file names {named.name}, not this one"]
     return path, [], []
 
 
-def _named(root: Path, tracker: Path) -> Path | None:
+def _named(root: Path, file: Path) -> Path | None:
     """What a tracker file points at; None if it is not there or says nothing that is known."""
-    text = tracker.read_text().strip() if tracker.is_file() else ""
+    text = file.read_text().strip() if file.is_file() else ""
     if text == "release":
         return root / text
     return root / f"iter_{int(text):07d}" if text.isdigit() else None

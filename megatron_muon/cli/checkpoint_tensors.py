@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron_muon.cli.checkpoint_pickle import load_pickle, load_torch
+from megatron_muon.mcore.checkpoint_foreign import states_of
 
 Kind = Literal["model", "main", "momentum", "adamw"]
 KINDS: dict[str, Kind] = {
@@ -26,9 +27,7 @@ KINDS: dict[str, Kind] = {
     "exp_avg_sq": "adamw",
 }
 RECORD = "megatron_muon"
-PADDING = (
-    63  # elements at most: Megatron has a parameter of a grad buffer start at a multiple of 64
-)
+PADDING = 63  # elements at most: in a grad buffer a parameter starts at a multiple of 64
 _CHAINED = r"(?:(?P<chained>chained_\d+)\.)?optimizer\."
 _BY_NAME = re.compile(_CHAINED + r"distributed\.(?P<group>dp_group_idx_\d+)\.megatron_muon\.(.*)$")
 _MODEL_SPACE = re.compile(_CHAINED + r"state\.(.*)$")
@@ -356,15 +355,8 @@ def _buffers(found: Contents, state: Any, part: str, file: str) -> None:
 
 def _states(state: Any) -> Iterator[dict[str, Any]]:
     """Of a chain, each optimizer's state dict, without its tensors."""
-    if isinstance(state, list):
-        each: Any = state
-    elif isinstance(state, dict) and all(isinstance(key, int) for key in state):
-        each = state.values()
-    else:
-        each = [state]
-    for one in each:
-        if isinstance(one, dict):
-            yield {key: value for key, value in one.items() if key != "param_state"}
+    for one in states_of(state):
+        yield {key: value for key, value in one.items() if key != "param_state"}
 
 
 def _said(error: BaseException) -> str:
