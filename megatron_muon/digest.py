@@ -3,7 +3,7 @@
 One JSON object:
 
 ==============  ================================================================================
-``format``      1
+``format``      2
 ``complete``    false from before the first file of a save until after the last
 ``wrote``       versions of ``megatron_muon``, ``megatron_core`` and ``torch``; ``world_size``
 ``optimizer``   ``muon``
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 FILE_NAME = "megatron_muon.json"
-FORMAT = 1
+FORMAT = 2
 Digest = dict[str, Any]
 Files = dict[str, dict[str, Any]]
 Checksum = Callable[[Path], str]

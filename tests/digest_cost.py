@@ -1,7 +1,8 @@
 """What a checkpoint's digest costs: ``python tests/digest_cost.py [MB of a rank's state]``.
 
-Two ranks save as much, in torch_dist and in the old format, and hash what they wrote. Printed are
-seconds and the share of the save's, in wall and in processor time: the median of several saves.
+Two ranks save as much, in torch_dist and in the old format, take the digest's checksums of what
+they wrote, and check them as before a load. Printed are seconds and the share of the save's, in
+wall and in processor time: the median of several saves.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import Any
 SAVES = 5
 
 
-def measured(megabytes: int, folder: str, format: str) -> list[tuple[float, float, float, float]]:
-    """On a rank: seconds of each save, of its processor; of the hashing, of its processor."""
+def measured(megabytes: int, folder: str, format: str) -> list[tuple[float, ...]]:
+    """On a rank: seconds of each save, of its processor; of the digest, of its processor; of the
+    check."""
     import torch
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
+    from megatron_muon.checksum import checksum
     from megatron_muon.mcore.checkpoint_digest import _hashed
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -52,8 +55,12 @@ def measured(megabytes: int, folder: str, format: str) -> list[tuple[float, floa
         _hashed(Path(folder), names)
         dist.barrier()
         hashed, hashed_processor = time.perf_counter(), _processor()
+        for name in names:
+            checksum(Path(folder, name))
+        dist.barrier()
+        checked = time.perf_counter() - hashed
         spent = hashed_processor - saved_processor
-        found.append((saved - start, saved_processor - processor, hashed - saved, spent))
+        found.append((saved - start, saved_processor - processor, hashed - saved, spent, checked))
     return found
 
 
@@ -70,13 +77,14 @@ def main(megabytes: int) -> None:
     for format in ("torch_dist", "torch"):
         with tempfile.TemporaryDirectory() as folder:
             (first, _) = run(function, 2, megabytes, f"{folder}/saved", format, timeout=900.0)
-        save, save_cpu, digest, digest_cpu = (
+        save, save_cpu, digest, digest_cpu, check = (
             statistics.median(values) for values in zip(*first, strict=True)
         )
         print(
             f"{format}: {megabytes} MB of each of 2 ranks: save {save:.2f} s (processor "
             f"{save_cpu:.2f} s), digest {digest:.3f} s ({digest_cpu:.3f} s): "
-            f"{digest / save:.1%} of the save's time ({digest_cpu / save_cpu:.1%})"
+            f"{digest / save:.1%} of the save's time ({digest_cpu / save_cpu:.1%}); "
+            f"the check before a load {check:.2f} s"
         )
 
 

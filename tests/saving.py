@@ -67,11 +67,11 @@ def save(
     from megatron.core import dist_checkpointing
 
     _as_in_its_day()
-    _number_saves_from_zero()
     state = sharded(built, format, is_loading=False)
     strategy = _in_parallel("Save", folder) if parallel else None
     if meanwhile is None:
-        return dist_checkpointing.save(state, folder, strategy)
+        return write(state, folder, strategy)
+    _number_saves_from_zero()
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
     calls = AsyncCallsQueue()
@@ -80,6 +80,15 @@ def save(
     )
     meanwhile()
     calls.maybe_finalize_async_calls(blocking=True)
+
+
+def write(state: dict[str, Any], folder: str, strategy: Any = None) -> None:
+    """Write a sharded state dict."""
+    from megatron.core import dist_checkpointing
+
+    _as_in_its_day()
+    _number_saves_from_zero()
+    dist_checkpointing.save(state, folder, strategy)
 
 
 def _in_parallel(action: str, folder: str) -> Any:
@@ -117,6 +126,17 @@ def sharded(built: Built, format: str, is_loading: bool) -> dict[str, Any]:
     """The sharded state dict of all that is saved, as ``generate_state_dict`` makes it."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    state = sharded_models(built)
+    metadata = {"distrib_optim_sharding_type": format, "chained_optim_avoid_prefix": True}
+    takes = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
+    option = {"metadata": metadata} if "metadata" in takes else {"sharding_type": format}
+    if _trains(built):
+        state["optimizer"] = built.optimizer.sharded_state_dict(state, is_loading, **option)
+    return state
+
+
+def sharded_models(built: Built) -> dict[str, Any]:
+    """The part of ``sharded`` that is the model's."""
     state = {}
     for number, (name, model) in enumerate(_models(built).items()):
         if VERSION < (0, 13) and len(built.chunks) > 1:  # the number of a layer depends on it
@@ -124,11 +144,6 @@ def sharded(built: Built, format: str, is_loading: bool) -> dict[str, Any]:
 
             ps.set_virtual_pipeline_model_parallel_rank(number)
         state[name] = model.sharded_state_dict()
-    metadata = {"distrib_optim_sharding_type": format, "chained_optim_avoid_prefix": True}
-    takes = inspect.signature(DistributedOptimizer.sharded_state_dict).parameters
-    option = {"metadata": metadata} if "metadata" in takes else {"sharding_type": format}
-    if _trains(built):
-        state["optimizer"] = built.optimizer.sharded_state_dict(state, is_loading, **option)
     return state
 
 

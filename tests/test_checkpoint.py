@@ -112,13 +112,14 @@ def test_a_rank_without_muon(format: str, tmp_path: Path) -> None:
 
 FROZEN_STAGE = replace(BF16, frozen=("decoder.layers.1.*", "decoder.final*", "output_layer*"))
 CHUNKS = Topology(pp=2, chunks=2, dp=2)
+LEGACY = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
 OTHER_SHAPES = {
     "chunks": (replace(BF16, layers=4), CHUNKS),
     "step-overlap": (replace(BF16, layers=4), replace(CHUNKS, overlap=True, step_overlap=True)),
     "instances": (BF16, Topology(dp=4, instances=2)),
     "tied-gated": (replace(BF16, tied=True, gated=True), Topology(pp=2, dp=2)),
     "mla-mtp": (replace(BF16, mla="duplicated", mtp=True), Topology(tp=2, dp=2)),
-    "legacy-experts": (replace(MOE, grouped="legacy", gated=True), Topology(tp=2, dp=2, ep=2)),
+    "legacy-experts": (replace(MOE, grouped="legacy", gated=True), LEGACY),
     "cp": (BF16, Topology(cp=2, dp=2)),
     "frozen-stage": (FROZEN_STAGE, Topology(pp=2, dp=2)),  # before core 0.14 its ranks have stubs
 }
@@ -127,7 +128,12 @@ OTHER_SHAPES = {
 @pytest.mark.parametrize("format", [DEFAULT, pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", OTHER_SHAPES)
 def test_other_shapes(shape: str, format: str, tmp_path: Path) -> None:
-    check(*OTHER_SHAPES[shape], format, tmp_path)
+    case, topology = OTHER_SHAPES[shape]
+    if lacking := lacks(case, topology):
+        pytest.skip(lacking)
+    if topology.instances > 1 and format == "dp_zero_gather_scatter":
+        pytest.skip("Megatron reads it into the first instance only: it is refused")
+    check(case, topology, format, tmp_path)
 
 
 def test_transformer_engines_experts(tmp_path: Path) -> None:

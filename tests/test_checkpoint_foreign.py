@@ -71,6 +71,14 @@ def test_each_writer_is_known() -> None:
     ours = {"optimizer": {"param_groups": [ADAMW]}, "megatron_muon": {}}
     assert writer_of([f"optimizer.state.muon_momentum.{FC1}"], [ours], ["common.pt"]) is None
     assert writer_of([f"optimizer.state.exp_avg.{FC1}"], [], []) is None
+    assert writer_of([], states_of(STATES), ["model_optim_rng.pt"]) == "megatron_torch"
+    sgd = [{"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9, "dampening": 0}]}}]
+    assert writer_of(KEYS[:4], sgd, []) is None and writer_of([], sgd, []) is None
+
+
+def test_a_chain_in_a_chain_is_one_list() -> None:
+    """Core 0.18 and later: the layer-wise chain beside a DistributedOptimizer."""
+    assert states_of({0: STATES, 1: STATES[1]}) == [STATES[0], STATES[1], STATES[1]]
 
 
 @pytest.mark.parametrize("mu", ["momentum", "momentum_beta"])
@@ -83,10 +91,13 @@ def test_where_megatrons_own_muon_has_it(mu: str) -> None:
     assert source.of(f"chained_3.optimizer.state.exp_avg.{EMBEDDING}") == (KEYS[5], 1.0)
 
 
-def test_the_main_parameter_of_an_fp32_model_is_the_weight() -> None:
-    keys = [key for key in KEYS if "fp32_param" not in key]
-    source = Source(keys, states_of(STATES))
-    assert source.of(f"optimizer.state.param.{FC1}") == (FC1, 1.0)
+def test_the_main_parameter_of_an_fp32_model_is_left_to_the_model() -> None:
+    source = Source([key for key in KEYS if "fp32_param" not in key], states_of(STATES))
+    assert source.is_fp32 and not Source(KEYS, states_of(STATES)).is_fp32
+    for main in ("param", "fp32_param"):
+        momentum = Wanted(f"optimizer.state.muon_momentum.{FC1}")
+        wanted = {0: {main: Wanted(f"optimizer.state.{main}.{FC1}"), "muon_momentum": momentum}}
+        assert renamed(wanted, source) == {0: {"muon_momentum": Wanted(KEYS[3])}}
 
 
 @pytest.mark.parametrize(
@@ -98,8 +109,29 @@ def test_the_main_parameter_of_an_fp32_model_is_the_weight() -> None:
     ],
 )
 def test_what_is_not_there_is_named(key: str, lacking: str, there: str) -> None:
-    with pytest.raises(ValueError, match=f"has no {lacking} of .*only: {there}"):
+    with pytest.raises(ValueError, match=f"has no {lacking} of .*only: {there}.*muon_include"):
         Source(KEYS, states_of(STATES)).of(key)
+
+
+def test_adamws_in_buckets_is_named() -> None:
+    """As core 0.18 and later have it by default; without a main parameter the weight is none."""
+    buckets = "chained_1.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"
+    source = Source([*KEYS[:4], buckets], states_of(STATES))
+    for what in ("param", "exp_avg"):
+        with pytest.raises(ValueError, match=r"flat buckets.*--dist-ckpt-optim-fully-reshardable"):
+            source.of(f"optimizer.state.{what}.{EMBEDDING}")
+
+
+def test_a_distributed_optimizers_main_parameter_has_another_name() -> None:
+    keys = [*KEYS[:4], f"chained_1.chained_0.optimizer.state.param.{EMBEDDING}"]
+    source = Source(keys, states_of(STATES))
+    assert source.of(f"optimizer.state.param.{EMBEDDING}") == (keys[4], 1.0)
+
+
+def test_state_of_another_optimizers_is_refused() -> None:
+    keys = [*KEYS, f"optimizer.state.moment2_buffer.{FC1}"]
+    with pytest.raises(ValueError, match=f"has moment2_buffer of {FC1}, which neither Muon here"):
+        Source(keys, states_of(STATES))
 
 
 @pytest.mark.parametrize("found", [(), (0.9, 0.95)])
@@ -110,7 +142,7 @@ def test_one_momentum_coefficient_must_be_said(found: tuple[float, ...]) -> None
 
 
 def test_files_without_names_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"layer_wise_optimizer_N.*by number and not by name"):
+    with pytest.raises(ValueError, match=r"layer_wise_optimizer_N.* by number and not by name"):
         refuse("megatron_torch")
     refuse("megatron")
     refuse("moonshot")
@@ -128,6 +160,13 @@ def test_moonshots_groups_and_settings_are_ours() -> None:
             "eps": 1e-7,
             "step": 3,
         }
+
+
+def test_an_fp32_models_state_dict_is_torchs_own() -> None:
+    states = [state["optimizer"] for state in states_of(STATES)]
+    assert writer_of([], states, []) == "megatron_torch"
+    first, _ = as_ours(states, MuonConfig())["optimizer"]["param_groups"]
+    assert first["step"] == 3 and Source(KEYS, states).mu == 0.9
 
 
 def test_torchs_adamw_has_its_step_elsewhere() -> None:
@@ -149,9 +188,10 @@ def test_a_load_by_other_names(chain: bool) -> None:
     loaded: dict[Any, Any] = {**STATES, "param_state": state, "param_state_sharding_type": "x"}
     if chain:
         loaded = {0: {**STATES[0], "param_state": state}, 1: STATES[1]}
-    ours = converted(loaded, source, MuonConfig(momentum=0.9))
+    ours = converted(loaded, source, MuonConfig(momentum=0.9), "whole")
     part = ours[0] if chain else ours
     assert (ours.keys() == {0}) if chain else (0 not in ours)
+    assert part["param_state_sharding_type"] == "whole"
     assert part["param_state"][0]["param"].tolist() == [1, 1]
     assert part["param_state"][0]["muon_momentum"].tolist() == pytest.approx([10, 10], rel=1e-6)
     assert len(part["optimizer"]["param_groups"]) == 2

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from gpt import Case, Topology, muon_weights
+from inspecting import save_and_hold
 from ranks import run
 from saving import formats
-from test_checkpoint_command import save_and_hold
 from whole import whole
 
 from megatron_muon.cli.checkpoint_report import examine

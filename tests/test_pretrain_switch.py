@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import os
 import shutil
 from pathlib import Path
 
 import pytest
-from megatron_lm import MUON, losses, needs_checkout, pretrain, version, without_plugin
+from megatron_lm import MUON, PATHS, losses, needs_checkout, pretrain, version, without_plugin
 
 pytestmark = [needs_checkout, pytest.mark.timeout(1500)]
 ADAM = "--optimizer adam --use-distributed-optimizer"
@@ -67,3 +70,42 @@ def test_adamw_without_the_plugin_does_not_load_muons(format: str, tmp_path: Pat
     pretrain(2, MUON, options(tmp_path, format))
     text = without_plugin(2, ADAM, options(tmp_path, format), fails=True)
     assert "exp_avg" in text and not losses(text), text[-3000:]
+
+
+EMERGING = importlib.util.find_spec("emerging_optimizers")  # see megatrons_muon
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(EMERGING is None, reason="emerging_optimizers is not on PYTHONPATH")
+def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
+    """Its layer-wise Muon, without the plugin; then the plugin's at the same topology and at DP 2,
+    where bf16 activations are summed in another order. (With DP its ranks gather pieces of several
+    sizes, which gloo cannot.)"""
+    if version() < (0, 16):
+        pytest.skip("this Megatron has no Muon of its own")
+    assert EMERGING is not None and EMERGING.origin is not None
+    path = {"PYTHONPATH": os.pathsep.join([PATHS["PYTHONPATH"], *_folders_of(EMERGING)])}
+    saved, copy, third = tmp_path / "saved", tmp_path / "copy", tmp_path / "third"
+    tp2 = "--tensor-model-parallel-size 2"
+    whole = "--dist-ckpt-optim-fully-reshardable" if version() >= (0, 18) else ""  # AdamW's part
+    own = f"--optimizer dist_muon {tp2} {whole}"
+    without_plugin(2, own, options(saved, "torch_dist"), **path)
+    shutil.copytree(saved, copy)
+    shutil.copytree(saved, third)
+    unswitched = losses(without_plugin(2, own, options(copy, "torch_dist"), **path))
+    muon = f"{MUON} --muon-momentum 0.9 {tp2}"
+    text = pretrain(2, muon, options(saved, "torch_dist"))
+    assert "is of Megatron's own Muon: its momentum, a mean, goes on as" in text
+    assert "so it is loaded unchecked" in text
+    switched = losses(text)
+    assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]
+    text = pretrain(2, muon, options(saved, "torch_dist"))  # a restart by the same line
+    assert "Megatron's own Muon: its" not in text and len(losses(text)) == 4
+    dp2 = f"{MUON} --muon-momentum 0.8 --ckpt-fully-parallel-load"
+    text = pretrain(2, dp2, options(third, "torch_dist"))
+    assert "momentum is 0.8 now; the checkpoint was saved with 0.9" in text
+    assert losses(text)[0] == pytest.approx(unswitched[0], rel=2**-8)
+
+
+def _folders_of(spec: importlib.machinery.ModuleSpec) -> list[str]:
+    return [str(Path(place).parent) for place in spec.submodule_search_locations or ()]

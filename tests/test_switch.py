@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import torch
 from gpt import Case, Topology, held, lr_at, muon_weights, start, take_step, whole_grad
-from ranks import run
+from ranks import RankError, run
 from saving import formats, load, save, spoil, unequal
+
+from megatron_muon import MuonConfig
+from megatron_muon.mcore.adamw_after_muon import YOUNG, go_on_after_muon, reading_muon
+from megatron_muon.mcore.checkpoint_buffers import gathered_spans
+from megatron_muon.mcore.checkpoint_switch import reading_adamw, writer_of
 
 MUON = Case(steps=3)
 ADAM = replace(MUON, optimizer="adam")
@@ -30,8 +35,6 @@ def _saved(case: Case, topology: Topology, format: str, folder: str) -> dict[str
 def _switched(
     case: Case, topology: Topology, format: str, folder: str, momentum: Any
 ) -> dict[str, Any]:
-    from megatron_muon.mcore.checkpoint_switch import reading_adamw, writer_of
-
     assert format == "torch" or writer_of(folder) == "adamw"
     built = start(case, topology)
     spoil(built)
@@ -100,15 +103,11 @@ def _adamw_step(
 
 
 def settings_of(case: Case) -> dict[str, Any]:
-    from megatron_muon import MuonConfig
-
     return dataclasses.asdict(MuonConfig(**dict(case.muon)))
 
 
 def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[str]:
     """What is not as it should be, after a switch, two steps, and one more after a resume."""
-    from megatron_muon.mcore.adamw_after_muon import YOUNG, go_on_after_muon, reading_muon
-
     muon = replace(case, optimizer="muon")
     before = _saved(muon, topology, format, f"{folder}/muon")
     built = start(case, topology)
@@ -175,26 +174,33 @@ def test_adamw_goes_on_from_muon(format: str, shape: str, tmp_path: Path) -> Non
 # --- from the proof of concept ----------------------------------------------------------------
 
 
-def _as_moonshots(folder: str) -> None:
+def _as_moonshots(folder: str, built: Any, muons: set[str]) -> None:
     """Turn a checkpoint of AdamW's into the proof of concept's, by what its code writes: momentum
     in place of the first moment, no second moment, and groups of Muon's own. (Its own code was
     read, not run: see ``checkpoint_foreign``.)"""
     file = f"{folder}/0_0_0_model_optim.pt"
     state = torch.load(file, weights_only=False)
     groups = state["optimizer"]["optimizer"]["param_groups"]
-    muons = {key: value for key, value in groups[0].items() if key not in ("betas", "eps")}
-    muons |= {"use_muon": True, "matched_adamw_rms": 0.2, "momentum": 0.95, "nesterov": True}
-    muons |= {"ns_steps": 5, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
-    state["optimizer"]["optimizer"]["param_groups"] = [muons, *groups]
+    own = {key: value for key, value in groups[0].items() if key not in ("betas", "eps")}
+    own |= {"use_muon": True, "matched_adamw_rms": 0.2, "momentum": 0.95, "nesterov": True}
+    own |= {"ns_steps": 5, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
+    state["optimizer"]["optimizer"]["param_groups"] = [own, *groups]
+    torch.save(state, file)
+    file = f"{folder}/0_0_0_distrib_optim.pt"
+    state = torch.load(file, weights_only=False)
+    (saved,) = state[0].values()
+    (buffer,) = built.buffers()
+    names = {param: name for name, param in built.params.items()}
+    for param, start_at, stop in gathered_spans(buffer):
+        if names[param] in muons:
+            saved["exp_avg_sq"][start_at:stop] = 0
     torch.save(state, file)
 
 
-def _from_moonshot(case: Case, folder: str) -> dict[str, Any]:
-    from megatron_muon.mcore.checkpoint_switch import reading_adamw
-
+def _from_moonshot(case: Case, muons: set[str], folder: str) -> dict[str, Any]:
     before = _saved(replace(case, optimizer="adam"), Topology(), "torch", folder)
-    _as_moonshots(folder)
     built = start(case, Topology())
+    _as_moonshots(folder, built, muons)
     spoil(built)
     with reading_adamw(built.optimizer, "sum"):
         load(built, folder, "torch")
@@ -204,7 +210,22 @@ def _from_moonshot(case: Case, folder: str) -> dict[str, Any]:
 
 
 def test_the_proof_of_concepts_momentum_goes_on(tmp_path: Path) -> None:
-    (result,) = run(_from_moonshot, 1, MUON, str(tmp_path))
+    (result,) = run(_from_moonshot, 1, MUON, muon_weights(MUON), str(tmp_path))
     for name, (*_, theirs) in result["before"]["shards"].items():
         *_, ours = result["after"]["shards"][name]
-        assert all((ours[kind] == theirs[kind]).all() for kind in ours), name
+        kinds = {"main", "exp_avg"} if name in muon_weights(MUON) else ours.keys()
+        assert all((ours[kind] == theirs[kind]).all() for kind in kinds), name
+
+
+@pytest.mark.parametrize("was_muons", [True, False])
+def test_a_weight_that_was_the_other_optimizers_there_is_refused(
+    was_muons: bool, tmp_path: Path
+) -> None:
+    other = (
+        "embedding.word_embeddings.weight"
+        if was_muons
+        else "decoder.layers.1.mlp.linear_fc2.weight"
+    )
+    muons = muon_weights(MUON) ^ {other}
+    with pytest.raises(RankError, match=f"{other} was the other optimizer's in the checkpoint"):
+        run(_from_moonshot, 1, MUON, muons, str(tmp_path))

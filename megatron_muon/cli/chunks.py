@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -23,15 +24,31 @@ from megatron_muon.cli.model import padded_vocab
 from megatron_muon.cli.versions import having
 
 
-def build_chunks(flags: Namespace, config: Any) -> list[Any]:
-    """This rank's model chunks in their DDP, on whatever device new parameters come."""
+def build_chunks(
+    flags: Namespace,
+    config: Any,
+    *,
+    distributed_optimizer: bool = True,
+    device: torch.device | None = None,
+) -> list[Any]:
+    """This rank's model chunks in their DDP.
+
+    Args:
+        flags: see ``flags``.
+        config: Megatron's TransformerConfig.
+        distributed_optimizer: that shards the grad buffers; else all-reduced gradients.
+        device: that parameters are moved to; None: they stay where they are made.
+    """
     chunks = config.virtual_pipeline_model_parallel_size
     stages: Sequence[int | None] = range(chunks) if chunks else [None]
     models = [_gpt(flags, config, vp_stage) for vp_stage in stages]
     for model in models:
+        if device is not None:
+            model.to(device)
         for param in model.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
     ddp_config = _ddp_config(flags, sum(p.nelement() for m in models for p in m.parameters()))
+    ddp_config.use_distributed_optimizer = distributed_optimizer
     return [
         DistributedDataParallel(
             config,

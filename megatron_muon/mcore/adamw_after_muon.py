@@ -179,12 +179,10 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
         part.muon = _Former(config, part)
         part.stage_group = part.data_parallel_group
         part.local_experts, part.ep_rank = _experts(part)
-    try:
-        yield
-    finally:
-        optimizer.__class__ = ChainAfterMuon
-        for part in parts:
-            _start_after_muon(part, config)
+    yield  # an error in it ends the run: nothing is made of what was read by then
+    optimizer.__class__ = ChainAfterMuon
+    for part in parts:
+        _start_after_muon(part, config)
 
 
 def _start_after_muon(part: Any, former: MuonConfig) -> None:

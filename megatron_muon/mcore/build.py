@@ -31,10 +31,11 @@ from megatron_muon.mcore.loss_scale import share_loss_scale
 from megatron_muon.mcore.routing import Found, local_experts, muon_parameters, on_every_ep_rank
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.mcore.survey import survey
-from megatron_muon.newton_schulz import torch_dtype
+from megatron_muon.newton_schulz import plan_device
 from megatron_muon.optimizer import DistributedMuon
 from megatron_muon.phases import phases
-from megatron_muon.report import start_line
+from megatron_muon.products import said_of_products, travel_dtype
+from megatron_muon.report import newton_schulz_line, start_line
 
 
 def make_muons(
@@ -67,6 +68,9 @@ def make_muons(
     stage = groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
     lines = survey(model_chunks, config, stage)
+    if stage.speaks and (config.ns_iteration != "standard" or stage.device.type != "cpu"):
+        products = said_of_products(stage.device, config.ns_dtype)
+        lines.append(newton_schulz_line(config, products))
     optimizer.__class__ = MuonChainedOptimizer
     optimizer.voters = groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
@@ -142,13 +146,13 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     here = [parameter for _, parameter in found]
     ep_rank, ep_size = coordinates.ep_rank, coordinates.ep_size
     everywhere = on_every_ep_rank(here, ep_size, local_experts(dist_opt.model_chunks, ep_size))
-    plan = plans.make_plan(everywhere, grid, config)
+    plan = plans.make_plan(everywhere, grid, config, plan_device(stage.device))
     rank, meter = dist.get_rank(stage.group), Meter()
     shards = dict(owned_shards(dist_opt))
     main_params = {
         index: shards[found[index - ep_rank * len(found)][0]] for index in plan.pieces(rank)
     }
-    exchange = Exchange(plan, rank, stage.group, torch_dtype(config.ns_dtype), stage.device, meter)
+    exchange = Exchange(plan, rank, stage.group, travel_dtype(config), stage.device, meter)
     phase = phases(lambda: dist_opt.config.timers)
     return DistributedMuon(config, plan, rank, exchange, main_params, meter, phase)
 

@@ -27,7 +27,8 @@ OTHER_CUT = (
     "and EP sizes of the run that saved it (dp_reshardable also with its buckets alone); DP, CP "
     "and optimizer instances may differ. Load it with those and save it in the format that loads "
     "with any: in Megatron-LM --dist-ckpt-optim-fully-reshardable, before 0.15 "
-    "--ckpt-fully-parallel-save"
+    "--ckpt-fully-parallel-save. (Buckets alone: --ddp-num-buckets, or --muon-dp-layout bucketed "
+    "for Megatron's own, as AdamW's and older checkpoints have them)"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import zipfile
@@ -10,13 +11,22 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.agreement import raise_together
 from megatron_muon.collectives import Group, all_gather_texts
 from megatron_muon.mcore.checkpoint_buffers import OTHER_CUT
+from megatron_muon.mcore.checkpoint_foreign import Source, converted, renamed
 from megatron_muon.mcore.shards import device_of
 
 T = TypeVar("T")
+
+# The format that has a tensor for each weight.
+WHOLE_WEIGHTS = (
+    "fully_reshardable"
+    if hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable")
+    else "fully_sharded_model_space"  # before core 0.15
+)
 
 
 class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
@@ -30,11 +40,13 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     Attributes:
         voters: the ranks that are like this one in that; None for the world.
         decided_by_name: patterns of names say whose a weight is, so that layers may differ.
+        source: while a checkpoint of Megatron's own Muon is read: where it has what.
     """
 
     chained_optimizers: list[Any]
     voters: Group | None
     decided_by_name: bool
+    source: Source | None = None
 
     def state_dict(self) -> Any:
         """Megatron's: all that is not a parameter's. No communication."""
@@ -43,19 +55,36 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Megatron's; what a checkpoint must have is in ``checkpoint``."""
-        parts = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
-        self._together(super().load_state_dict, _for_parts(state_dict, len(parts)))
+        self._together(self._load_state_dict, state_dict)
+
+    def _load_state_dict(self, state_dict: Any) -> None:
+        if self.source is not None:
+            config = self.chained_optimizers[0].muon.config
+            state_dict = _of_any(converted(state_dict, self.source, config, WHOLE_WEIGHTS))
+        super().load_state_dict(_for_parts(state_dict, len(self.chained_optimizers)))
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's: what is to be saved, or with ``is_loading`` to be filled.
 
         Raises:
             NotImplementedError: a tensor on disk would hold weights of Muon's and of AdamW's.
+            ValueError: a checkpoint of Megatron's own Muon lacks something; names what.
         """
-        state = self._together(super().sharded_state_dict, *args, **kwargs)
+        state = self._together(self._sharded_state_dict, *args, **kwargs)
         if self.decided_by_name:  # on all ranks alike: a setting
             parts = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
             _refuse_mixed({tensor for part in parts for tensor in part.tensors}, self.voters)
+        return state
+
+    def _sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+    ) -> Any:
+        if self.source is None or not is_loading:
+            return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        kwargs = _in_whole_weights(kwargs)
+        state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        for part in [state] if "param_state" in state else state.values():
+            part["param_state"] = renamed(part["param_state"], self.source)
         return state
 
     def save_parameter_state(self, filename: str) -> None:
@@ -106,6 +135,15 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             self.chained_optimizers = every
 
 
+def _in_whole_weights(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``sharded_state_dict`` that ask for ``WHOLE_WEIGHTS``, and are else the same."""
+    if "metadata" not in inspect.signature(DistributedOptimizer.sharded_state_dict).parameters:
+        return {**kwargs, "sharding_type": WHOLE_WEIGHTS}  # before core 0.13
+    metadata = kwargs.get("metadata") or {}
+    kept = {key: value for key, value in kwargs.items() if key != "sharding_type"}
+    return {**kept, "metadata": {**metadata, "distrib_optim_sharding_type": WHOLE_WEIGHTS}}
+
+
 def _for_parts(state_dict: Any, count: int) -> Any:
     """A state dict as ``count`` optimizers save it.
 
@@ -123,6 +161,13 @@ def _for_parts(state_dict: Any, count: int) -> Any:
         common["optimizer"] = _with_groups_of([common["optimizer"]])
         return {number: {**common, **numbered.get(number, {})} for number in range(count)}
     return state_dict
+
+
+def _of_any(state_dict: dict[Any, Any]) -> dict[Any, Any]:
+    """With groups that do for dense and for experts' optimizers, which others part otherwise."""
+    if "optimizer" in state_dict:
+        return {**state_dict, "optimizer": _with_groups_of([state_dict["optimizer"]])}
+    return {number: _of_any(part) for number, part in state_dict.items()}
 
 
 def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:

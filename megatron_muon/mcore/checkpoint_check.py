@@ -70,6 +70,27 @@ def check(trained: Trained | None, checkpoint_dir: str, exact: bool) -> None:
     if wanted != Wanted.DIGEST:
         return
     folder, device = local_folder(checkpoint_dir, wanted), trained_device(trained)
+    found = check_files(folder, device)
+    if found is None:
+        return
+    own_table = whole_table(trained)
+    vocabularies = (found["vocabulary"], vocabulary())
+    check_model(found["parameters"], own_table, str(folder), exact, vocabularies)
+
+
+def check_files(folder: Path, device: torch.device) -> Digest | None:
+    """Refuse a checkpoint that is not complete or not intact; returns its digest, if it has one.
+
+    Every rank of the world calls it. Without a digest there is one warning, on rank 0.
+
+    Args:
+        folder: the checkpoint's.
+        device: that the world communicates from.
+
+    Raises:
+        DigestError: on the ranks that find a fault.
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
     error: Exception | None = None
     found: Digest | None = None
     try:
@@ -80,12 +101,10 @@ def check(trained: Trained | None, checkpoint_dir: str, exact: bool) -> None:
         error = own
     raise_together(error, None, device)
     if not _all_have(found, folder, device):
-        return
+        return None
     assert found is not None
     raise_together(_damage(folder, found), None, device)
-    own_table = whole_table(trained)
-    vocabularies = (found["vocabulary"], vocabulary())
-    check_model(found["parameters"], own_table, str(folder), exact, vocabularies)
+    return found
 
 
 def _all_have(found: Digest | None, folder: Path, device: torch.device) -> bool:

@@ -233,8 +233,14 @@ def _described(folder: Path, rank: int) -> Files:
 
 def _hashed(folder: Path, names: Sequence[str]) -> Files:
     with ThreadPoolExecutor(THREADS) as pool:
-        entries = pool.map(lambda name: digest.describe(folder / name, checksum), names)
+        entries = pool.map(lambda name: digest.describe(folder / name, _just_written), names)
         return dict(zip(names, entries, strict=True))
+
+
+def _just_written(path: Path) -> str:
+    """Its checksum, with what torch has summed up, if it has: since 2.6 it can be told not to."""
+    summed = getattr(torch.serialization, "get_crc32_options", lambda: True)()
+    return checksum(path, written=summed)
 
 
 # --- what torch.save writes --------------------------------------------------------------------
@@ -255,7 +261,7 @@ def recorded(trained: Trained | None, folder: Path) -> Iterator[None]:
     def save_and_hash(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         own(obj, f, *args, **kwargs)
         if isinstance(f, (str, os.PathLike)) and folder in Path(f).parents:
-            entry = digest.describe(Path(f), checksum)
+            entry = digest.describe(Path(f), _just_written)
             files[str(Path(f).relative_to(folder))] = {**entry, "holds": holds}
             part = {"files": files, "parameters": table}
             digest.write_part(folder, dist.get_rank(), part)

@@ -10,8 +10,12 @@ moonshot     ``use_muon`` in a parameter     ``exp_avg`` beside a second moment 
 megatron     ``momentum_buffer`` in a key    ``optimizer.state.momentum_buffer.WEIGHT``, whole
              of torch_dist                   weights, a mean: M ← μM + (1-μ)G; 1/(1-μ)
 megatron_    files layer_wise_optimizer_N    refused: numbers in place of names, and no saying which
-torch        .pt of the format ``torch``     rank had which weight
+torch        .pt, or μ in a parameter group  rank had which weight
+             of the format ``torch``
 ===========  ==============================  =====================================================
+
+From core 0.18 on Megatron's own may leave AdamW's part to a DistributedOptimizer, whose state is in
+whole weights in the format fully_reshardable alone.
 
 Sources: toothacher17/Megatron-LM 8aee20bd (NVIDIA/Megatron-LM#1428), ``distrib_optimizer.py`` and
 ``muon.py``; NVIDIA/Megatron-LM core_v0.16.1 to main, ``layer_wise_optimizer.py`` and
@@ -32,13 +36,29 @@ Writer = Literal["moonshot", "megatron", "megatron_torch"]
 StateDict = dict[Any, Any]
 
 MOMENTUM = "muon_momentum"  # as in ``checkpoint_buffers``, which imports Megatron's neighbours
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)$")
-# By the key of ours in fully_reshardable and fully_sharded_model_space.
-_THEIRS = {MOMENTUM: "momentum_buffer", "param": "fp32_param"}
+_STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
+# What has it there, by the key of ours in fully_reshardable and fully_sharded_model_space; "param"
+# is what a DistributedOptimizer calls it.
+_MAIN = ("fp32_param", "param")
+_THEIRS = {
+    MOMENTUM: ("momentum_buffer",),
+    "param": _MAIN,
+    "fp32_param": _MAIN,
+    "exp_avg": ("exp_avg",),
+    "exp_avg_sq": ("exp_avg_sq",),
+}
+_KNOWN = {kind for kinds in _THEIRS.values() for kind in kinds}
+_IN_BUCKETS = re.compile(r"(?:chained_\d+\.)*optimizer\.distributed\.")
+_MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
+_SGD = "dampening"  # of SGD's groups, which have a momentum, too
 _BY_RANK = re.compile(r"layer_wise_optimizer_\d+\.pt$")
 # Of their groups, what is Muon's: ours has it in MuonConfig, once for all groups.
 _MOONSHOT = ("matched_adamw_rms", "momentum", "nesterov", "ns_steps")
-_NOT_OURS = (*_MOONSHOT, "use_muon", "adamw_betas", "adamw_eps", "momentum_beta", "params")
+_NOT_OURS = (
+    *_MOONSHOT,
+    *("use_muon", "adamw_betas", "adamw_eps", "momentum_beta", "params"),
+    "optimizer",  # its name, in Megatron's own from core 0.17 on
+)
 
 
 class Source:
@@ -46,6 +66,8 @@ class Source:
 
     Attributes:
         mu: that its momentum is a mean by.
+        states: its optimizers' state dicts.
+        is_fp32: its main parameters are the model's weights and have no keys of their own.
     """
 
     def __init__(self, keys: Iterable[str], states: Sequence[Mapping[str, Any]]) -> None:
@@ -56,16 +78,25 @@ class Source:
             states: its optimizers' state dicts: see ``states_of``.
 
         Raises:
-            ValueError: it does not say what its μ is, or says several.
+            ValueError: it does not say what its μ is, or says several; or it has state that is
+                neither Muon's nor AdamW's.
         """
         self._at: dict[tuple[str, str], str] = {}
-        self._weights = set()
+        self._in_buckets = False
         for key in keys:
             at = _STATE.match(key)
-            if at:
-                self._at[at[1], at[2]] = key
-            else:
-                self._weights.add(key)
+            if at is None:
+                self._in_buckets |= _IN_BUCKETS.match(key) is not None
+                continue
+            kind, weight = at.groups()
+            if kind not in _KNOWN:
+                raise ValueError(
+                    f"the checkpoint, of Megatron's own Muon, has {kind} of {weight}, which "
+                    "neither Muon here nor AdamW has: load the model alone (--no-load-optim)"
+                )
+            self._at[kind, weight] = key
+        self.is_fp32 = not any(kind in _MAIN for kind, _ in self._at)
+        self.states = states
         self.mu = _mu(states)
 
     def of(self, key: str) -> tuple[str, float]:
@@ -81,19 +112,28 @@ class Source:
         if at is None:
             raise ValueError(f"{key} is no key of optimizer state in whole weights")
         what, weight = at.groups()
-        theirs = _THEIRS.get(what, what)
-        found = self._at.get((theirs, weight))
-        if found is None and theirs == "fp32_param" and weight in self._weights:
-            found = weight  # of an fp32 model, where it is the main parameter itself
-        if found is None:
+        theirs = _THEIRS[what]
+        keys = [self._at[kind, weight] for kind in theirs if (kind, weight) in self._at]
+        if not keys:
             there = sorted(kind for kind, name in self._at if name == weight)
             raise ValueError(
-                f"the checkpoint, of Megatron's own Muon, has no {theirs} of {weight}, only: "
-                f"{', '.join(there) or 'nothing'}. Whose a weight is must be as it was there: set "
-                "muon_include and muon_exclude of MuonConfig (in Megatron-LM --muon-include and "
-                "--muon-exclude), or load the model alone (--no-load-optim)"
+                f"the checkpoint, of Megatron's own Muon, has no {theirs[0]} of {weight}, only: "
+                f"{', '.join(there) or 'nothing'}. {self._way_out(there)}"
             )
-        return found, 1 / (1 - self.mu) if what == MOMENTUM else 1.0
+        return keys[0], 1 / (1 - self.mu) if what == MOMENTUM else 1.0
+
+    def _way_out(self, there: Sequence[str]) -> str:
+        if self._in_buckets and not there:
+            return (
+                "It keeps AdamW's state in flat buckets (dp_reshardable), which cannot be told "
+                "apart by weights: save it there with --dist-ckpt-optim-fully-reshardable, or load "
+                "the model alone (--no-load-optim)"
+            )
+        return (
+            "Whose a weight is must be as it was there: set muon_include and muon_exclude of "
+            "MuonConfig (in Megatron-LM --muon-include and --muon-exclude), or load the model "
+            "alone (--no-load-optim)"
+        )
 
 
 def writer_of(
@@ -108,17 +148,22 @@ def writer_of(
     """
     if any(_BY_RANK.search(file) for file in files):
         return "megatron_torch"
+    if any("use_muon" in group for group in _groups(states)):
+        return "moonshot"
+    if any(_SGD in group for group in _groups(states)):
+        return None
     if any(at[1] == "momentum_buffer" for at in map(_STATE.match, keys) if at):
         return "megatron"
-    return "moonshot" if any("use_muon" in group for group in _groups(states)) else None
+    mus = any(key in group for group in _groups(states) for key in _MU)
+    return "megatron_torch" if mus and not keys else None
 
 
 def states_of(saved: Any) -> list[StateDict]:
     """The state dicts of an optimizer, or of a chain, which is a list or has numbers for keys."""
     if isinstance(saved, list):
-        return saved
+        return [state for each in saved for state in states_of(each)]
     if isinstance(saved, dict) and saved and all(isinstance(key, int) for key in saved):
-        return [saved[number] for number in sorted(saved)]
+        return states_of([saved[number] for number in sorted(saved)])
     return [saved] if isinstance(saved, dict) else []
 
 
@@ -130,10 +175,10 @@ def refuse(writer: Writer) -> None:
     """
     if writer == "megatron_torch":
         raise ValueError(
-            "the checkpoint is of Megatron's own Muon in the format torch: its files "
-            "layer_wise_optimizer_N.pt have optimizer state by number and not by name, and nothing "
-            "says which weights rank N had. Save it with --ckpt-format torch_dist, or load the "
-            "model alone (--no-load-optim)"
+            "the checkpoint is of Megatron's own Muon in the format torch: its optimizer state "
+            "(layer_wise_optimizer_N.pt, where ranks share it) is by number and not by name, and "
+            "nothing says which weights rank N had. Save it with --ckpt-format torch_dist, or load "
+            "the model alone (--no-load-optim)"
         )
 
 
@@ -171,6 +216,8 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
 def renamed(state: Any, source: Source) -> Any:
     """A copy of what is to be filled by a load, with the keys of Megatron's own Muon.
 
+    Without main parameters where those are the model's: nothing is loaded twice from one key.
+
     Args:
         state: ``param_state`` of a sharded state dict in a format that has whole weights.
         source: of the checkpoint.
@@ -179,33 +226,36 @@ def renamed(state: Any, source: Source) -> Any:
         ValueError: something is not there.
     """
     if isinstance(state, dict):
-        return {name: renamed(value, source) for name, value in state.items()}
+        left_out = _MAIN if source.is_fp32 else ()
+        return {name: renamed(v, source) for name, v in state.items() if name not in left_out}
     return (
         dataclasses.replace(state, key=source.of(state.key)[0]) if hasattr(state, "key") else state
     )
 
 
-def converted(loaded: Mapping[Any, Any], source: Source, config: MuonConfig) -> StateDict:
+def converted(
+    loaded: Mapping[Any, Any], source: Source, config: MuonConfig, sharding_type: str
+) -> StateDict:
     """What ``load_state_dict`` takes, of what a load with ``renamed`` keys has brought.
 
     Args:
         loaded: the optimizer's part of it: our ``param_state``, here or of each optimizer of a
-            chain, beside the state dicts of theirs.
+            chain, beside the state dicts of theirs. Its momentum is made a sum in place.
         source: of the checkpoint.
         config: ours.
+        sharding_type: that our ``param_state`` was asked for in.
 
     Raises:
         ValueError: see ``as_ours``.
     """
-    theirs = [part for key, part in loaded.items() if isinstance(key, int)] or [loaded]
-    kept = as_ours([part for part in theirs if "optimizer" in part], config)
-    alone = {key: part for key, part in loaded.items() if not isinstance(key, int)}
-    ours = {
-        key: {**part, **kept, "param_state": _scaled(part["param_state"], source)}
-        for key, part in [(None, alone), *loaded.items()]
+    kept = {**as_ours(source.states, config), "param_state_sharding_type": sharding_type}
+    parts: StateDict = {
+        key: {**kept, "param_state": _scaled(part["param_state"], source)}
+        for key, part in [(None, loaded), *loaded.items()]
         if isinstance(part, Mapping) and "param_state" in part
     }
-    return ours.get(None, ours)
+    only: StateDict | None = parts.get(None)
+    return parts if only is None else only
 
 
 def _scaled(state: Mapping[Any, Any], source: Source) -> StateDict:
@@ -228,8 +278,13 @@ def moonshot_owner(momentum_is_zero: bool, second_moment_is_zero: bool) -> str |
 
 def _groups(states: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     for state in states:
-        inner = state.get("optimizer")
-        yield from inner.get("param_groups", ()) if isinstance(inner, Mapping) else ()
+        yield from _inner(state).get("param_groups", ())
+
+
+def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict of torch's optimizer, which FP32Optimizer does not wrap."""
+    inner = state.get("optimizer", state)
+    return inner if isinstance(inner, Mapping) else {}
 
 
 def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
@@ -245,8 +300,7 @@ def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
 
 def _common_step(state: Mapping[str, Any]) -> Any:
     """Of torch's AdamW, which Megatron keeps beside the state of its parameters."""
-    inner = state.get("optimizer")
-    kept = inner.get("state") if isinstance(inner, Mapping) else None
+    kept = _inner(state).get("state")
     return kept.get("common_step") if isinstance(kept, Mapping) else None
 
 
@@ -265,12 +319,7 @@ def _settings(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _mu(states: Sequence[Mapping[str, Any]]) -> float:
-    found = {
-        float(group[key])
-        for group in _groups(states)
-        for key in ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
-        if key in group
-    }
+    found = {float(group[key]) for group in _groups(states) for key in _MU if key in group}
     if len(found) != 1:
         raise ValueError(
             "the checkpoint, of Megatron's own Muon, must say one momentum coefficient in its "

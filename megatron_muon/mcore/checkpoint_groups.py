@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.optimizer import distrib_optimizer
 
+from megatron_muon.coefficients import canonical
 from megatron_muon.config import MuonConfig
 
 Group = dict[str, Any]
@@ -51,7 +52,9 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig) -> None:
             f"the checkpoint's optimizer state is of format {found.get('format')!r}, this "
             f"megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
         )
-    then, now = found["settings"], dataclasses.asdict(config)
+    then, now = {**found["settings"]}, dataclasses.asdict(config)
+    if "ns_coefficients" in then:  # a set may have been saved as its numbers
+        then["ns_coefficients"] = canonical(then["ns_coefficients"])
     for name in sorted(then.keys() | now.keys()):
         before, after = (
             settings.get(name, "nothing: this megatron_muon has no such setting")

@@ -17,6 +17,7 @@ from megatron_muon.mcore.checkpoint_buffers import (
     check_tensor,
     gathered_spans,
 )
+from megatron_muon.mcore.checkpoint_foreign import moonshot_owner
 from megatron_muon.mcore.shards import owned_shards
 from megatron_muon.mcore.weights import expert_name, weights, why_adamw
 from megatron_muon.optimizer import MOMENTUM_KEY, DistributedMuon
@@ -39,6 +40,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         from_adamw: while a checkpoint in AdamW's layout is read: whether Muon's momentum is made of
             Adam's first moment, starts at zero, or lies in its place as the sum that it is. None:
             the checkpoint is this package's Muon's.
+        main_is_weight: while a checkpoint is read that has no main parameters: they are the model's
+            weights, which are loaded, and fp32.
+        other_owner: with ``sum``: parameters that were the other optimizer's in the checkpoint.
     """
 
     muon: DistributedMuon | None
@@ -46,6 +50,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     ep_rank: int = 0
     local_experts: int = 0
     from_adamw: FromAdamW | None = None
+    main_is_weight: bool = False
+    other_owner: list[str]
     _told: Told = "adam"
 
     def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
@@ -64,7 +70,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         self, model_param: Parameter, tensors: Mapping[str, Any]
     ) -> None:
         shard = self._shard_of[model_param]
-        targets = {"param": shard, **self._state_on_disk(shard)}
+        targets = self._state_on_disk(shard)
+        if not self.main_is_weight:
+            targets["param"] = shard
         if self._told == "adam" and MOMENTUM in targets:
             targets[ADAMW_STATE[0]] = targets.pop(MOMENTUM)
         for key, target in targets.items():
@@ -72,6 +80,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             target.copy_(tensors[key])
         if self.from_adamw is not None and self._muon.owns(shard):
             self._make_momentum(model_param, targets[ADAMW_STATE[0]])
+        if self.from_adamw == "sum":
+            self._compare_owner(model_param, tensors)
 
     def _make_momentum(self, model_param: Parameter, first_moment: Tensor) -> None:
         """In place: Adam's is a mean of gradients, (1-β1) Σ β1^k g, where Muon's is their sum."""
@@ -83,6 +93,13 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         group_index, _ = self.model_param_group_index_map[model_param]
         beta1, _ = self.optimizer.param_groups[group_index]["betas"]
         first_moment.div_(1 - beta1)
+
+    def _compare_owner(self, model_param: Parameter, tensors: Mapping[str, Any]) -> None:
+        """Note a weight that was AdamW's and is Muon's now, or the other way round."""
+        zeros = [not tensors[key].any() for key in ADAMW_STATE]
+        here = "muon" if self._muon.owns(self._shard_of[model_param]) else "adamw"
+        if moonshot_owner(*zeros) not in (None, here):
+            self.other_owner.append(self._name_of[model_param])
 
     @property
     def _names_on_disk(self) -> Told:

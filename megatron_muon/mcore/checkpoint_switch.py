@@ -1,4 +1,4 @@
-"""From AdamW to Muon: which of the two wrote a checkpoint, and reading AdamW's into Muon."""
+"""Others' checkpoints into Muon: who wrote one, and reading AdamW's or Megatron's own Muon's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_muon.mcore.checkpoint_state import FromAdamW
 from megatron_muon.mcore.shards import device_of, owned_shards
 
 Writer = Literal["muon", "adamw", "none"]
-_OPTIMIZERS = re.compile(r"(chained_\d+\.)?optimizer\.")
+_OPTIMIZERS = re.compile(r"(chained_\d+\.)*optimizer\.")
 
 
 @contextmanager
@@ -39,20 +39,76 @@ def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
             (Moonshot's proof of concept: see ``checkpoint_foreign``).
 
     Raises:
-        ValueError: main parameters are not those of the model; names one.
+        ValueError: main parameters are not those of the model, or with ``sum`` a weight was the
+            other optimizer's; names one.
         RuntimeError: on ranks that have no error themselves when another has.
     """
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
-        part.from_adamw = momentum
+        part.from_adamw, part.other_owner = momentum, []
     try:
         yield
     finally:
         for part in parts:
             part.from_adamw = None
-    errors = (_strange_main_params(part) for part in parts)
+    errors = (_strange_main_params(part, "AdamW") or _other_owner(part) for part in parts)
     error = next((error for error in errors if error is not None), None)
     raise_together(error, None, device_of(optimizer.chained_optimizers[0].model_chunks))
+
+
+@contextmanager
+def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
+    """Within it, the optimizer loads a torch_dist checkpoint of Megatron's own Muon.
+
+    Main parameters, momentum, AdamW's moments, steps and groups go on, at any topology, since all
+    are in whole weights there. The format that the run itself saves in does not matter. A momentum
+    coefficient that differs is printed as other settings are. At the end it is checked that
+    main parameters round to the model's, so load the model first.
+
+    Args:
+        optimizer: the chain that ``get_megatron_optimizer`` has returned. Every rank of the world
+            calls this.
+        folder: the checkpoint: of one iteration.
+
+    Raises:
+        ValueError: the checkpoint is not that, or main parameters are not those of the model.
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
+    device = device_of(optimizer.chained_optimizers[0].model_chunks)
+    error: Exception | None = None
+    try:
+        source = _source(Path(folder), optimizer)
+    except Exception as own:  # whatever it is, the other ranks must hear of it
+        error = own
+    raise_together(error, None, device)
+    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    optimizer.source = source
+    for part in parts:
+        part.main_is_weight = source.is_fp32
+    try:
+        yield
+    finally:
+        optimizer.source = None
+        for part in parts:
+            part.main_is_weight = False
+    strange = (_strange_main_params(part, "Megatron's own Muon") for part in parts)
+    raise_together(next((error for error in strange if error is not None), None), None, device)
+
+
+def _source(folder: Path, optimizer: Any) -> checkpoint_foreign.Source:
+    writer = foreign_writer(folder)
+    if writer is not None:
+        checkpoint_foreign.refuse(writer)
+    if writer != "megatron":
+        raise ValueError(f"{folder} is no checkpoint of Megatron's own Muon in torch_dist")
+    source = checkpoint_foreign.Source(_keys(folder), _states(folder))
+    if source.is_fp32 and (optimizer.config.bf16 or optimizer.config.fp16):
+        raise ValueError(
+            f"{folder} is of an fp32 model, whose weights are its main parameters; this run would "
+            "read them rounded: load it in fp32 and save it, or load the model alone "
+            "(--no-load-optim)"
+        )
+    return source
 
 
 def writer_of(folder: str | Path) -> Writer:
@@ -69,7 +125,7 @@ def writer_of(folder: str | Path) -> Writer:
     return "adamw" if _states(Path(folder)) or _objects(Path(folder)) else "none"
 
 
-def foreign_writer(folder: str | Path) -> str | None:
+def foreign_writer(folder: str | Path) -> checkpoint_foreign.Writer | None:
     """Which other Muon has written a checkpoint, if one has: see ``checkpoint_foreign``."""
     folder = Path(folder)
     keys = _objects(folder)
@@ -112,10 +168,14 @@ def has_record(folder: str | Path, key: str = RECORD) -> bool:
 
 def _objects(folder: Path) -> list[str]:
     """Keys of the optimizer's in torch_dist, for which every model-parallel rank has its own."""
+    return [key for key in _keys(folder) if _OPTIMIZERS.match(key)]
+
+
+def _keys(folder: Path) -> list[str]:
+    """Of all tensors and objects in torch_dist; else empty."""
     if not (folder / ".metadata").is_file():
         return []
-    keys = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return [key for key in keys if _OPTIMIZERS.match(key)]
+    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 def _states(folder: Path) -> list[dict[Any, Any]]:
@@ -130,13 +190,23 @@ def _states(folder: Path) -> list[dict[Any, Any]]:
     return checkpoint_foreign.states_of(saved.get("optimizer"))
 
 
-def _strange_main_params(part: Any) -> ValueError | None:
+def _other_owner(part: Any) -> ValueError | None:
+    if not part.other_owner:
+        return None
+    return ValueError(
+        f"{part.other_owner[0]} was the other optimizer's in the checkpoint: set muon_include and "
+        "muon_exclude of MuonConfig (in Megatron-LM --muon-include and --muon-exclude) as it was "
+        "there, or load the model alone (--no-load-optim)"
+    )
+
+
+def _strange_main_params(part: Any, whose: str) -> ValueError | None:
     for param, shard in owned_shards(part):
         here = part._get_model_param_range_map(param)["param"]
         model = param.detach().view(-1)[here.start : here.end]
         if not torch.equal(shard.detach().to(model.dtype), model):
             return ValueError(
-                f"the main parameter of {part._name_of[param]} that AdamW's checkpoint has does "
+                f"the main parameter of {part._name_of[param]} that {whose}'s checkpoint has does "
                 "not round to the model's weight: load the model's weights before the optimizer. "
                 "(fully_reshardable of Megatron 0.15 to 0.19 saves shifted optimizer state where "
                 "there are several padded buckets; such a checkpoint has lost it: load the model "

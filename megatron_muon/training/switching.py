@@ -16,6 +16,7 @@ _SAID = {
     "momentum": "AdamW's: Muon's momentum starts as exp_avg / (1 - β1)",
     "fresh": "AdamW's: Muon's momentum starts at zero",
     "sum": "of the proof of concept of this work: its momentum goes on",
+    "megatron's": "of Megatron's own Muon: its momentum, a mean, goes on as the sum M / (1 - μ)",
 }
 
 
@@ -43,14 +44,16 @@ def from_other(
         error: Exception | None = None
         try:
             how: Any = _into_muon(args, folder) if muon else _into_adamw(folder)
-        except (OSError, ValueError) as own:
+        except Exception as own:  # whatever it is, the other ranks must hear of it
             error = own
         device = _device(optimizer)
         raise_together(error, None, device)
         if how == "muon's":
             from megatron_muon.mcore.adamw_after_muon import reading_muon
+            from megatron_muon.mcore.checkpoint_check import check_files
             from megatron_muon.mcore.checkpoint_switch import record_of
 
+            check_files(folder, device)
             _say(f"{folder} is Muon's: Adam's moments of what Muon had start at zero")
             reading.enter_context(reading_muon(optimizer, record_of(folder)["settings"]))
         elif how == "after muon":
@@ -58,6 +61,12 @@ def from_other(
             from megatron_muon.mcore.checkpoint_switch import record_of
 
             go_on_after_muon(optimizer, record_of(folder, YOUNG)["former"])
+        elif how == "megatron's":
+            from megatron_muon.mcore.checkpoint_switch import reading_megatron_muon
+
+            _say(f"{folder} is {_SAID[how]}")
+            reading.enter_context(_metadata_of_whole_weights())
+            reading.enter_context(reading_megatron_muon(optimizer, folder))
         elif how in _SAID:
             from megatron_muon.mcore.checkpoint_switch import reading_adamw
 
@@ -68,6 +77,7 @@ def from_other(
 
 def _into_muon(args: Namespace, folder: Path) -> str:
     """``own``, or how one in AdamW's layout is read."""
+    from megatron_muon.mcore.checkpoint_foreign import refuse
     from megatron_muon.mcore.checkpoint_switch import foreign_writer, writer_of
 
     if writer_of(folder) != "adamw":
@@ -76,10 +86,8 @@ def _into_muon(args: Namespace, folder: Path) -> str:
     if foreign == "moonshot":
         return "sum"
     if foreign is not None:
-        raise ValueError(
-            f"{folder} is a checkpoint of Megatron's own Muon, whose momentum this megatron_muon "
-            "does not read yet: load the model alone (--no-load-optim)"
-        )
+        refuse(foreign)
+        return "megatron's"
     how = args.muon_from_adamw
     if how == "refuse":
         raise ValueError(
@@ -88,6 +96,33 @@ def _into_muon(args: Namespace, folder: Path) -> str:
             "or load the model alone (--no-load-optim)"
         )
     return str(how)
+
+
+@contextmanager
+def _metadata_of_whole_weights() -> Iterator[None]:
+    """Within it Megatron takes every checkpoint for one that can be cut anew.
+
+    Those of its own Muon do not say, as it has no distributed optimizer; where TP or PP differ, or
+    with --ckpt-fully-parallel-load, Megatron looks and stops at a KeyError.
+    """
+    from megatron.core import dist_checkpointing
+
+    from megatron_muon.mcore.checkpoint_chain import WHOLE_WEIGHTS
+
+    original = getattr(dist_checkpointing, "load_content_metadata", None)  # core 0.13 and later
+
+    def load_content_metadata(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        assert original is not None
+        metadata = original(*args, **kwargs) or {}
+        return {**metadata, "distrib_optim_sharding_type": WHOLE_WEIGHTS}
+
+    if original is not None:
+        dist_checkpointing.load_content_metadata = load_content_metadata
+    try:
+        yield
+    finally:
+        if original is not None:
+            dist_checkpointing.load_content_metadata = original
 
 
 def _into_adamw(folder: Path) -> str:
