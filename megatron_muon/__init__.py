@@ -24,6 +24,7 @@ __all__ = [
     "install",
     "meter",
     "reading_adamw",
+    "reading_megatron_muon",
     "reading_muon",
     "uninstall",
 ]
@@ -57,6 +58,15 @@ def reading_adamw(
     from megatron_muon.mcore.checkpoint_switch import reading_adamw as reading
 
     return reading(optimizer, momentum)
+
+
+def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:
+    """Within it Muon loads the checkpoint of Megatron's own Muon that is in a folder; see
+    ``mcore.checkpoint_switch.reading_megatron_muon``.
+    """
+    from megatron_muon.mcore.checkpoint_switch import reading_megatron_muon as reading
+
+    return reading(optimizer, folder)
 
 
 def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:

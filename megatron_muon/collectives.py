@@ -1,16 +1,19 @@
 """Every collective that the package calls, and nothing else.
 
-In a step: ``any_rank`` once over all stages, then ``all_to_all`` twice over the stage for each of
-Megatron's DistributedOptimizers (one, and one for experts). While they are built, votes and numbers
-go over the world, numbers over the stage, which also creates its communicator, and ``split_world``
-once where there are several optimizer instances and once where on some ranks nothing trains. Saving
-and loading vote; ``all_gather_texts`` words an error, and compares names where patterns decide.
+In a step: ``any_rank`` once over all stages, then ``start_all_to_all`` twice a round over the stage
+for each of Megatron's DistributedOptimizers (one, and one for experts). While they are built, votes
+and numbers go over the world, numbers over the stage, which also creates its communicator, and
+``split_world`` once where there are several optimizer instances and once where on some ranks
+nothing trains. Saving and loading vote; ``all_gather_texts`` words an error, compares names where
+patterns decide, and puts a checkpoint's digest together. ``all_gather_flat`` and ``gather_uneven``
+are of what ``megatron-muon bench step`` compares with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -25,21 +28,61 @@ class PhaseError(RuntimeError):
     """A collective did not come about: another rank was stopped or killed, or raised."""
 
 
-def all_to_all(
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """An all-to-all that is under way; what it sends and receives is kept until ``wait``."""
+
+    name: str
+    group: Group
+    sent: Tensor
+    received: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        """What the ranks sent here. On CUDA the current stream waits, not the host."""
+        with _named(self.name, self.group, "wait"):
+            self.work.wait()
+        return self.received
+
+
+def start_all_to_all(
     name: str, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], group: Group
-) -> Tensor:
-    """Send consecutive runs of ``sent`` to the group's ranks in order; returns what they sent here.
+) -> Pending:
+    """Send consecutive runs of ``sent`` to the group's ranks in order.
 
     Args:
         name: of the phase, in errors and traces.
         sent: ``(sum(sent_sizes),)``.
         sent_sizes, received_sizes: elements for and from each rank of the group; 0 is fine.
-        group: all its ranks call this together.
+        group: all its ranks call this together, and wait in the order of the calls.
     """
     received = sent.new_empty(sum(received_sizes))
+    sizes = list(received_sizes), list(sent_sizes)
     with _named(name, group):
-        dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), group=group)
-    return received
+        work = dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)
+    return Pending(name, group, sent, received, work)
+
+
+def all_gather_flat(name: str, mine: Tensor, group: Group) -> list[Tensor]:
+    """Every rank's ``mine``, ``(n,)`` with one n, in the order of the group."""
+    flat = mine.new_empty(mine.numel() * group.size())
+    with _named(name, group):
+        dist.all_gather_into_tensor(flat, mine, group=group)
+    return list(torch.split(flat, mine.numel()))
+
+
+def gather_uneven(parts: Sequence[Tensor], mine: Tensor, group: Group) -> None:
+    """Fill ``parts[r]`` with rank r's ``mine`` of that size, by broadcasts that are under way
+    together: what NCCL makes of an all-gather of unequal parts, and gloo refuses."""
+    parts[group.rank()].copy_(mine)
+    with _named("bench/gather", group):
+        works = [
+            dist.broadcast(part, dist.get_global_rank(group, rank), group=group, async_op=True)
+            for rank, part in enumerate(parts)
+            if part.numel()
+        ]
+        for work in works:
+            work.wait()
 
 
 def any_rank(name: str, flag: Tensor, group: Group | None) -> bool:
@@ -105,14 +148,14 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
 
 
 @contextmanager
-def _named(name: str, group: Group | None) -> Iterator[None]:
+def _named(name: str, group: Group | None, part: str = "collective") -> Iterator[None]:
     """Mark the collective in traces, and say which it was where it fails.
 
     gloo raises where another rank is gone or the timeout has passed; NCCL's watchdog ends the
     process instead, and logs the collective by its sequence number.
     """
     try:
-        with record_function(f"{name}/collective"):
+        with record_function(f"{name}/{part}"):
             yield
     except torch.OutOfMemoryError:
         raise

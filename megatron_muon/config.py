@@ -6,13 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-NsDtype = Literal["bf16", "fp32"]
+from megatron_muon.coefficients import (
+    SETS,
+    Given,
+    NsDtype,
+    Restarts,
+    canonical,
+    restarts_of,
+    schedule,
+)
+
+NsIteration = Literal["standard", "gram", "auto"]
 HomePolicy = Literal["balanced", "local"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
-
-# Keller Jordan's quintic, the iteration of the Muon post and of Moonlight:
-# https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L5
-SIMPLE_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +39,18 @@ class MuonConfig:
         momentum: μ in M ← μM + G (Algorithm 1).
         nesterov: orthogonalize G + μM in place of M.
         ns_steps: Newton-Schulz iterations; the paper found 10 no better than 5.
-        ns_coefficients: (a, b, c) of X ← aX + (bA + cA²)X with A = XXᵀ, the same in each step.
-        ns_dtype: what matrices travel and are orthogonalized in. Products accumulate in fp32 and
-            round once, in either; on CUDA as far as torch's own switches say so
-            (``torch.backends.cuda.matmul``: TF32, reduced-precision reductions).
+        ns_coefficients: (a, b, c) of each step's X ← aX + (bA + cA²)X with A = XXᵀ: the name of a
+            published set (``coefficients``), one triple for every step, or a tuple of triples,
+            which starts over where ns_steps are more.
+        ns_iteration: ``standard``, or ``gram``, the same polynomials of the short side's square: a
+            fraction of the work where a matrix is not square. ``auto``: by shape. Which sets and
+            numbers of steps gram is known to be accurate for is in ``coefficients``; another is
+            refused.
+        ns_dtype: what matrices are orthogonalized in. They travel in bf16 (in fp32 with fp32).
+            Products accumulate in fp32 and round once, in each; on CUDA as far as torch's own
+            switches say so (``torch.backends.cuda.matmul``: TF32, reduced-precision reductions).
+            fp16 is finer than bf16 but ends at 6e-8 of a matrix's norm, where smaller entries
+            become zero.
         weight_decay_all_params: decay RMSNorm gammas and biases too, and whatever else an override
             gives ``wd_mult`` 0. Off, as in Megatron; the paper (appendix D) recommends it for long
             runs.
@@ -48,6 +62,9 @@ class MuonConfig:
         homes: which rank orthogonalizes a matrix. ``balanced`` keeps the rank that holds most of
             it unless that rank's work would pass 1.05 × the ideal or the largest matrix's, if that
             is more; ``local`` always keeps it.
+        round_bytes: of matrices and pieces that a rank has in one round of the exchange, at most,
+            unless a single parameter has more. Smaller rounds take less memory and hide more
+            behind compute, larger ones take fewer collectives.
         checkpoint_digest: write size and checksum of every file of a checkpoint into its folder,
             and check them, and that the model is the same, before one is loaded (``digest``).
 
@@ -61,13 +78,15 @@ class MuonConfig:
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5
-    ns_coefficients: tuple[float, float, float] = SIMPLE_COEFFICIENTS
+    ns_coefficients: Given = "simple"
+    ns_iteration: NsIteration = "standard"
     ns_dtype: NsDtype = "bf16"
     weight_decay_all_params: bool = False
     split_qkv: bool = True
     muon_include: tuple[str, ...] = ()
     muon_exclude: tuple[str, ...] = ()
     homes: HomePolicy = "balanced"
+    round_bytes: int = 256 << 20
     checkpoint_digest: bool = True
 
     def __post_init__(self) -> None:
@@ -78,18 +97,20 @@ class MuonConfig:
         _require_number("momentum", self.momentum)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        if isinstance(self.ns_steps, bool) or not isinstance(self.ns_steps, int):
-            raise TypeError(f"ns_steps must be an int, got {self.ns_steps!r}")
-        if self.ns_steps < 1:
-            raise ValueError(f"ns_steps must be at least 1, got {self.ns_steps}")
-        _require_coefficients(self.ns_coefficients)
+        _require_count("ns_steps", self.ns_steps)
+        object.__setattr__(self, "ns_coefficients", canonical(self.ns_coefficients))
         for name in ("nesterov", "weight_decay_all_params", "split_qkv", "checkpoint_digest"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        _require_choice("ns_dtype", self.ns_dtype, ("bf16", "fp32"))
+        _require_choice("ns_dtype", self.ns_dtype, get_args(NsDtype))
+        _require_choice("ns_iteration", self.ns_iteration, get_args(NsIteration))
+        schedule(self.ns_coefficients, self.ns_steps, self.ns_dtype)
+        if self.ns_iteration != "standard":
+            _require_restarts(self)
         for name in ("muon_include", "muon_exclude"):
             _require_patterns(name, getattr(self, name))
         _require_choice("homes", self.homes, ("balanced", "local"))
+        _require_count("round_bytes", self.round_bytes)
 
 
 def _require_number(name: str, value: object) -> None:
@@ -99,11 +120,32 @@ def _require_number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be finite, got {value}")
 
 
-def _require_coefficients(value: object) -> None:
-    if not isinstance(value, tuple) or len(value) != 3:
-        raise TypeError(f"ns_coefficients must be a tuple of three numbers, got {value!r}")
-    for coefficient in value:
-        _require_number("ns_coefficients", coefficient)
+def _require_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, object]:
+    """Those that a run may take: on CPU the Gram iteration's square matrices are in fp32."""
+    return getattr(lists, config.ns_dtype), lists.fp32
+
+
+def _require_restarts(config: MuonConfig) -> None:
+    name, steps = config.ns_coefficients, config.ns_steps
+    lists = restarts_of(name, steps)
+    if lists is not None and None not in _needed(lists, config):
+        return
+    known = []
+    for other, found in SETS.items():
+        counts = [s for s, lists in found.restarts.items() if None not in _needed(lists, config)]
+        known += [f"{other} with {', '.join(map(str, counts))}"] if counts else []
+    raise ValueError(
+        f"ns_iteration={config.ns_iteration!r}: the Gram iteration has not been found accurate "
+        f"with ns_coefficients={name!r}, ns_steps={steps} in {config.ns_dtype}: take "
+        f"ns_iteration='standard', or what it has been tested with: {'; '.join(known)} steps"
+    )
 
 
 def _require_patterns(name: str, value: object) -> None:

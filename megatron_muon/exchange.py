@@ -1,6 +1,7 @@
 """Moving what the plan says: pieces to their homes, directions back.
 
-One gather and one scatter a step over the stage, each an uneven all-to-all of a flat buffer.
+One gather and one scatter a round over the stage, each an uneven all-to-all of a flat buffer that
+is started and, with other work in between, finished.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon import collectives
-from megatron_muon.collectives import Group
+from megatron_muon.collectives import Group, Pending
 from megatron_muon.plan import ExchangePlan, Matrix, Segment
 
 
@@ -44,6 +45,30 @@ class Meter:
         self.matrices = self.ns_flops = self.gather_bytes = self.scatter_bytes = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """Half a round that is under way.
+
+    Attributes:
+        target: flat tensors by index, of which ``incoming`` are parts.
+        incoming: what each rank's elements are copied to when they are here.
+        pending: None where no rank sends anything.
+    """
+
+    target: dict[int, Tensor]
+    incoming: list[list[Tensor]]
+    pending: Pending | None
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.pending.sent.nbytes if self.pending else 0
+
+    def finish(self) -> dict[int, Tensor]:
+        if self.pending is not None:
+            _distribute(self.pending.wait(), self.incoming)
+        return self.target
+
+
 class Exchange:
     """Runs a plan for one rank of the stage.
 
@@ -70,73 +95,86 @@ class Exchange:
         self._dtype = dtype
         self._device = device
         self._meter = meter
-        self._rank = rank
-        self._routes = plan.routes(self._rank)
-        # The same on every rank of the stage: either all of them communicate or none does.
-        self._silent = not any(plan.sent_bytes())
+        self._routes = plan.routes(rank)
+        self._homes = plan.homes_by_round(rank)
+        # The same on every rank of the stage: either all of them communicate in a round or none.
+        self._silent = plan.silent_rounds()
         self._pieces = plan.pieces(rank)
 
-    def gather(self, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Bring every matrix to its home.
+    def start_gather(self, round: int, pieces: Mapping[int, Tensor]) -> Moving:
+        """Start to bring every matrix of a round to its home.
 
         Args:
-            pieces: for each parameter with a piece here, its local elements, ``(n,)``.
-
-        Returns:
-            For each matrix whose home this rank is, ``(rows, cols)`` contiguous, in the row and
-            column order of TP = 1.
+            round: its number.
+            pieces: for each of its parameters with a piece here, the local elements, ``(n,)``.
         """
-        matrices = self._plan.matrices
-        staged = {
-            index: torch.empty(matrices[index].numel, dtype=self._dtype, device=self._device)
-            for index in self._plan.homes(self._rank)
-        }
-        for segment in self._routes.kept:
+        matrices, routes = self._plan.matrices, self._routes[round]
+        staged = {index: self._empty(matrices[index].numel) for index in self._homes[round]}
+        for segment in routes.kept:
             _staged(staged, segment).copy_(self._local(pieces, segment))
-        routes = self._routes
-        self._meter.gather_bytes += self._all_to_all(
+        moving = self._start(
             "muon/gather",
+            round,
+            staged,
             outgoing=self._by_rank(routes.gather_to, lambda s: self._local(pieces, s)),
             incoming=self._by_rank(routes.gather_from, lambda s: _staged(staged, s)),
         )
-        return {index: _assemble(flat, matrices[index]) for index, flat in staged.items()}
+        self._meter.gather_bytes += moving.sent_bytes
+        return moving
 
-    def scatter(self, directions: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Send every direction back to the ranks that hold pieces of its matrix.
+    def finish_gather(self, moving: Moving) -> dict[int, Tensor]:
+        """For each matrix of the round whose home this rank is, ``(rows, cols)`` contiguous, in the
+        row and column order of TP = 1."""
+        staged = moving.finish()
+        return {index: assemble(flat, self._plan.matrices[index]) for index, flat in staged.items()}
+
+    def start_scatter(self, round: int, directions: Mapping[int, Tensor]) -> Moving:
+        """Start to send the directions of a round to the ranks that hold pieces of its matrices.
 
         Args:
-            directions: as returned by ``gather``: ``(rows, cols)`` for each matrix homed here.
-
-        Returns:
-            For each parameter with a piece here, its local elements' directions, ``(n,)``.
+            round: its number.
+            directions: ``(rows, cols)`` for each matrix that ``finish_gather`` returned.
         """
-        staged = {i: _stage(d, self._plan.matrices[i]) for i, d in directions.items()}
-        pieces = {
-            index: torch.empty(piece.size, dtype=self._dtype, device=self._device)
-            for index, piece in self._pieces.items()
-        }
-        for segment in self._routes.kept:
+        routes = self._routes[round]
+        staged = {i: stage(d, self._plan.matrices[i]) for i, d in directions.items()}
+        held = (i for i in self._plan.rounds[round] if i in self._pieces)
+        pieces = {index: self._empty(self._pieces[index].size) for index in held}
+        for segment in routes.kept:
             self._local(pieces, segment).copy_(_staged(staged, segment))
-        routes = self._routes
-        self._meter.scatter_bytes += self._all_to_all(
+        moving = self._start(
             "muon/scatter",
+            round,
+            pieces,
             outgoing=self._by_rank(routes.scatter_to, lambda s: _staged(staged, s)),
             incoming=self._by_rank(routes.scatter_from, lambda s: self._local(pieces, s)),
         )
-        return pieces
+        self._meter.scatter_bytes += moving.sent_bytes
+        return moving
 
-    def _all_to_all(
-        self, name: str, *, outgoing: list[list[Tensor]], incoming: list[list[Tensor]]
-    ) -> int:
-        """Fill ``incoming[r]`` with what rank r sends; returns the bytes sent to other ranks."""
-        if self._silent:
-            return 0
+    def finish_scatter(self, moving: Moving) -> dict[int, Tensor]:
+        """For each parameter of the round with a piece here, its elements' directions, ``(n,)``."""
+        return moving.finish()
+
+    def _start(
+        self,
+        name: str,
+        round: int,
+        target: dict[int, Tensor],
+        *,
+        outgoing: list[list[Tensor]],
+        incoming: list[list[Tensor]],
+    ) -> Moving:
+        """Start to fill ``incoming[r]``, which lies in ``target``, with what rank r sends."""
+        if self._silent[round]:
+            return Moving(target, [], None)
         sent = _concatenate(outgoing, self._dtype, self._device)
-        received = collectives.all_to_all(
+        pending = collectives.start_all_to_all(
             name, sent, _sizes(outgoing), _sizes(incoming), self._group
         )
-        _distribute(received, incoming)
-        return sent.numel() * sent.element_size()
+        return Moving(target, incoming, pending)
+
+    def _empty(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def _by_rank(
         self, segments: Mapping[int, list[Segment]], tensor_of: Callable[[Segment], Tensor]
@@ -170,7 +208,7 @@ def _staged(staged: Mapping[int, Tensor], segment: Segment) -> Tensor:
     return staged[segment.matrix][segment.staged.start : segment.staged.stop]
 
 
-def _assemble(staged: Tensor, matrix: Matrix) -> Tensor:
+def assemble(staged: Tensor, matrix: Matrix) -> Tensor:
     """From staging order to ``(rows, cols)``: put the column parts side by side."""
     if matrix.column_parts == 1:
         return staged.view(matrix.rows, matrix.cols)
@@ -179,7 +217,7 @@ def _assemble(staged: Tensor, matrix: Matrix) -> Tensor:
     return cut.permute(1, 2, 0, 3).reshape(matrix.rows, matrix.cols)
 
 
-def _stage(direction: Tensor, matrix: Matrix) -> Tensor:
+def stage(direction: Tensor, matrix: Matrix) -> Tensor:
     """From ``(rows, cols)`` to staging order, flat."""
     parts, blocks = matrix.column_parts, matrix.column_blocks
     cut = direction.reshape(matrix.rows, blocks, parts, matrix.cols // (parts * blocks))

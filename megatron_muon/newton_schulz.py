@@ -1,9 +1,9 @@
 """Newton-Schulz orthogonalization of one matrix: tensors in, tensors out, no groups.
 
-X ← aX + (bA + cA²)X with A = XXᵀ, started from X = U/‖U‖ (arXiv 2502.16982 eq. 2-3;
-https://kellerjordan.github.io/posts/muon). The order of operations is part of the definition, since
-bf16 shows every other order: each of the three products of a step accumulates in fp32, takes its
-linear term in the same pass and rounds once.
+Two iterations that differ in rounding only (``iteration`` says which a matrix gets): the standard
+one of arXiv 2502.16982 eq. 2-3 and https://kellerjordan.github.io/posts/muon, and the Gram one,
+both started from X = U/‖U‖. The order of operations is part of the definition, since bf16 shows
+every other order; what a product rounds to is in ``products``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_muon.config import MuonConfig, NsDtype
-
-_TORCH_DTYPE: dict[NsDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def torch_dtype(ns_dtype: NsDtype) -> torch.dtype:
-    """The torch dtype that matrices travel and are orthogonalized in."""
-    return _TORCH_DTYPE[ns_dtype]
+from megatron_muon.coefficients import Triple
+from megatron_muon.config import MuonConfig
+from megatron_muon.iteration import Device, Segments, schedule_of, segments, takes_gram
+from megatron_muon.products import Products, products_on, travel_dtype
 
 
 def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
@@ -27,10 +23,10 @@ def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
     Args:
         matrix: ``(rows, cols)``, any floating dtype. Any scale: it is normalised in fp32, by its
             largest entry first, so nothing over- or underflows. Zero gives zero.
-        config: ``ns_steps``, ``ns_coefficients`` and ``ns_dtype`` are read.
+        config: the settings whose names begin with ``ns_`` are read.
 
     Returns:
-        ``(rows, cols)`` in ``ns_dtype``.
+        ``(rows, cols)`` in ``products.travel_dtype``.
 
     Raises:
         ValueError: ``matrix`` is not 2-D.
@@ -38,11 +34,22 @@ def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
     if matrix.dim() != 2:
         raise ValueError(f"a matrix has 2 dims, got shape {tuple(matrix.shape)}")
     tall = matrix.size(0) > matrix.size(1)
-    x = matrix.mT.contiguous() if tall else matrix
-    x = normalize(x.float()).to(torch_dtype(config.ns_dtype))
-    for _ in range(config.ns_steps):
-        x = newton_schulz_step(x, config.ns_coefficients)
+    x = matrix.mT if tall else matrix
+    x = x.reshape(-1).view(x.shape)  # row-major, with a row's own strides where there is but one
+    products = products_on(matrix.device, config.ns_dtype)
+    x = products.enter(normalize(x.float()))
+    device = plan_device(matrix.device)
+    if takes_gram(matrix.size(0), matrix.size(1), config, device):
+        x = gram_iteration(x, segments(config, device), products)
+    else:
+        x = standard_iteration(x, schedule_of(config), products)
+    x = x.to(travel_dtype(config))
     return x.mT if tall else x
+
+
+def plan_device(device: torch.device) -> Device:
+    """A device as plans know it; all but CPUs are taken for CUDA's."""
+    return "cpu" if device.type == "cpu" else "cuda"
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -57,28 +64,59 @@ def normalize(x: Tensor) -> Tensor:
     return x / norm
 
 
-def newton_schulz_step(x: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
-    """One iteration on ``x`` of shape ``(m, n)`` with m <= n."""
-    a, b, c = coefficients
-    gram = _addmm(None, x, x.mT, beta=0.0, alpha=1.0)
-    polynomial = _addmm(gram, gram, gram, beta=b, alpha=c)
-    return _addmm(x, polynomial, x, beta=a, alpha=1.0)
+def standard_iteration(x: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
+    """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX, every one of them rounded.
 
-
-def _addmm(
-    linear: Tensor | None, left: Tensor, right: Tensor, *, beta: float, alpha: float
-) -> Tensor:
-    """``beta·linear + alpha·left@right``, accumulated in fp32 and rounded once to left's dtype.
-
-    On CUDA the matmul does that by itself, as accurately as ``torch.backends.cuda.matmul`` lets it
-    (TF32 and reduced-precision reductions are the process's choice). On CPU the operands, exact in
-    fp32, are multiplied there: torch's bf16 kernels are tens of times slower where the CPU has no
-    bf16 instructions, and the result does not depend on whether it has them.
+    Args:
+        x: ``(m, n)`` with m <= n, from ``products.enter``.
+        steps: (a, b, c) of each.
+        products: of x's device.
     """
-    dtype = left.dtype
-    if left.device.type == "cpu" and dtype != torch.float32:
-        left, right = left.float(), right.float()
-        linear = None if linear is None else linear.float()
-    if linear is None:
-        return torch.mm(left, right).to(dtype)
-    return torch.addmm(linear, left, right, beta=beta, alpha=alpha).to(dtype)
+    for a, b, c in steps:
+        gram = products.rounded(products.product(x, x.mT))
+        if c == 0:
+            x = products.rounded(products.product(gram, x, x, beta=a, alpha=b))
+            continue
+        polynomial = products.rounded(products.product(gram, gram, gram, beta=b, alpha=c))
+        x = products.rounded(products.product(polynomial, x, x, beta=a))
+    return x
+
+
+def gram_iteration(x: Tensor, parts: Segments, products: Products) -> Tensor:
+    """The same polynomials of the short side's square, then one product with X a segment.
+
+    X is rounded as in the standard iteration, the square matrices to ``products.squares``.
+
+    Args:
+        x: ``(m, n)`` with m <= n, from ``products.enter``.
+        parts: (a, b, c) of each step, in the segments between restarts.
+        products: of x's device.
+    """
+    for part in parts:
+        factor = _factor(products.squared(products.symmetric(x, x.mT)), part, products)
+        x = products.rounded(products.product(factor, x))
+    return x
+
+
+def _factor(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
+    """Q of one segment, ``(m, m)``: QX is what ``steps`` make of X, given R = XXᵀ."""
+
+    def plus(linear: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+        made = products.symmetric(left, right, linear, beta=beta, alpha=alpha)
+        return products.squared(made)
+
+    factor: Tensor | None = None
+    for step, (a, b, c) in enumerate(steps):
+        # Z = αP; where c is 0 the square is not made, and b is taken into the products.
+        alpha, p = (b, gram) if c == 0 else (1.0, plus(gram, gram, gram, b, c))
+        if factor is None:
+            factor = products.squared(p * alpha)
+            factor.diagonal().add_(a)
+            factor = products.squared(factor)
+        else:
+            factor = plus(factor, factor, p, a, alpha)
+        if step < len(steps) - 1:  # R ← (a + Z)R(a + Z)
+            half = plus(gram, gram, p, a, alpha)
+            gram = plus(half, p, half, a, alpha)
+    assert factor is not None  # a segment has a step
+    return factor

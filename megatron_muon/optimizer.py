@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.exchange import Exchange, Meter
+from megatron_muon.exchange import Exchange, Meter, Moving
+from megatron_muon.iteration import ns_flops
 from megatron_muon.layout import Span
-from megatron_muon.newton_schulz import orthogonalize, torch_dtype
+from megatron_muon.newton_schulz import orthogonalize, plan_device
 from megatron_muon.phases import Phase
-from megatron_muon.plan import ExchangePlan, ns_flops
+from megatron_muon.plan import ExchangePlan
+from megatron_muon.products import travel_dtype
 from megatron_muon.update import advance_momentum, apply_update, update_scale
 
 # The momentum lives under Adam's name of a first moment, with no second one: fused Adam classes
@@ -82,28 +84,59 @@ class DistributedMuon:
 
     @torch.no_grad()
     def step(self, groups: ParamGroups, state: State, step_adamw: Callable[[], None]) -> None:
-        """Update Muon's parameters, then AdamW's. Every rank of the stage calls it.
+        """Update Muon's parameters and AdamW's. Every rank of the stage calls it.
+
+        Round k + 1 is gathered, and the directions of round k - 1 go back, while round k is
+        orthogonalized.
 
         Args:
             groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
             state: holds each Muon shard's momentum under ``MOMENTUM_KEY``.
             step_adamw: updates all that Muon does not own.
         """
-        phase = self._phase
         self.meter.start_step()
-        shards = list(self._shards(groups, state))
-        with phase("muon/momentum"):
-            pieces = self._advance_momentum(shards)
-        with phase("muon/gather"):
-            matrices = self._exchange.gather(pieces)
-        with phase("muon/newton_schulz"):
-            directions = self._orthogonalize(matrices)
-        with phase("muon/scatter"):
-            updates = self._exchange.scatter(directions)
-        with phase("muon/update"):
-            self._update(shards, updates)
-        with phase("muon/adamw"):
+        rounds = self._in_rounds(self._shards(groups, state))
+        gathering = self._start_gather(rounds, 0)
+        with self._phase("muon/adamw"):  # while the first round travels
             step_adamw()
+        scattering = None
+        for number in range(len(rounds)):
+            matrices = self._finish_gather(gathering)
+            gathering = self._start_gather(rounds, number + 1)
+            with self._phase("muon/newton_schulz"):
+                directions = self._orthogonalize(matrices)
+            self._finish_round(rounds, number - 1, scattering)
+            with self._phase("muon/scatter"):
+                scattering = self._exchange.start_scatter(number, directions)
+            del directions
+        self._finish_round(rounds, len(rounds) - 1, scattering)
+
+    def _start_gather(self, rounds: Sequence[Sequence[_Shard]], number: int) -> Moving | None:
+        if number == len(rounds):
+            return None
+        with self._phase("muon/momentum"):
+            pieces = self._advance_momentum(rounds[number])
+        with self._phase("muon/gather"):
+            return self._exchange.start_gather(number, pieces)
+
+    def _finish_gather(self, gathering: Moving | None) -> dict[int, Tensor]:
+        assert gathering is not None
+        with self._phase("muon/gather"):
+            return self._exchange.finish_gather(gathering)
+
+    def _finish_round(
+        self, rounds: Sequence[Sequence[_Shard]], number: int, scattering: Moving | None
+    ) -> None:
+        if scattering is None:
+            return
+        with self._phase("muon/scatter"):
+            updates = self._exchange.finish_scatter(scattering)
+        with self._phase("muon/update"):
+            self._update(rounds[number], updates)
+
+    def _in_rounds(self, shards: Iterable[_Shard]) -> list[list[_Shard]]:
+        shard_of = {shard.parameter: shard for shard in shards}
+        return [[shard_of[i] for i in round if i in shard_of] for round in self.plan.rounds]
 
     def _shards(self, groups: ParamGroups, state: State) -> Iterator[_Shard]:
         for group in groups:
@@ -128,7 +161,7 @@ class DistributedMuon:
                 momentum=config.momentum,
                 nesterov=config.nesterov,
             )
-            pieces[shard.parameter] = moved.to(torch_dtype(config.ns_dtype))
+            pieces[shard.parameter] = moved.to(travel_dtype(config))
         return pieces
 
     def _orthogonalize(self, matrices: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -138,7 +171,7 @@ class DistributedMuon:
             rows, cols = matrix.shape
             directions[index] = orthogonalize(matrix, self.config)
             self.meter.matrices += 1
-            self.meter.ns_flops += ns_flops(rows, cols, self.config.ns_steps)
+            self.meter.ns_flops += ns_flops(rows, cols, self.config, plan_device(matrix.device))
         return directions
 
     def _update(self, shards: Sequence[_Shard], directions: dict[int, Tensor]) -> None:

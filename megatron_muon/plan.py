@@ -11,17 +11,16 @@ in a parameter is contiguous in the matrix, wherever a shard was cut.
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_muon.config import HomePolicy, MuonConfig
+from megatron_muon.config import MuonConfig
+from megatron_muon.homes import choose_homes
+from megatron_muon.iteration import Device, ns_flops
 from megatron_muon.layout import Parameter, Span
-
-# A rank keeps the matrices it holds until its work would pass this multiple of the ideal.
-HOME_SLACK = 1.05
+from megatron_muon.rounds import make_rounds
 
 # grid[ep_rank][tp_rank][dp_rank] is a rank of the stage's group. One EP rank for what is not an
 # expert's; for experts all three are those of the expert groups.
@@ -78,7 +77,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RankRoutes:
-    """What one rank sends, receives and keeps, each list in the order of the plan's segments.
+    """What one rank sends, receives and keeps in a round, each list in the order of the segments.
 
     ``gather_to[r]`` are the segments it sends to home r and whose directions come back;
     ``gather_from[r]`` those that rank r sends to it. ``scatter_to`` and ``scatter_from`` are the
@@ -94,27 +93,36 @@ class RankRoutes:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """All of a stage's Muon work in one step; see the module's docstring."""
+    """All of a stage's Muon work in one step; see the module's docstring.
+
+    Attributes:
+        flops: of each matrix's Newton-Schulz.
+        itemsize: bytes of an element that travels.
+        rounds: indices of the parameters that go through the exchange together, in order.
+    """
 
     parameters: tuple[Parameter, ...]
     matrices: tuple[Matrix, ...]
     segments: tuple[Segment, ...]
     grid: Grid
     itemsize: int
-    ns_steps: int
+    flops: tuple[int, ...]
+    rounds: tuple[tuple[int, ...], ...]
 
     @property
     def size(self) -> int:
         """Number of ranks in the stage."""
         return grid_size(self.grid)
 
-    def routes(self, rank: int) -> RankRoutes:
-        """The segments that ``rank`` sends, receives and keeps."""
-        routes = RankRoutes()
+    def routes(self, rank: int) -> list[RankRoutes]:
+        """The segments that ``rank`` sends, receives and keeps in each round."""
+        rounds = [RankRoutes() for _ in self.rounds]
+        round_of = self._round_of()
         for segment in self.segments:
             home = self.matrices[segment.matrix].home
             if rank not in (home, segment.rank):
                 continue
+            routes = rounds[round_of[segment.parameter]]
             if home == segment.rank:
                 routes.kept.append(segment)  # the home's TP rank sends, so it is no replica
                 continue
@@ -123,7 +131,19 @@ class ExchangePlan:
             (routes.scatter_from if mine else routes.scatter_to)[other].append(segment)
             if not segment.replica:
                 (routes.gather_to if mine else routes.gather_from)[other].append(segment)
-        return routes
+        return rounds
+
+    def silent_rounds(self) -> list[bool]:
+        """Of each round, whether nothing moves in it between any two ranks."""
+        silent = [True] * len(self.rounds)
+        round_of = self._round_of()
+        for segment in self.segments:
+            if self.matrices[segment.matrix].home != segment.rank:
+                silent[round_of[segment.parameter]] = False
+        return silent
+
+    def _round_of(self) -> dict[int, int]:
+        return {index: number for number, round in enumerate(self.rounds) for index in round}
 
     def pieces(self, rank: int) -> dict[int, Span]:
         """Elements that ``rank`` holds of each parameter that it holds some of, by index."""
@@ -138,11 +158,23 @@ class ExchangePlan:
         """Indices of the matrices that ``rank`` orthogonalizes."""
         return [index for index, matrix in enumerate(self.matrices) if matrix.home == rank]
 
+    def homes_by_round(self, rank: int) -> list[list[int]]:
+        """The same, round by round."""
+        matrices_of: dict[int, list[int]] = defaultdict(list)
+        first = 0
+        for index, parameter in enumerate(self.parameters):
+            matrices_of[index] = list(range(first, first + len(parameter.matrices)))
+            first += len(parameter.matrices)
+        return [
+            [i for index in round for i in matrices_of[index] if self.matrices[i].home == rank]
+            for round in self.rounds
+        ]
+
     def ns_flops(self) -> list[int]:
         """Newton-Schulz floating-point operations of each rank in a step."""
         flops = [0] * self.size
-        for matrix in self.matrices:
-            flops[matrix.home] += ns_flops(matrix.rows, matrix.cols, self.ns_steps)
+        for matrix, work in zip(self.matrices, self.flops, strict=True):
+            flops[matrix.home] += work
         return flops
 
     def sent_bytes(self) -> list[int]:
@@ -183,22 +215,16 @@ class ExchangePlan:
             raise ValueError(f"{self.parameters[index].name}: rank {rank} holds no piece of it")
 
 
-def ns_flops(rows: int, cols: int, ns_steps: int) -> int:
-    """Floating-point operations of the standard iteration, 2 per multiply-add.
-
-    With m the short and n the long side each step is XXᵀ (2m²n), AA (2m³) and BX (2m²n).
-    """
-    short, long = min(rows, cols), max(rows, cols)
-    return ns_steps * 2 * short * short * (2 * long + short)
-
-
-def make_plan(parameters: Sequence[Parameter], grid: Grid, config: MuonConfig) -> ExchangePlan:
+def make_plan(
+    parameters: Sequence[Parameter], grid: Grid, config: MuonConfig, device: Device = "cuda"
+) -> ExchangePlan:
     """Choose the homes and lay out every segment.
 
     Args:
         parameters: the stage's Muon parameters, in an order that is the same on all ranks.
         grid: ``grid[ep_rank][tp_rank][dp_rank]``, a permutation of 0 … size - 1.
-        config: the settings; ``homes``, ``ns_steps`` and ``ns_dtype`` matter here.
+        config: the settings; ``homes``, ``round_bytes`` and those of Newton-Schulz matter here.
+        device: that it runs on, the same on all ranks; on CPU gram and auto are less work.
 
     Raises:
         ValueError: the pieces do not cover a parameter exactly once.
@@ -206,53 +232,41 @@ def make_plan(parameters: Sequence[Parameter], grid: Grid, config: MuonConfig) -
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
     runs = list(_all_runs(parameters, grid))
     held = _held_elements(runs, len(shapes))
-    flops = [ns_flops(shape.rows, shape.cols, config.ns_steps) for _, shape in shapes]
+    flops = tuple(ns_flops(shape.rows, shape.cols, config, device) for _, shape in shapes)
     homes = choose_homes(flops, held, grid_size(grid), config.homes)
     matrices = tuple(
         Matrix(s.name, s.rows, s.cols, parameter.column_parts, s.column_blocks, home)
         for (parameter, s), home in zip(shapes, homes, strict=True)
     )
+    itemsize = 4 if config.ns_dtype == "fp32" else 2
     plan = ExchangePlan(
         parameters=tuple(parameters),
         matrices=matrices,
         segments=tuple(_segments(parameters, matrices, runs, grid)),
         grid=grid,
-        itemsize=2 if config.ns_dtype == "bf16" else 4,
-        ns_steps=config.ns_steps,
+        itemsize=itemsize,
+        flops=flops,
+        rounds=_rounds(parameters, matrices, runs, itemsize, config),
     )
     plan.validate()
     return plan
 
 
-def choose_homes(
-    flops: Sequence[int], held: Sequence[dict[int, int]], size: int, policy: HomePolicy
-) -> list[int]:
-    """The home of each matrix, the largest matrices first.
-
-    Args:
-        flops: work of each matrix.
-        held: for each matrix, elements held by rank.
-        size: number of ranks.
-        policy: ``local`` keeps the rank that holds most; ``balanced`` does so until that rank's
-            work would pass ``HOME_SLACK`` × max(ideal, largest matrix), then takes the least
-            loaded. Ties go to the least loaded rank (under TP all holders tie), then the lowest.
-    """
-    loads = [0] * size
-    by_load = [(0, rank) for rank in range(size)]  # a heap; entries of an old load are passed over
-    homes = [0] * len(flops)
-    limit = HOME_SLACK * max(sum(flops) / size, max(flops, default=0))
-    for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
-        most = max(held[index].values())
-        holders = [rank for rank, elements in held[index].items() if elements == most]
-        home = min(holders, key=lambda rank: (loads[rank], rank))
-        if policy == "balanced" and loads[home] + flops[index] > limit:
-            while by_load[0][0] != loads[by_load[0][1]]:
-                heapq.heappop(by_load)
-            home = by_load[0][1]
-        homes[index] = home
-        loads[home] += flops[index]
-        heapq.heappush(by_load, (loads[home], home))
-    return homes
+def _rounds(
+    parameters: Sequence[Parameter],
+    matrices: Sequence[Matrix],
+    runs: Sequence[_Run],
+    itemsize: int,
+    config: MuonConfig,
+) -> tuple[tuple[int, ...], ...]:
+    homed: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
+    held: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
+    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
+    for index, matrix in zip(owner, matrices, strict=True):
+        homed[index][matrix.home] += matrix.numel * itemsize
+    for run in runs:
+        held[run.parameter][run.rank] += run.elements.size * itemsize
+    return make_rounds(homed, held, config.round_bytes)
 
 
 def held_pieces(parameter: Parameter, grid: Grid) -> Iterator[tuple[int, Span]]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from math import prod
 
+from megatron_muon.coefficients import spelled
+from megatron_muon.config import MuonConfig
 from megatron_muon.plan import ExchangePlan
 
 PREFIX = "[megatron_muon]"
@@ -66,6 +68,19 @@ def share_lines(stages: Sequence[Share], unsplit: Sequence[str]) -> list[str]:
             "dominate or muon_exclude takes much: expect little difference from AdamW"
         )
     return lines
+
+
+def newton_schulz_line(config: MuonConfig, products: str) -> str:
+    """One line about the iteration.
+
+    Args:
+        config: the settings.
+        products: who makes the symmetric products.
+    """
+    return (
+        f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
+        f"{config.ns_dtype}, {config.ns_iteration}; symmetric products: {products}"
+    )
 
 
 def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: int) -> str:

@@ -80,8 +80,8 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+MEGATRONS = "megatron's muon"  # a case's optimizer: see megatrons_muon
 VERIFIED: list[tuple[Case, Topology]] = []  # by ``check``, for the table
-
 
 # --- on every rank ---------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
     half = case.dtype != torch.float32
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=case.fp32_grads,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=case.optimizer != MEGATRONS,
         overlap_grad_reduce=topology.overlap,
         overlap_param_gather=topology.overlap,
         bucket_size=topology.bucket_size if topology.overlap else None,

@@ -19,6 +19,8 @@ def lacks(case: Case, topology: Topology) -> str | None:
         return f"megatron-core {NAME} has no legacy GroupedMLP"
     if case.moe and topology.instances > 1 and VERSION < (0, 13):
         return f"megatron-core {NAME} has no experts in several optimizer instances"
+    if case.mla == "duplicated" and VERSION < (0, 13):
+        return f"megatron-core {NAME} builds these projections with Transformer Engine's arguments"
     if case.mtp and VERSION >= (0, 20):
         return f"megatron-core {NAME} builds MTP with Transformer Engine only"
     whole = (topology.tp, topology.pp, topology.dp, topology.overlap) == (2, 2, 2, False)

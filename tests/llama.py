@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_muon.buckets import Buffer, Weight, choose, cost, stock_bucket_size
 from megatron_muon.config import MuonConfig
 from megatron_muon.layout import Parameter, Span, interleaved_rows, whole_matrix
 from megatron_muon.plan import make_plan
+from megatron_muon.training.bucketing import REFERENCE_DP_SIZE
 
 
 def llama_8b(dp_size: int) -> tuple[list[Parameter], int]:
@@ -55,6 +57,25 @@ def main() -> None:
             flops = plan.ns_flops()
             busiest = max(flops) * dp_size / sum(flops)
             print(f"{homes:8} {dp_size:5} {share:26.2%} {busiest:24.2f}")
+    print("\n--overlap-grad-reduce, local homes: buckets, bytes over AdamW's, by --muon-dp-layout")
+    print("   DP   contiguous      stock")
+    for dp_size in (8, 64, 512):
+        here, numel = whole_buffer(dp_size)
+        chosen = choose([whole_buffer(REFERENCE_DP_SIZE)[0]])
+        assert chosen is not None
+        found = cost([here], numel // chosen.number), cost([here], stock_bucket_size(dp_size))
+        adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
+        cells = [f"{one.buckets:5} {one.exchanged / adamw_bytes:7.2%}" for one in found]
+        print(f"{dp_size:5} {' '.join(cells)}")
+
+
+def whole_buffer(dp_size: int) -> tuple[Buffer, int]:
+    """All weights but norms in Megatron's order, and their elements."""
+    vocab, h = 128256, 4096
+    muons = [rows * cols for rows, cols in (p.shape for p in reversed(llama_8b(dp_size)[0]))]
+    ends = Weight(vocab * h, False)
+    buffer = Buffer((ends, *(Weight(numel, True) for numel in muons), ends), dp_size)
+    return buffer, sum(weight.numel for weight in buffer.weights)
 
 
 if __name__ == "__main__":

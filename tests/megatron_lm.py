@@ -110,12 +110,14 @@ def pretrain_command(
     ]
 
 
-def without_plugin(processes: int, *options: str, model: str = MODEL, fails: bool = False) -> str:
+def without_plugin(
+    processes: int, *options: str, model: str = MODEL, fails: bool = False, **more: str
+) -> str:
     """``pretrain_gpt.py`` with the CPU runtime, but without the launcher and the plugin."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", "--no-python", sys.executable, "-c", CPU_ALONE]
     command += [str(CHECKOUT / "pretrain_gpt.py"), *words(model, MOCK, RUN, *options)]
-    return done(command, fails, **PATHS)
+    return done(command, fails, **{**PATHS, **more})
 
 
 def alone(*options: str, script: str = "pretrain_gpt.py", fails: bool = False) -> str:

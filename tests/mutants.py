@@ -15,7 +15,7 @@ from unittest import mock
 
 @contextmanager
 def _changed_plan(change: Callable[..., Any]) -> Iterator[None]:
-    """Within it the package makes its plan with ``change(make_plan, parameters, grid, config)``."""
+    """Within it the package makes its plan with ``change(make_plan, and what that takes)``."""
     import megatron_muon.plan as plans
 
     original = plans.make_plan
@@ -40,8 +40,8 @@ def wrong_piece(of_experts: bool = False) -> AbstractContextManager[None]:
     """Two pieces of one parameter, equally long, on one rank, go to each other's place: the plan
     still covers every element once, and its own check accepts it."""
 
-    def change(make_plan: Any, parameters: Any, grid: Any, config: Any) -> Any:
-        plan = make_plan(parameters, grid, config)
+    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, device: Any) -> Any:
+        plan = make_plan(parameters, grid, config, device)
         if _is_of_experts(parameters) is not of_experts:
             return plan
         segments = list(plan.segments)
@@ -66,8 +66,8 @@ def wrong_expert_piece() -> AbstractContextManager[None]:
 def swapped_tp_order() -> AbstractContextManager[None]:
     """Every rank takes its TP slice for the other TP rank's."""
 
-    def change(make_plan: Any, parameters: Any, grid: Any, config: Any) -> Any:
-        return make_plan(parameters, tuple(plane[::-1] for plane in grid), config)
+    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, device: Any) -> Any:
+        return make_plan(parameters, tuple(plane[::-1] for plane in grid), config, device)
 
     return _changed_plan(change)
 
@@ -76,8 +76,8 @@ def swapped_ep_ranks() -> AbstractContextManager[None]:
     """The first rank that has a part of EP rank 0's experts and the first one of EP rank 1's send
     them to each other's matrices, while the ranks with the other parts do not."""
 
-    def change(make_plan: Any, parameters: Any, grid: Any, config: Any) -> Any:
-        plan = make_plan(parameters, grid, config)
+    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, device: Any) -> Any:
+        plan = make_plan(parameters, grid, config, device)
         if not _is_of_experts(parameters):
             return plan
         (first, *others), *_ = grid[0]

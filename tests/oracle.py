@@ -8,7 +8,7 @@ Shares no code with the package, so that the two can disagree.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,16 +26,20 @@ def newton_schulz(
     steps: int = 5,
     rounded: Callable[[Tensor], Tensor] = exact,
     product: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+    coefficients: Sequence[tuple[float, float, float]] = ((3.4445, -4.7750, 2.0315),),
 ) -> Tensor:
-    """Approximate U Vᵀ of ``u`` = U S Vᵀ, shape [rows, cols], in the dtype of ``u``."""
-    a, b, c = 3.4445, -4.7750, 2.0315
+    """Approximate U Vᵀ of ``u`` = U S Vᵀ, shape [rows, cols], in the dtype of ``u``.
+
+    ``coefficients`` are those of each step; the last one's stay.
+    """
     norm = u.norm()
     if norm == 0:
         return torch.zeros_like(u)
     tall = u.shape[0] > u.shape[1]
     x = rounded(u.T if tall else u)
     x = rounded(x / norm)
-    for _ in range(steps):
+    for step in range(steps):
+        a, b, c = coefficients[min(step, len(coefficients) - 1)]
         gram = rounded(product(x, x.T))
         polynomial = rounded(b * gram + c * rounded(product(gram, gram)))
         x = rounded(a * x + rounded(product(polynomial, x)))

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from megatron_muon import MuonConfig
+from megatron_muon.coefficients import schedule
 
 
 @pytest.mark.parametrize(
@@ -24,8 +25,13 @@ from megatron_muon import MuonConfig
         ("ns_steps", 0, ValueError, "ns_steps must be at least 1, got 0"),
         ("ns_steps", 2.5, TypeError, "ns_steps must be an int, got 2.5"),
         ("ns_coefficients", (1.0, 2.0), TypeError, "must be a tuple of three numbers"),
+        ("ns_coefficients", "septic", ValueError, "must be one of simple, quintic, .*got 'septic'"),
+        ("ns_coefficients", [1.0, 2.0, 3.0], TypeError, "a set's name, a tuple of three numbers"),
+        ("ns_coefficients", ((1.0, 2.0, 3.0), (1.0,)), TypeError, "must be a tuple of three"),
+        ("ns_coefficients", (), TypeError, r"three numbers, got \(\)"),
+        ("ns_iteration", "cubic", ValueError, "must be one of standard, gram, auto, got 'cubic'"),
         ("ns_coefficients", (1.0, 2.0, math.inf), ValueError, "ns_coefficients must be finite"),
-        ("ns_dtype", "fp64", ValueError, "ns_dtype must be one of bf16, fp32, got 'fp64'"),
+        ("ns_dtype", "fp64", ValueError, "one of bf16, fp16, fp32, got 'fp64'"),
         ("homes", "anywhere", ValueError, "homes must be one of balanced, local, got 'anywhere'"),
         (
             "scale_mode",
@@ -53,5 +59,44 @@ def test_a_bad_setting_is_refused(
 def test_the_defaults_are_moonlights() -> None:
     config = MuonConfig()
     assert (config.matched_adamw_rms, config.momentum, config.ns_steps) == (0.2, 0.95, 5)
-    assert config.ns_coefficients == (3.4445, -4.7750, 2.0315)
+    assert config.ns_coefficients == "simple"
+    assert schedule("simple", 5, "bf16") == ((3.4445, -4.7750, 2.0315),) * 5
+    assert (config.ns_iteration, config.ns_dtype) == ("standard", "bf16")
     assert config.nesterov and config.split_qkv and not config.weight_decay_all_params
+
+
+def test_simples_numbers_are_the_set_by_name() -> None:
+    """Settings saved before sets had names have the numbers."""
+    assert MuonConfig(ns_coefficients=(3.4445, -4.7750, 2.0315)) == MuonConfig()
+
+
+def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
+    """A setting that differs is printed by rank 0, and asking for the rank fails here."""
+    from megatron_muon.mcore.checkpoint_groups import check_record, record
+
+    saved = record(MuonConfig())
+    saved["settings"]["ns_coefficients"] = (3.4445, -4.7750, 2.0315)
+    check_record({"megatron_muon": saved}, MuonConfig())
+
+
+@pytest.mark.parametrize("iteration", ["gram", "auto"])
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"ns_coefficients": "cans"}, "ns_coefficients='cans', ns_steps=5 in bf16"),
+        ({"ns_steps": 7}, "ns_coefficients='simple', ns_steps=7 in bf16"),
+        ({"ns_coefficients": (2.0, -1.5, 0.5)}, r"\(\(2.0, -1.5, 0.5\),\), ns_steps=5"),
+    ],
+)
+def test_gram_without_tested_restarts_is_refused(
+    iteration: str, settings: dict[str, object], named: str
+) -> None:
+    ways_out = "take ns_iteration='standard', or what it has been tested with: simple with "
+    with pytest.raises(ValueError, match=f"{named}.*{ways_out}"):
+        MuonConfig(ns_iteration=iteration, **settings)
+    MuonConfig(**settings)
+
+
+def test_cubic5_is_for_five_steps() -> None:
+    with pytest.raises(ValueError, match="are for 5 steps, and ns_steps is 6: take ns_steps=5, or"):
+        MuonConfig(ns_coefficients="cubic5", ns_steps=6)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-from argparse import Namespace
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
-import torch
+from flag_parsers import EVERY, MEANINGS, WITH_MUON, config_of, parsed, parser_of
 
 from megatron_muon import MuonConfig
-from megatron_muon.cli import main
-from megatron_muon.cli.scales import update_rms
 from megatron_muon.training.flag_table import FLAGS
 from megatron_muon.training.flags import (
     add_flags,
@@ -22,71 +16,9 @@ from megatron_muon.training.flags import (
     muon_config,
     restore_defaults,
 )
-from megatron_muon.update import update_scale
 
-# megatron/training/arguments.py at core_v0.12.0 (as until 0.15.3), 0.16.1, 0.17.1, 0.19.0 (as
-# 0.18.2), and after it; what is new in each.
-_SCALE_MODES = ["spectral", "unit_rms_norm", "shape_scaling"]
-_TP_MODES = ["blockwise", "duplicated", "distributed"]
-_V16: dict[str, dict[str, Any]] = {
-    "--muon-momentum": {"type": float, "default": 0.9},
-    "--muon-no-split-qkv": {"action": "store_false", "default": True, "dest": "muon_split_qkv"},
-    "--muon-use-nesterov": {"action": "store_true"},
-    "--muon-scale-mode": {"type": str, "default": "spectral", "choices": _SCALE_MODES},
-    "--muon-fp32-matmul-prec": {
-        **{"type": str, "default": "medium"},
-        "choices": ["low", "medium", "high"],
-    },
-    "--muon-num-ns-steps": {"type": int, "default": 5},
-    "--muon-tp-mode": {"type": str, "default": "blockwise", "choices": _TP_MODES},
-    "--muon-extra-scale-factor": {"type": float, "default": 1.0},
-}
-_V17 = {
-    **_V16,
-    "--muon-coefficient-type": {"type": str, "default": "quintic"},
-    "--muon-scalar-optimizer": {"type": str, "default": "adam", "choices": ["adam", "lion"]},
-}
-_V19 = {
-    **{option: keywords for option, keywords in _V17.items() if option != "--muon-use-nesterov"},
-    "--muon-nesterov": {"action": "store_true"},
-}
-_LATER = {
-    **_V19,
-    "--muon-use-syrk": {"action": "store_true"},
-    "--muon-tp-mode": {"type": str, "default": "duplicated", "choices": _TP_MODES},
-}
-DECLARED = {"0.12": {}, "0.16": _V16, "0.17": _V17, "0.19": _V19, "later": _LATER}
-OPTIMIZERS = {
-    "0.12": ["adam", "sgd"],
-    "0.16": ["adam", "sgd", "muon", "dist_muon"],
-    "0.17": ["adam", "sgd", "muon", "dist_muon", "lion"],
-}
-EVERY = pytest.mark.parametrize("version", DECLARED)
-WITH_MUON = pytest.mark.parametrize("version", ["0.16", "0.17", "0.19", "later"])
-# What upstream's defaults need before they have a meaning here.
+# Upstream's defaults, but for the coefficients.
 MEANT = ("--muon-defaults", "upstream", "--muon-coefficient-type", "simple")
-
-
-def parser_of(version: str, **more: dict[str, Any]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    choices = OPTIMIZERS.get(version, [*OPTIMIZERS["0.17"], "soap", "adaptive_muon"])
-    parser.add_argument("--optimizer", default="adam", choices=choices)
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    parser.add_argument("--expert-tensor-parallel-size", type=int, default=None)
-    for option, keywords in {**DECLARED[version], **more}.items():
-        parser.add_argument(option, **keywords)
-    return parser
-
-
-def parsed(version: str, *given: str) -> Namespace:
-    parser = parser_of(version)
-    add_flags(parser)
-    return parser.parse_args(given)
-
-
-def config_of(version: str, *given: str) -> MuonConfig:
-    return muon_config(parsed(version, *given))
-
 
 # --- what the parser has ---------------------------------------------------------------------
 
@@ -133,104 +65,7 @@ def test_megatrons_defaults_come_back_and_what_was_given_stays(version: str) -> 
     assert args.muon_momentum == 0.5 and args.muon_split_qkv is False
 
 
-# --- scales ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mode", "square", "tall", "wide"),
-    [("spectral", 8.0, 16.0, 16.0), ("unit_rms_norm", 1.0, 2.0, 0.5), ("shape_scaling", 1, 2, 1)],
-)
-def test_a_scale_goes_by_the_whole_matrix(
-    mode: Any, square: float, tall: float, wide: float
-) -> None:
-    """Emerging-Optimizers' get_muon_scale_factor(size_out, size_in), by hand."""
-    config = MuonConfig(scale_mode=mode, matched_adamw_rms=0.5)
-    found = [update_scale(*shape, config) for shape in ((64, 64), (256, 64), (64, 256))]
-    assert found == [0.5 * square, 0.5 * tall, 0.5 * wide]
-
-
-@pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
-@pytest.mark.parametrize("shape", [(24, 24), (48, 12), (12, 48)], ids=str)
-def test_the_table_has_the_rms_of_an_update(mode: Any, shape: tuple[int, int]) -> None:
-    """Of an orthogonal direction, in float64; QR's rounding is far below 1e-12."""
-    config = MuonConfig(scale_mode=mode)
-    rows, cols = shape
-    generator = torch.Generator().manual_seed(0)
-    tall = torch.randn(max(shape), min(shape), generator=generator, dtype=torch.float64)
-    direction = torch.linalg.qr(tall).Q
-    update = update_scale(rows, cols, config) * (direction if rows >= cols else direction.T)
-    assert float(update.square().mean().sqrt()) == pytest.approx(
-        update_rms(rows, cols, config), rel=1e-12
-    )
-
-
-def test_scales_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["scales", "--hidden-size", "64", "--factor", "0.2", "1"]) == 0
-    assert "| `unit_rms_norm` | 1 | 0.125 | 0.125 | 0.0312 |" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["scales", "--factor", "-1"])
-    assert "matched_adamw_rms must be above 0" in capsys.readouterr().err
-
-
-LEGACY_EXPERTS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --bf16 "
-    "--num-experts 2 --moe-grouped-gemm --disable-bias-linear --transformer-impl local "
-    "--position-embedding-type rope --use-distributed-optimizer"
-).split()
-
-
-def test_transposed_experts_have_one_scale_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["routes", *LEGACY_EXPERTS]) == 0
-    with pytest.raises(SystemExit):
-        main(["routes", *LEGACY_EXPERTS, "--muon-scale-mode", "shape_scaling"])
-    said = capsys.readouterr().err
-    assert "experts.weight1: scale_mode 'shape_scaling'" in said and "use 'spectral'" in said
-
-
 # --- meanings --------------------------------------------------------------------------------
-
-MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
-    "matched-rms": (["--muon-matched-adamw-rms", "0.4"], {"matched_adamw_rms": 0.4}),
-    "extra-factor": (["--muon-extra-scale-factor", "0.4"], {"matched_adamw_rms": 0.4}),
-    "momentum": (["--muon-momentum", "0.9"], {"momentum": 0.9}),
-    "ns-steps": (["--muon-ns-steps", "7"], {"ns_steps": 7}),
-    "num-ns-steps": (["--muon-num-ns-steps", "7"], {"ns_steps": 7}),
-    "no-nesterov": (["--no-muon-nesterov"], {"nesterov": False}),
-    "nesterov": (["--muon-nesterov"], {"nesterov": True}),
-    "use-nesterov": (["--muon-use-nesterov"], {"nesterov": True}),
-    "spectral": (["--muon-scale-mode", "spectral"], {"scale_mode": "spectral"}),
-    "unit-rms": (
-        ["--muon-scale-mode", "unit_rms_norm"],
-        {"scale_mode": "unit_rms_norm", "matched_adamw_rms": 1.0},
-    ),
-    "shape-scaling": (
-        ["--muon-scale-mode", "shape_scaling", "--muon-extra-scale-factor", "0.3"],
-        {"scale_mode": "shape_scaling", "matched_adamw_rms": 0.3},
-    ),
-    "simple": (["--muon-coefficient-type", "simple"], {}),
-    "medium": (["--muon-fp32-matmul-prec", "medium"], {"ns_dtype": "bf16"}),
-    "no-split-qkv": (["--muon-no-split-qkv"], {"split_qkv": False}),
-    "duplicated": (
-        ["--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2"],
-        {},
-    ),
-    "blockwise, TP 1": (["--muon-tp-mode", "blockwise"], {}),
-    "distributed, TP 1": (["--muon-tp-mode", "distributed"], {}),
-    "scalar-adam": (["--muon-scalar-optimizer", "adam"], {}),
-    "decay-all": (["--weight-decay-all-params"], {"weight_decay_all_params": True}),
-    "include": (
-        ["--muon-include", "a.*", "--muon-include", "b"],
-        {"muon_include": ("a.*", "b")},
-    ),
-    "exclude": (["--muon-exclude", "*.router.weight"], {"muon_exclude": ("*.router.weight",)}),
-    "homes": (["--muon-homes", "local"], {"homes": "local"}),
-    "ns-dtype": (["--muon-ns-dtype", "fp32"], {"ns_dtype": "fp32"}),
-    "no-digest": (["--no-muon-checkpoint-digest"], {"checkpoint_digest": False}),
-    "from-adamw": (["--muon-from-adamw", "momentum"], {}),
-    "moonlight": (["--muon-defaults", "moonlight"], {}),
-    "backend": (["--muon-backend", "plugin"], {}),
-    "twice the same": (["--muon-ns-steps", "7", "--muon-num-ns-steps", "7"], {"ns_steps": 7}),
-}
 
 
 @EVERY
@@ -243,7 +78,14 @@ def test_a_flag_keeps_its_meaning(version: str, which: str) -> None:
 REFUSED = {
     "high": (["--muon-fp32-matmul-prec", "high"], "--muon-fp32-matmul-prec high .*ns-dtype"),
     "low": (["--muon-fp32-matmul-prec", "low"], "--muon-fp32-matmul-prec low .*ns-dtype"),
-    "quintic": (["--muon-coefficient-type", "quintic"], "coefficient-type quintic .*give .*simple"),
+    "septic": (["--muon-coefficient-type", "septic"], "one of simple, quintic.*got 'septic'"),
+    "custom": (["--muon-coefficient-type", "custom"], "custom: give the numbers, --muon-ns-coeff"),
+    "two numbers": (["--muon-ns-coefficients", "1,2"], "a name or a,b,c;a,b,c;..., got '1,2'"),
+    "two sets": (
+        ["--muon-ns-coefficients", "aol", "--muon-coefficient-type", "simple"],
+        "aol and --muon-coefficient-type simple contradict each other",
+    ),
+    "gram, untested": (["--muon-ns-iteration", "gram", "--muon-ns-steps", "7"], "ns_steps=7 in"),
     "lion": (["--muon-scalar-optimizer", "lion"], "--muon-scalar-optimizer lion .*leave it out"),
     "syrk": (["--muon-use-syrk"], "--muon-use-syrk has no meaning .*leave it out"),
     "blockwise": (
@@ -322,9 +164,8 @@ def test_upstreams_defaults_where_they_have_a_meaning(version: str) -> None:
 
 
 @WITH_MUON
-def test_upstreams_defaults_without_a_meaning_are_refused(version: str) -> None:
-    with pytest.raises(ValueError, match=r"type quintic \(Megatron's own default.*give .*simple"):
-        config_of(version, "--muon-defaults", "upstream")
+def test_upstreams_default_of_the_coefficients(version: str) -> None:
+    assert config_of(version, "--muon-defaults", "upstream").ns_coefficients == "quintic"
 
 
 @WITH_MUON

@@ -14,8 +14,14 @@ PACKAGE = ROOT / "megatron_muon"
 
 # Lower tiers first; a module may import its own tier and those above it in this list.
 TIERS = [
-    ("integers", ["config", "digest", "layout", "plan", "report"]),
-    ("tensors", ["checksum", "newton_schulz", "update"]),
+    (
+        "integers",
+        [
+            *("buckets", "coefficients", "config", "digest", "homes", "iteration", "layout"),
+            *("plan", "report", "rounds"),
+        ],
+    ),
+    ("tensors", ["checksum", "newton_schulz", "products", "update"]),
     ("communication", ["collectives", "agreement", "exchange", "phases"]),
     ("optimizer", ["optimizer"]),
     ("megatron", ["mcore", "cpu"]),
@@ -61,7 +67,8 @@ def test_imports_point_down(path: Path) -> None:
             assert tier > INTEGERS, f"{path.name} imports {name}"
         if name.startswith("torch.distributed"):
             assert tier >= COMMUNICATION, f"{path.name} imports {name}"
-        assert root != "matplotlib", f"{path.name} imports {name}"
+        if root == "matplotlib":
+            assert path.name == "bench_plot.py", f"{path.name} imports {name}"
 
 
 COLLECTIVES = {

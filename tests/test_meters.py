@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,11 +37,16 @@ RUNS = [
     (MOE, Topology(2, 1, 2, ep=2, etp=1, instances=2, sequence_parallel=True)),
     (Case(layers=2, steps=2, moe=True, grouped="legacy"), Topology(dp=4, ep=2)),
     (Case(layers=2, steps=2, mla="duplicated"), Topology(2, 1, 2)),
+    (replace(CASE, muon=(("ns_iteration", "gram"),)), Topology(2, 1, 2)),
+    (
+        replace(MOE, muon=(("ns_iteration", "auto"), ("ns_dtype", "fp16"))),
+        Topology(2, 1, 1, ep=2, etp=1, sequence_parallel=True),
+    ),
 ]
 
 
 @contextmanager
-def _counted_collectives() -> Iterator[list[tuple[str, int, int]]]:
+def counted_collectives() -> Iterator[list[tuple[str, int, int]]]:
     """Every call of torch.distributed: (name, bytes of the input to other ranks, group size)."""
     calls: list[tuple[str, int, int]] = []
     originals = {}
@@ -85,7 +91,7 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
     for megatron in megatrons:
         for shard in megatron.get_parameters():
             shard.grad = torch.ones_like(shard)
-    with _counted_collectives() as calls, FlopCounterMode(display=False) as flops:
+    with counted_collectives() as calls, FlopCounterMode(display=False) as flops:
         for megatron in megatrons:
             megatron.optimizer.step()
     meter = megatron_muon.meter(built.optimizer)
@@ -126,7 +132,7 @@ def _first_step(case: Case, topology: Topology) -> list[str]:
     built = start(case, topology)
     set_schedule(built, 0)
     write_grads(built, 0)
-    with _counted_collectives() as calls:
+    with counted_collectives() as calls:
         built.optimizer.step()
     return [name for name, _, _ in calls]
 

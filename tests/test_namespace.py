@@ -1,4 +1,4 @@
-"""What the arguments say after the flags are read, for the parsers of ``test_flags``."""
+"""What the arguments say after the flags are read, for the parsers of ``flag_parsers``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 
 import pytest
-from test_flags import EVERY, MEANINGS, WITH_MUON, parsed, parser_of
+from flag_parsers import EVERY, MEANINGS, WITH_MUON, parsed, parser_of
 
 from megatron_muon import MuonConfig
 from megatron_muon.training.flag_table import FLAGS

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from llama import llama_8b
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.homes import HOME_SLACK, choose_homes
+from megatron_muon.iteration import ns_flops
 from megatron_muon.layout import (
     Parameter,
     Span,
@@ -25,14 +27,11 @@ from megatron_muon.layout import (
     whole_matrix,
 )
 from megatron_muon.plan import (
-    HOME_SLACK,
     ExchangePlan,
     Grid,
-    choose_homes,
     describe,
     digest,
     make_plan,
-    ns_flops,
 )
 
 KINDS = ("rows", "columns", "replicated", "gated", "qkv", "batch", "transposed batch")
@@ -88,7 +87,11 @@ def stages(draw: st.DrawFn) -> tuple[list[Parameter], Grid]:
     return [replace(p, ep_rank=ep) for ep in range(ep_size) for p in parameters], grid
 
 
-CONFIGS = st.builds(MuonConfig, homes=st.sampled_from(["balanced", "local"]))
+CONFIGS = st.builds(
+    MuonConfig,
+    homes=st.sampled_from(["balanced", "local"]),
+    round_bytes=st.sampled_from([1, 100, 1 << 28]),
+)
 
 
 def _elements(plan: ExchangePlan) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -163,17 +166,22 @@ def test_what_one_rank_sends_another_expects(
     stage: tuple[list[Parameter], Grid], config: MuonConfig
 ) -> None:
     plan = make_plan(*stage, config)
-    routes = [plan.routes(rank) for rank in range(plan.size)]
     sent = [0] * plan.size
-    for a in range(plan.size):
-        for b in range(plan.size):
-            assert routes[a].gather_to.get(b, []) == routes[b].gather_from.get(a, [])
-            assert routes[a].scatter_to.get(b, []) == routes[b].scatter_from.get(a, [])
-            for moving in (routes[a].gather_to, routes[a].scatter_to):
-                sent[a] += sum(segment.elements.size for segment in moving.get(b, []))
-        assert a not in routes[a].gather_to and a not in routes[a].scatter_to
+    every = [plan.routes(rank) for rank in range(plan.size)]
+    for routes, silent in zip(zip(*every, strict=True), plan.silent_rounds(), strict=True):
+        before = sum(sent)
+        for a in range(plan.size):
+            for b in range(plan.size):
+                assert routes[a].gather_to.get(b, []) == routes[b].gather_from.get(a, [])
+                assert routes[a].scatter_to.get(b, []) == routes[b].scatter_from.get(a, [])
+                for moving in (routes[a].gather_to, routes[a].scatter_to):
+                    sent[a] += sum(segment.elements.size for segment in moving.get(b, []))
+            assert a not in routes[a].gather_to and a not in routes[a].scatter_to
+        assert silent == (sum(sent) == before)
     assert plan.sent_bytes() == [count * plan.itemsize for count in sent]
-    assert sum(plan.ns_flops()) == sum(ns_flops(m.rows, m.cols, 5) for m in plan.matrices)
+    assert sum(plan.ns_flops()) == sum(
+        ns_flops(m.rows, m.cols, MuonConfig()) for m in plan.matrices
+    )
 
 
 _PRINT_PLAN = """
@@ -335,7 +343,7 @@ def test_llama_8b_moves_few_bytes(
     adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
     assert sum(plan.sent_bytes()) / dp_size <= most_bytes * adamw_bytes
     flops = plan.ns_flops()
-    largest = max(ns_flops(m.rows, m.cols, 5) for m in plan.matrices)
+    largest = max(ns_flops(m.rows, m.cols, MuonConfig()) for m in plan.matrices)
     assert max(flops) <= most_load * max(sum(flops) / dp_size, largest)
     assert len(plan.boundary_parameters()) <= dp_size - 1
 

@@ -15,88 +15,15 @@ from typing import Any
 
 import megatron.core
 import pytest
-from cases import (
-    EXPERTS,
-    FFN,
-    GROUPS,
-    HEAD_SIZE,
-    HEADS,
-    HIDDEN,
-    KV_RANK,
-    MOE_FFN,
-    Q_RANK,
-    ROPE_HEAD,
-    SEQUENCE,
-    SHARED_FFN,
-    VOCAB,
-    Case,
-    Topology,
-)
-from gpt import distributed_optimizers, start
+from gpt import Case, Topology, distributed_optimizers, start
 from installed import NAME, VERSION, lacks
-from megatron_lm import CHECKOUT, needs_checkout
+from model_flags import DEEPSEEK_V3, LLAMA_3_8B, TINY, flags_of
 from ranks import run
 
 from megatron_muon.cli import COMMANDS, main
-from megatron_muon.cli.versions import RANGES, has_flag
 
 ROOT = Path(__file__).parent.parent
 CORE = Path(megatron.core.__path__[0]).parent.parent
-TINY = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --bf16 "
-    "--position-embedding-type rope --transformer-impl local --use-distributed-optimizer"
-).split()
-LLAMA_3_8B = (
-    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
-    "--group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm --bf16 "
-    "--untie-embeddings-and-output-weights --vocab-size 128256 --position-embedding-type rope "
-    "--disable-bias-linear --use-distributed-optimizer"
-).split()
-DEEPSEEK_V3 = (
-    "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
-    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
-    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --num-experts 256 "
-    "--moe-ffn-hidden-size 2048 --moe-router-topk 8 --moe-shared-expert-intermediate-size 2048 "
-    "--moe-layer-freq ([0]*3+[1]*58) --moe-grouped-gemm --swiglu --normalization RMSNorm "
-    "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 129280 "
-    "--position-embedding-type rope --seq-length 4096 --bf16 --use-distributed-optimizer "
-    "--pipeline-model-parallel-size 16 --decoder-last-pipeline-num-layers 1 "
-    "--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --world-size 1024"
-).split()
-
-
-def flags_of(case: Case, topology: Topology) -> list[str]:
-    """Megatron's flags for the model and the ranks that ``gpt.build`` makes."""
-    words: list[Any] = ["--num-layers", case.layers, "--hidden-size", HIDDEN]
-    words += ["--num-attention-heads", HEADS, "--ffn-hidden-size", FFN, "--seq-length", SEQUENCE]
-    words += ["--vocab-size", VOCAB, "--make-vocab-size-divisible-by", 1]
-    words += ["--position-embedding-type", "rope"]
-    words += ["--transformer-impl", "local", "--use-distributed-optimizer", "--bf16"]
-    words += ["--tensor-model-parallel-size", topology.tp, "--context-parallel-size", topology.cp]
-    words += ["--pipeline-model-parallel-size", topology.pp, "--world-size", topology.world_size]
-    words += ["--num-distributed-optimizer-instances", topology.instances]
-    words += ["--sequence-parallel"] * topology.sequence_parallel
-    words += ["--swiglu"] * case.gated
-    words += ["--untie-embeddings-and-output-weights"] * (not case.tied)
-    if topology.chunks > 1:
-        words += ["--num-virtual-stages-per-pipeline-rank", topology.chunks]
-    if topology.overlap:
-        words += ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", 5000]
-    if case.moe:
-        words += ["--num-experts", EXPERTS, "--moe-ffn-hidden-size", MOE_FFN]
-        words += ["--moe-shared-expert-intermediate-size", SHARED_FFN, "--disable-bias-linear"]
-        words += ["--expert-model-parallel-size", topology.ep]
-        words += ["--expert-tensor-parallel-size", topology.expert_tp]
-        words += ["--moe-grouped-gemm"] * (case.grouped == "legacy")
-    if case.mla:
-        words += ["--multi-latent-attention", "--q-lora-rank", Q_RANK, "--kv-lora-rank", KV_RANK]
-        words += ["--qk-head-dim", HEAD_SIZE, "--v-head-dim", HEAD_SIZE, "--qk-layernorm"]
-        words += ["--qk-pos-emb-head-dim", ROPE_HEAD, "--normalization", "RMSNorm"]
-    else:
-        words += ["--group-query-attention", "--num-query-groups", GROUPS]
-    if case.mtp:
-        words += ["--mtp-num-layers", 1]
-    return [str(word) for word in words]
 
 
 def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
@@ -280,120 +207,6 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert [m["rows"] for m in qkv("--muon-no-split-qkv")["matrices"]] == [192]
     scaled = qkv("--muon-matched-adamw-rms", "0.4")["matrices"][0]["scale"]
     assert scaled == pytest.approx(0.4 * 64**0.5)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--num-layers", "two"], "argument --num-layers: invalid int value: 'two'"),
-        (["--normalization", "Batch"], "argument --normalization: invalid choice: 'Batch'"),
-        (["--num-experts", "4", "--moe-layer-freq", "[0,2]"], "no number and no list of 0 and 1"),
-        (["--moe-layer-freq", "__import__('os')"], "no number and no list of 0 and 1"),
-        (["--muon-homes", "here"], "argument --muon-homes: invalid choice: 'here'"),
-        (["--muon-ns-steps", "0"], "ns_steps must be at least 1, got 0"),
-        (["--muon-include", "no.such.*"], "'no.such.*' in --muon-include or --muon-exclude"),
-        (["--muon-include", "*norm*"], "Muon updates matrices: only 2-D weights"),
-        (["--world-size", "3", "--tensor-model-parallel-size", "2"], "not a multiple of TP x CP"),
-        (["--tensor-model-parallel-size", "3"], "num_attention_heads (4) must be a multiple"),
-        (["--num-distributed-optimizer-instances", "2"], "does not divide the 1 shards"),
-        (["--no-position-embedding", "--position-embedding-type", "none"], "needs --position"),
-        (["--spec", "a", "b"], "--spec is not supported"),
-        (["--fp8-param-gather"], "does not support fp8_param_gather yet"),
-        (["--optimizer-cpu-offload"], "does not support optimizer_cpu_offload yet"),
-        (["--num-layers", "2", "17"], "unrecognized arguments: 17"),
-    ],
-)
-def test_bad_values_are_refused(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["routes", *TINY, *argv])
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and said.out == ""
-    assert message in said.err
-
-
-@pytest.mark.parametrize("flag", [flag for flag in RANGES if not has_flag(flag)])
-def test_a_flag_of_other_versions_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["routes", *TINY, flag])
-    assert ended.value.code == 2
-    assert f"megatron-core {NAME} has no {flag}: versions " in capsys.readouterr().err
-
-
-BOTH_PARSERS = """
-import argparse, json, megatron_muon
-megatron_muon.cpu.enable()
-from megatron.core.transformer import TransformerConfig
-from megatron.training.arguments import add_megatron_arguments
-from megatron_muon.cli.flags import add_megatron_flags
-
-ours, theirs = (argparse.ArgumentParser(allow_abbrev=False) for _ in range(2))
-add_megatron_flags(ours, TransformerConfig)
-add_megatron_arguments(theirs)
-print(json.dumps([
-    {name: [type(action).__name__, str(action.default), sorted(map(str, action.choices or ()))]
-     for name, action in parser._option_string_actions.items()} for parser in (ours, theirs)
-]))
-"""
-# Fields of TransformerConfig that have no flag, and what they would be.
-NO_FLAGS = {
-    *("--activation-func-fp8-input-store", "--moe-router-topk-limited-devices"),
-    *("--disable-attention-softmax-in-fp32", "--no-attention-softmax-in-fp32"),
-    *("--disable-parameter-transpose-cache", "--moe-apply-probs-on-input"),
-}
-DIFFER = {
-    *("--num-layers", "--hidden-size", "--num-attention-heads"),  # 0 for None: both are "not given"
-    "--tokenizer-type",  # any
-    "--no-position-embedding",  # under its own name
-    # of no consequence for parameters, so any value is taken
-    *("--mtp-loss-scaling-factor", "--moe-router-score-function", "--moe-router-dtype"),
-}
-
-
-@needs_checkout
-def test_flags_are_those_of_megatron_lm() -> None:
-    env = {**os.environ, "PYTHONPATH": with_core(CHECKOUT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", BOTH_PARSERS]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    ours, theirs = json.loads(result.stdout.splitlines()[-1])
-    read = {name for name, (kind, *_) in ours.items() if kind not in ("_Refuse", "_Lack")}
-    assert len(read) > 80 and read - theirs.keys() <= NO_FLAGS
-    assert {name: ours[name] for name in sorted(read & theirs.keys() - DIFFER)} == {
-        name: theirs[name] for name in sorted(read & theirs.keys() - DIFFER)
-    }
-    lacked = {name for name, (kind, *_) in ours.items() if kind == "_Lack"}
-    assert lacked and not lacked & theirs.keys()
-
-
-def test_a_vocabulary_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    without = [word for word in TINY if word not in ("--vocab-size", "100")]
-    with pytest.raises(SystemExit):
-        main(["routes", *without, "--tokenizer-type", "GPT2BPETokenizer"])
-    assert "give --padded-vocab-size, or --vocab-size" in capsys.readouterr().err
-
-
-def test_flags_that_are_not_read_are_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*TINY[:2], "--lr", "1e-3", "--adam-betas", "-1", "2", "--log-throughput"]
-    argv += ["--swigul", "--train-iters=7", "--recompute-num-layers", "1", *TINY[2:]]
-    assert main(["routes", *argv]) == 0
-    assert capsys.readouterr().err.strip().split("\n") == [
-        "megatron-muon routes: not read: --lr 1e-3, --adam-betas -1 2, --log-throughput, "
-        "--swigul (did you mean --swiglu?), --train-iters=7, --recompute-num-layers 1"
-    ]
-
-
-def test_what_differs_from_transformer_engine_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [word for word in TINY if word not in ("--transformer-impl", "local")]
-    argv += ["--num-experts", "4", "--moe-grouped-gemm", "--disable-bias-linear"]
-    assert main(["routes", *argv]) == 0
-    said = capsys.readouterr()
-    assert "built from Megatron's local modules, not --transformer-impl transformer_engine" in (
-        said.err
-    )
-    assert "experts.linear_fc1.weight7 as experts.local_experts.7.linear_fc1.weight" in said.err
-    assert ".experts.local_experts.{0..3}.linear_fc1.weight" in said.out
 
 
 # --- the table -------------------------------------------------------------------------------

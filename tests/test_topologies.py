@@ -185,7 +185,14 @@ def test_16_ranks(overlap: bool) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [("split_qkv", False), ("homes", "local"), ("ns_dtype", "fp32"), ("nesterov", False)],
+    [
+        ("split_qkv", False),
+        ("homes", "local"),
+        ("ns_dtype", "fp32"),
+        ("nesterov", False),
+        ("ns_iteration", "gram"),
+        ("ns_dtype", "fp16"),
+    ],
     ids=lambda setting: "=".join(map(str, setting)),
 )
 def test_settings(setting: tuple[str, object]) -> None:

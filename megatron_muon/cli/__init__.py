@@ -28,6 +28,10 @@ COMMANDS = {
         "megatron_muon.cli.checkpoint",
         "inspect: what a checkpoint has in it, and whether that is all",
     ),
+    "bench": (
+        "megatron_muon.cli.bench",
+        "step: what an optimizer step costs beside AdamW's; newton-schulz: how fast and accurate",
+    ),
 }
 
 

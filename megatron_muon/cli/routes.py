@@ -13,7 +13,8 @@ from typing import get_args
 
 import megatron_muon
 from megatron_muon.cli.flags import add_megatron_flags, not_read, split_known
-from megatron_muon.config import MuonConfig, ScaleMode
+from megatron_muon.coefficients import NsDtype, parse
+from megatron_muon.config import MuonConfig, NsIteration, ScaleMode
 
 _DESCRIPTION = """\
 Print every parameter of a GPT model with its shape, how tensor parallelism splits it, its
@@ -123,6 +124,16 @@ def _add_muon_flags(group: argparse._ArgumentGroup) -> None:
         help="%(default)s",
     )
     group.add_argument(
+        "--muon-ns-coefficients", type=parse, default=default.ns_coefficients, help="%(default)s"
+    )
+    for name, choices in (("iteration", get_args(NsIteration)), ("dtype", get_args(NsDtype))):
+        group.add_argument(
+            f"--muon-ns-{name}",
+            choices=choices,
+            default=getattr(default, f"ns_{name}"),
+            help="%(default)s",
+        )
+    group.add_argument(
         "--muon-ns-steps",
         "--muon-num-ns-steps",
         type=int,
@@ -140,6 +151,9 @@ def _muon_config(flags: Namespace) -> MuonConfig:
         matched_adamw_rms=flags.muon_matched_adamw_rms,
         scale_mode=flags.muon_scale_mode,
         ns_steps=flags.muon_ns_steps,
+        ns_coefficients=flags.muon_ns_coefficients,
+        ns_iteration=flags.muon_ns_iteration,
+        ns_dtype=flags.muon_ns_dtype,
     )
 
 
@@ -148,6 +162,16 @@ def _notes(flags: Namespace) -> list[str]:
     notes = []
     if not flags.use_distributed_optimizer:
         notes.append("shown as with --use-distributed-optimizer, which a run with Muon needs")
+    if (
+        flags.overlap_grad_reduce
+        and flags.ddp_num_buckets is None
+        and flags.ddp_bucket_size is None
+    ):
+        notes.append(
+            "shown with Megatron's own buckets, as with --muon-dp-layout bucketed; a run with "
+            "--overlap-grad-reduce asks for fewer where the model is large, so other weights are "
+            "cut and homes can differ: it says how many, and --ddp-num-buckets shows that"
+        )
     if flags.transformer_impl != "local":
         notes.append(_transformer_engine(flags))
     return notes

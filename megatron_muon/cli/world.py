@@ -34,21 +34,31 @@ def as_rank(rank: int, ranks: Ranks) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks.world)
     try:
         with _only_own_groups(rank):
-            parallel_state.initialize_model_parallel(
-                ranks.tp,
-                ranks.pp,
-                ranks.chunks,
-                context_parallel_size=ranks.cp,
-                expert_model_parallel_size=ranks.ep,
-                num_distributed_optimizer_instances=ranks.instances,
-                expert_tensor_parallel_size=ranks.expert_tp,
-                order=ranks.order,
-                create_gloo_process_groups=False,
-            )
+            initialize_groups(ranks, create_gloo_process_groups=False)
         yield
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def initialize_groups(ranks: Ranks, **options: Any) -> None:
+    """Megatron's process groups, over a world that is up.
+
+    Args:
+        ranks: how it is divided.
+        options: further arguments of ``initialize_model_parallel``.
+    """
+    parallel_state.initialize_model_parallel(
+        ranks.tp,
+        ranks.pp,
+        ranks.chunks,
+        context_parallel_size=ranks.cp,
+        expert_model_parallel_size=ranks.ep,
+        num_distributed_optimizer_instances=ranks.instances,
+        expert_tensor_parallel_size=ranks.expert_tp,
+        order=ranks.order,
+        **options,
+    )
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, get_args
 
-from megatron_muon.config import SIMPLE_COEFFICIENTS, MuonConfig, ScaleMode
+from megatron_muon.coefficients import SETS, NsDtype
+from megatron_muon.config import MuonConfig, NsIteration, ScaleMode
 
 _PAPER = "arXiv 2502.16982"
 _UPSTREAMS = "Megatron's own Muon flag"
@@ -92,9 +93,8 @@ FLAGS = (
     ),
     _flag(
         "--muon-coefficient-type",
-        "polynomial of the Newton-Schulz iteration, a name of Emerging-Optimizers; only simple, "
-        f"{SIMPLE_COEFFICIENTS} in each step, which is also {_PAPER}'s; {_UPSTREAMS}; "
-        "default simple, Megatron's own Muon: quintic",
+        "polynomials of the Newton-Schulz iteration, a name of Emerging-Optimizers, the same as "
+        f"--muon-ns-coefficients; {_UPSTREAMS}; default simple, Megatron's own Muon: quintic",
     ),
     _flag(
         "--muon-fp32-matmul-prec",
@@ -156,10 +156,39 @@ FLAGS = (
         choices=("balanced", "local"),
     ),
     _flag(
+        "--muon-dp-layout",
+        "how grad buffers are cut into shards where --overlap-grad-reduce is on, a name: "
+        "contiguous, in the fewest buckets that keep the overlap, unless --ddp-num-buckets or "
+        "--ddp-bucket-size says how many; or bucketed, as Megatron itself does; without the "
+        "overlap a buffer is one bucket; megatron_muon's; default contiguous",
+        choices=("contiguous", "bucketed"),
+    ),
+    _flag(
+        "--muon-round-mib",
+        "most of matrices and pieces that a rank has in one round of the exchange, in MiB; while "
+        "one round is orthogonalized its neighbours travel; megatron_muon's; default "
+        f"{_MOONLIGHT.round_bytes >> 20}",
+        type=int,
+    ),
+    _flag(
         "--muon-ns-dtype",
-        "dtype that matrices travel and are orthogonalized in; megatron_muon's, "
-        f"{_PAPER} has bf16; default {_MOONLIGHT.ns_dtype}",
-        choices=("bf16", "fp32"),
+        "dtype that matrices are orthogonalized in; they travel in bf16, with fp32 in fp32; "
+        f"megatron_muon's, {_PAPER} has bf16; default {_MOONLIGHT.ns_dtype}",
+        choices=get_args(NsDtype),
+    ),
+    _flag(
+        "--muon-ns-coefficients",
+        f"polynomials of the Newton-Schulz iteration: a published set ({', '.join(SETS)}) or "
+        "numbers, a,b,c for every step or a,b,c;a,b,c;... one after the other; megatron_muon's; "
+        f"default simple, which is {_PAPER}'s",
+        metavar="NAME|NUMBERS",
+    ),
+    _flag(
+        "--muon-ns-iteration",
+        "how the polynomials are computed, a name: standard, gram (of the short side's square, "
+        "less work where a matrix is not square) or auto, by shape; megatron_muon's; default "
+        f"{_MOONLIGHT.ns_iteration}",
+        choices=get_args(NsIteration),
     ),
     _flag(
         "--muon-from-adamw",

@@ -11,13 +11,25 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from typing import Any, TypeVar
+from typing import Any
 
-from megatron_muon.config import SIMPLE_COEFFICIENTS, MuonConfig
+from megatron_muon.coefficients import Coefficients, canonical, parse, spelled
+from megatron_muon.config import MuonConfig
 from megatron_muon.training.flag_table import FLAGS
+from megatron_muon.training.flag_values import (
+    KEPT,
+    default_value,
+    one_meaning,
+    own_defaults,
+    own_nesterov,
+    refuse_value,
+    twice,
+    upstreams_values,
+    value_chosen,
+    value_given,
+    wants_upstreams,
+)
 
-_T = TypeVar("_T")
-KEPT = "megatron_muon_defaults"  # where the arguments hold Megatron's own defaults, by dest
 _MOONLIGHT = MuonConfig()
 
 
@@ -68,16 +80,16 @@ def muon_backend(args: Namespace) -> str:
         ValueError: upstream's, which this Megatron does not have, or with a flag that it does not
             have.
     """
-    if _given(args, "muon_backend") != "upstream":
+    if value_given(args, "muon_backend") != "upstream":
         return "plugin"
     if not hasattr(args, KEPT):
         return "upstream"  # these arguments have been left to Megatron
-    if not _upstreams(args):
+    if not upstreams_values(args):
         raise ValueError(
             "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 and later "
             "have); leave it out"
         )
-    foreign = foreign_flags(args, {*_own_defaults(args), "muon_backend"})
+    foreign = foreign_flags(args, {*own_defaults(args), "muon_backend"})
     if foreign:
         raise ValueError(
             f"--muon-backend upstream leaves everything to Megatron's own Muon, which has no "
@@ -91,7 +103,7 @@ def foreign_flags(args: Namespace, dests: set[str]) -> list[str]:
     return [
         flag.option
         for flag in FLAGS
-        if flag.dest not in dests and _given(args, flag.dest) is not None
+        if flag.dest not in dests and value_given(args, flag.dest) is not None
     ]
 
 
@@ -100,8 +112,8 @@ def restore_defaults(args: Namespace) -> None:
 
     Call it after ``muon_config`` and ``differences``, which could not tell afterwards.
     """
-    for dest, default in _own_defaults(args).items():
-        if _given(args, dest) is None:
+    for dest, default in own_defaults(args).items():
+        if value_given(args, dest) is None:
             setattr(args, dest, default)
 
 
@@ -119,21 +131,31 @@ def muon_config(args: Namespace) -> MuonConfig:
     _require_upstreams_defaults(args)
     _refuse_unknown(args)
     _refuse_what_has_no_meaning(args)
-    scale_mode = _chosen(args, "muon_scale_mode", _MOONLIGHT.scale_mode)
+    scale_mode = value_chosen(args, "muon_scale_mode", _MOONLIGHT.scale_mode)
     return MuonConfig(
         matched_adamw_rms=_factor(args, scale_mode),
         scale_mode=scale_mode,
-        momentum=_chosen(args, "muon_momentum", _MOONLIGHT.momentum),
+        momentum=value_chosen(args, "muon_momentum", _MOONLIGHT.momentum),
         nesterov=_nesterov(args),
         ns_steps=_ns_steps(args),
+        ns_coefficients=_ns_coefficients(args),
+        ns_iteration=value_given(args, "muon_ns_iteration") or _MOONLIGHT.ns_iteration,
         ns_dtype=_ns_dtype(args),
-        weight_decay_all_params=bool(_given(args, "weight_decay_all_params")),
-        split_qkv=_chosen(args, "muon_split_qkv", _MOONLIGHT.split_qkv),
-        muon_include=tuple(_given(args, "muon_include") or ()),
-        muon_exclude=tuple(_given(args, "muon_exclude") or ()),
-        homes=_given(args, "muon_homes") or _MOONLIGHT.homes,
-        checkpoint_digest=not _given(args, "no_muon_checkpoint_digest"),
+        weight_decay_all_params=bool(value_given(args, "weight_decay_all_params")),
+        split_qkv=value_chosen(args, "muon_split_qkv", _MOONLIGHT.split_qkv),
+        muon_include=tuple(value_given(args, "muon_include") or ()),
+        muon_exclude=tuple(value_given(args, "muon_exclude") or ()),
+        homes=value_given(args, "muon_homes") or _MOONLIGHT.homes,
+        round_bytes=_round_bytes(args),
+        checkpoint_digest=not value_given(args, "no_muon_checkpoint_digest"),
     )
+
+
+def _round_bytes(args: Namespace) -> int:
+    mib = value_given(args, "muon_round_mib")
+    if mib is not None and mib < 1:
+        raise ValueError(f"--muon-round-mib must be at least 1, got {mib}")
+    return _MOONLIGHT.round_bytes if mib is None else int(mib) << 20
 
 
 def differences(args: Namespace) -> list[str]:
@@ -147,14 +169,14 @@ def differences(args: Namespace) -> list[str]:
     """
     config = muon_config(args)
     lines = []
-    if _upstreams(args):
+    if upstreams_values(args):
         values = _values(config, args)
         lines = [
             f"{option} {ours} here, Megatron's own default is {theirs}"
             for option, ours, theirs in values
             if ours != theirs
         ]
-    if _given(args, "muon_tp_mode") is not None:
+    if value_given(args, "muon_tp_mode") is not None:
         lines.append(
             f"--muon-tp-mode {args.muon_tp_mode}: each matrix is orthogonalized once and whole, at "
             "its home, with the same result"
@@ -164,17 +186,18 @@ def differences(args: Namespace) -> list[str]:
 
 def _values(config: MuonConfig, args: Namespace) -> list[tuple[str, object, object]]:
     """Flag, value here, Megatron's own default."""
-    own = _upstreams(args)
+    own = upstreams_values(args)
     nesterov = "--muon-nesterov" if "muon_nesterov" in own else "--muon-use-nesterov"
+    coefficients = spelled(config.ns_coefficients)
     # With TP 1 the modes are one, so there is nothing to tell.
     tp_mode = "duplicated" if _tp_size(args) > 1 else own["muon_tp_mode"]
     return [
         ("--muon-momentum", config.momentum, own["muon_momentum"]),
-        (nesterov, config.nesterov, _own_nesterov(own)),
+        (nesterov, config.nesterov, own_nesterov(own)),
         ("--muon-scale-mode", config.scale_mode, own["muon_scale_mode"]),
         ("--muon-extra-scale-factor", config.matched_adamw_rms, own["muon_extra_scale_factor"]),
         ("--muon-num-ns-steps", config.ns_steps, own["muon_num_ns_steps"]),
-        ("--muon-coefficient-type", "simple", own["muon_coefficient_type"]),
+        ("--muon-coefficient-type", coefficients, own["muon_coefficient_type"]),
         (
             "--muon-ns-dtype",
             config.ns_dtype,
@@ -194,81 +217,94 @@ _PRECISIONS = {"medium": "bf16"}
 
 
 def _factor(args: Namespace, scale_mode: str) -> float:
-    rms = _given(args, "muon_matched_adamw_rms")
+    rms = value_given(args, "muon_matched_adamw_rms")
     if rms is not None and scale_mode != "spectral":
         raise ValueError(
             f"--muon-matched-adamw-rms {rms} with --muon-scale-mode {scale_mode}: an update has "
             "that root mean square with spectral only; give --muon-extra-scale-factor"
         )
-    given = _one(
+    given = one_meaning(
         ("--muon-matched-adamw-rms", rms, rms),
-        ("--muon-extra-scale-factor", *_twice(_given(args, "muon_extra_scale_factor"))),
+        ("--muon-extra-scale-factor", *twice(value_given(args, "muon_extra_scale_factor"))),
     )
     if given is not None:
         return float(given)
     moonlights = _MOONLIGHT.matched_adamw_rms if scale_mode == "spectral" else 1.0
-    return float(_default(args, "muon_extra_scale_factor", moonlights))
+    return float(default_value(args, "muon_extra_scale_factor", moonlights))
 
 
 def _nesterov(args: Namespace) -> bool:
-    off = _given(args, "no_muon_nesterov")
-    given = _one(
-        ("--muon-nesterov", "(on)", _given(args, "muon_nesterov")),
-        ("--muon-use-nesterov", "(on)", _given(args, "muon_use_nesterov")),
+    off = value_given(args, "no_muon_nesterov")
+    given = one_meaning(
+        ("--muon-nesterov", "(on)", value_given(args, "muon_nesterov")),
+        ("--muon-use-nesterov", "(on)", value_given(args, "muon_use_nesterov")),
         ("--no-muon-nesterov", "(off)", None if off is None else not off),
     )
     if given is not None:
         return bool(given)
-    own = _own_nesterov(_upstreams(args))
-    return own if _wants_upstreams(args) else _MOONLIGHT.nesterov
+    own = own_nesterov(upstreams_values(args))
+    return own if wants_upstreams(args) else _MOONLIGHT.nesterov
 
 
 def _ns_steps(args: Namespace) -> int:
-    given = _one(
-        ("--muon-ns-steps", *_twice(_given(args, "muon_ns_steps"))),
-        ("--muon-num-ns-steps", *_twice(_given(args, "muon_num_ns_steps"))),
+    given = one_meaning(
+        ("--muon-ns-steps", *twice(value_given(args, "muon_ns_steps"))),
+        ("--muon-num-ns-steps", *twice(value_given(args, "muon_num_ns_steps"))),
     )
-    return given if given is not None else _default(args, "muon_num_ns_steps", _MOONLIGHT.ns_steps)
+    return (
+        given
+        if given is not None
+        else default_value(args, "muon_num_ns_steps", _MOONLIGHT.ns_steps)
+    )
+
+
+def _ns_coefficients(args: Namespace) -> Coefficients:
+    numbers, name = (
+        value_given(args, "muon_ns_coefficients"),
+        value_given(args, "muon_coefficient_type"),
+    )
+    if name == "custom" and numbers is None:
+        raise ValueError(
+            "--muon-coefficient-type custom: give the numbers, --muon-ns-coefficients 'a,b,c;...'"
+        )
+    given = one_meaning(
+        ("--muon-ns-coefficients", numbers, None if numbers is None else parse(numbers)),
+        ("--muon-coefficient-type", name, None if name in (None, "custom") else canonical(name)),
+    )
+    return given or canonical(default_value(args, "muon_coefficient_type", "simple"))
 
 
 def _ns_dtype(args: Namespace) -> Any:
-    precision = _given(args, "muon_fp32_matmul_prec")
-    given = _one(
-        ("--muon-ns-dtype", *_twice(_given(args, "muon_ns_dtype"))),
+    precision = value_given(args, "muon_fp32_matmul_prec")
+    given = one_meaning(
+        ("--muon-ns-dtype", *twice(value_given(args, "muon_ns_dtype"))),
         ("--muon-fp32-matmul-prec", precision, _PRECISIONS.get(precision)),
     )
     return given if given is not None else _MOONLIGHT.ns_dtype  # what upstream's medium is, too
 
 
 def _refuse_what_has_no_meaning(args: Namespace) -> None:
-    if _given(args, "adamw_from_muon"):
+    if value_given(args, "adamw_from_muon"):
         raise ValueError(
             "--adamw-from-muon is for --optimizer adam, and this run has --optimizer muon: leave "
             "it out"
         )
-    _refuse(
-        args,
-        "muon_coefficient_type",
-        ("simple",),
-        f"here every step of Newton-Schulz has one polynomial, {SIMPLE_COEFFICIENTS}",
-        "give --muon-coefficient-type simple",
-    )
-    _refuse(
+    refuse_value(
         args,
         "muon_fp32_matmul_prec",
         tuple(_PRECISIONS),
         "matrices are multiplied in bf16 (medium) or in fp32 as torch's own switches say, and "
         "the plugin does not set those",
-        "give --muon-ns-dtype bf16 or fp32 in its place",
+        "give --muon-ns-dtype bf16, fp16 or fp32 in its place",
     )
-    _refuse(
+    refuse_value(
         args,
         "muon_scalar_optimizer",
         ("adam",),
         "what is not Muon's is updated by Megatron's Adam",
         "leave it out",
     )
-    _refuse(
+    refuse_value(
         args,
         "muon_use_syrk",
         (False,),
@@ -287,8 +323,8 @@ def _refuse_tp_mode(args: Namespace) -> None:
         "distributed": "it splits a matrix's products over TP; the result is duplicated's but "
         "for rounding",
     }
-    value = _chosen(args, "muon_tp_mode", "duplicated")
-    _refuse(
+    value = value_chosen(args, "muon_tp_mode", "duplicated")
+    refuse_value(
         args,
         "muon_tp_mode",
         ("duplicated",),
@@ -298,83 +334,22 @@ def _refuse_tp_mode(args: Namespace) -> None:
     )
 
 
-# --- given, default, refused -----------------------------------------------------------------
-
-
-def _given(args: Namespace, dest: str) -> Any:
-    return getattr(args, dest, None)
-
-
-def _own_defaults(args: Namespace) -> dict[str, Any]:
-    return getattr(args, KEPT, None) or {}
-
-
-def _upstreams(args: Namespace) -> dict[str, Any]:
-    """Defaults of Megatron's own Muon by dest, also those that it has no flag for; else empty."""
-    own = _own_defaults(args)
-    if "muon_scale_mode" not in own:
-        return {}
-    # core 0.16's TensorParallelMuon has quintic and Adam, without a flag.
-    fixed = {"muon_coefficient_type": "quintic", "muon_scalar_optimizer": "adam"}
-    return {**fixed, "muon_use_syrk": False, **own}
-
-
-def _own_nesterov(own: dict[str, Any]) -> bool:
-    return bool(own.get("muon_nesterov", own.get("muon_use_nesterov", False)))
-
-
-def _wants_upstreams(args: Namespace) -> bool:
-    return bool(_given(args, "muon_defaults") == "upstream")
-
-
-def _default(args: Namespace, dest: str, moonlights: _T) -> _T:
-    upstreams: _T = _upstreams(args)[dest] if _wants_upstreams(args) else moonlights
-    return upstreams
-
-
-def _chosen(args: Namespace, dest: str, moonlights: _T) -> _T:
-    given: _T | None = _given(args, dest)
-    return given if given is not None else _default(args, dest, moonlights)
-
-
-def _twice(value: _T) -> tuple[_T, _T]:
-    return value, value
-
-
-def _one(*flags: tuple[str, Any, Any]) -> Any:
-    """The one meaning of flags that mean the same: (option, value, meaning or None)."""
-    given = [flag for flag in flags if flag[2] is not None]
-    if len({meaning for _, _, meaning in given}) > 1:
-        said = " and ".join(f"{option} {value}" for option, value, _ in given)
-        raise ValueError(f"{said} contradict each other: they set the same, give one")
-    return given[0][2] if given else None
-
-
-def _refuse(args: Namespace, dest: str, known: tuple[Any, ...], why: str, way_out: str) -> None:
-    """Raise ValueError unless the value of a flag of Megatron's, or its default, is known."""
-    value = _chosen(args, dest, known[0])
-    if value in known:
-        return
-    option = f"--{dest.replace('_', '-')}"
-    said = option if value is True else f"{option} {value}"
-    if _given(args, dest) is None:
-        said += " (Megatron's own default, by --muon-defaults upstream)"
-    raise ValueError(f"{said} has no meaning in megatron_muon: {why}; {way_out}")
+# --- refused ----------------------------------------------------------------------------------
 
 
 def _refuse_unknown(args: Namespace) -> None:
     known = {flag.dest for flag in FLAGS}
-    for dest in _own_defaults(args):
-        if dest not in known and _given(args, dest) is not None:
+    for dest in own_defaults(args):
+        if dest not in known and value_given(args, dest) is not None:
             raise ValueError(
-                f"--{dest.replace('_', '-')} {_given(args, dest)} is a flag of this Megatron's own "
-                "Muon that megatron_muon does not know: leave it out, or give --muon-backend "
-                "upstream"
+                f"--{dest.replace('_', '-')} {value_given(args, dest)} is a flag of this "
+                "Megatron's own Muon that megatron_muon does not know: leave it out, or give "
+                "--muon-backend upstream"
             )
 
 
 def _require_upstreams_defaults(args: Namespace) -> None:
-    if _wants_upstreams(args) and not _upstreams(args):
+    if wants_upstreams(args) and not upstreams_values(args):
         raise ValueError(
             "--muon-defaults upstream: this Megatron has no Muon of its own (core 0.16 and later "
             "have); give --muon-defaults moonlight or nothing"
@@ -383,5 +358,5 @@ def _require_upstreams_defaults(args: Namespace) -> None:
 
 def _tp_size(args: Namespace) -> int:
     """The largest number of TP ranks that share a matrix."""
-    dense = _given(args, "tensor_model_parallel_size") or 1
-    return max(dense, _given(args, "expert_tensor_parallel_size") or dense)
+    dense = value_given(args, "tensor_model_parallel_size") or 1
+    return max(dense, value_given(args, "expert_tensor_parallel_size") or dense)

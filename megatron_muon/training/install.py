@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_muon.training import checkpointing, flags, namespace
+from megatron_muon.training import bucketing, checkpointing, flags, namespace
 
 
 class Seam(NamedTuple):
@@ -144,12 +144,15 @@ def _validate_args(
     if not asks_for_muon(args):
         namespace.leave_to_megatron(args)
         return original(args, defaults or {}, **kwargs)
-    told = [] if namespace.is_on(args) else _turn_on(args)  # a namespace may be validated twice
+    again = namespace.is_on(args)  # a namespace may be validated twice
+    told = [] if again else _turn_on(args)
     args.optimizer = "adam"
     try:
         result = original(args, defaults or {}, **kwargs)
     finally:
         args.optimizer = "muon"
+    if not again:
+        told += bucketing.choose_buckets(args)
     if int(os.environ.get("RANK", "0")) == 0:
         for line in told:
             print(f"[megatron_muon] {line}", flush=True)

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from megatron_muon.coefficients import spelled
 from megatron_muon.config import MuonConfig
 from megatron_muon.training.flag_table import FLAGS
-from megatron_muon.training.flags import KEPT, foreign_flags, restore_defaults
+from megatron_muon.training.flag_values import KEPT
+from megatron_muon.training.flags import foreign_flags, restore_defaults
 
 
 def is_on(args: Any) -> bool:
@@ -64,7 +66,7 @@ def put_in_force(args: Namespace, config: MuonConfig) -> None:
 
 def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
     """By dest, the value of every flag of ``FLAGS`` that gives ``config`` again."""
-    spectral = config.scale_mode == "spectral"
+    spectral, named = config.scale_mode == "spectral", config.ns_coefficients
     # In fp32, products are as torch's own switch says, which has more names than the flag.
     fp32 = torch.get_float32_matmul_precision()
     return {
@@ -77,7 +79,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_use_nesterov": config.nesterov,
         "muon_scale_mode": config.scale_mode,
         "muon_extra_scale_factor": config.matched_adamw_rms,
-        "muon_coefficient_type": "simple",
+        "muon_coefficient_type": named if isinstance(named, str) else "custom",
         "muon_fp32_matmul_prec": "medium" if config.ns_dtype == "bf16" else fp32,
         "muon_split_qkv": config.split_qkv,
         "muon_tp_mode": "duplicated",
@@ -87,9 +89,13 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_include": list(config.muon_include),
         "muon_exclude": list(config.muon_exclude),
         "muon_homes": config.homes,
+        "muon_dp_layout": getattr(args, "muon_dp_layout", None) or "contiguous",
+        "muon_round_mib": config.round_bytes >> 20,
         "muon_from_adamw": getattr(args, "muon_from_adamw", None) or "refuse",
         "adamw_from_muon": False,
         "muon_ns_dtype": config.ns_dtype,
+        "muon_ns_coefficients": spelled(named),
+        "muon_ns_iteration": config.ns_iteration,
         "no_muon_checkpoint_digest": not config.checkpoint_digest,
         "muon_defaults": getattr(args, "muon_defaults", None) or "moonlight",
         "muon_backend": "plugin",

@@ -1,0 +1,223 @@
+"""What a step costs, seen from outside: time by part, bytes on the wire, flops, peak memory.
+
+The same eyes look at every optimizer, so that no row is measured by its own meter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+# What is sent inside a part of the step is of this kind; anywhere else it is "norm": the gradient
+# norm and the votes of all ranks, a few bytes.
+KINDS = {
+    "muon-gather": "gather",
+    "muon-scatter": "scatter",
+    "muon-dp_gather": "dp_gather",
+    "muon-tp_gather": "tp_gather",
+    "params-all-gather": "param_gather",
+    "grad-reduce": "grad_reduce",
+}
+EXCHANGE = ("muon-gather", "muon-scatter", "muon-dp_gather", "muon-tp_gather")
+NEWTON_SCHULZ = "muon-newton_schulz"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one step on one rank.
+
+    Attributes:
+        ms: from its begin to its end.
+        parts_ms: of it, by part, without the parts inside the part; ``rest`` is in none.
+        ns_cpu_ms: processor time of this thread in Newton-Schulz; on a GPU it means nothing.
+    """
+
+    ms: float
+    parts_ms: dict[str, float]
+    ns_cpu_ms: float
+
+
+class Stopwatch:
+    """Megatron's ``Timers``, as far as optimizers call them: ``watch(name).start()``, ``.stop()``.
+
+    On a GPU begins and ends are CUDA events of the current stream, read after the step, so that
+    nothing waits for them; and a part's time is what its kernels take there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, bool, Any, float]] = []
+        self._inside: list[str] = []
+
+    def __call__(self, name: str, log_level: int | None = None) -> _Timer:
+        return _Timer(self, name)
+
+    @property
+    def inside(self) -> str | None:
+        """The innermost part that has begun and not ended."""
+        return self._inside[-1] if self._inside else None
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part of the step."""
+        self.mark(name, begins=True)
+        try:
+            yield
+        finally:
+            self.mark(name, begins=False)
+
+    def mark(self, name: str, *, begins: bool) -> None:
+        if begins:
+            self._inside.append(name)
+        else:
+            assert self._inside.pop() == name, f"{name} ends inside another part"
+        self._marks.append((name, begins, self._now(), time.thread_time()))
+
+    def measure(self, step: Callable[[], None]) -> Times:
+        """Run and time a step."""
+        self._marks.clear()
+        with self.part("rest"):
+            step()
+        if self._cuda:
+            torch.cuda.synchronize()
+        own: dict[str, float] = defaultdict(float)
+        stack: list[list[Any]] = []  # begin, processor time then, ms of parts inside
+        cpu = total = 0.0
+        for name, begins, now, thread in self._marks:
+            if begins:
+                stack.append([now, thread, 0.0])
+                continue
+            begin, thread_then, within = stack.pop()
+            total = self._ms(begin, now)
+            own[name] += total - within
+            if stack:
+                stack[-1][2] += total
+            if name == NEWTON_SCHULZ:
+                cpu += 1e3 * (thread - thread_then)
+        return Times(total, dict(own), cpu)
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _ms(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) if self._cuda else 1e3 * float(end - begin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Timer:
+    watch: Stopwatch
+    name: str
+
+    def start(self, barrier: bool = False) -> None:
+        self.watch.mark(self.name, begins=True)
+
+    def stop(self, barrier: bool = False) -> None:
+        self.watch.mark(self.name, begins=False)
+
+
+@dataclass
+class Counted:
+    """Of one step on one rank: bytes sent to other ranks by kind, and floating-point operations
+    of matrix products by torch's counter, 2 per multiply-add."""
+
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+
+
+def count(watch: Stopwatch, step: Callable[[], None]) -> Counted:
+    """Run a step and count it. It is several times as slow as without."""
+    wire = _Wire(watch)
+    with FlopCounterMode(display=False) as flops, wire:
+        step()
+    sent = {kind: number for kind, number in wire.sent.items() if number}
+    return Counted(sent, flops.get_total_flops())
+
+
+class _Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what each collective sends from this rank to others.
+
+    An all-to-all by its sizes; the others as bandwidth-optimal algorithms do, whatever the backend
+    makes of them: with n ranks a gather of parts sends a part n - 1 times, a reduction of equal
+    parts (n - 1) / n of all, an all-reduce twice that, a broadcast n - 1 times what it has.
+    """
+
+    def __init__(self, watch: Stopwatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent: dict[str, int] = defaultdict(int)
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            sent = _sent(name, args)
+            self.sent[KINDS.get(self._watch.inside or "", "norm")] += sent
+        return func(*args, **(kwargs or {}))
+
+
+def _sent(name: str, args: Any) -> int:
+    if name in ("barrier", "monitored_barrier_"):
+        return 0
+    group = next(_unboxed(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+    size, rank = int(group.size()), int(group.rank())
+    if name == "alltoall_base_":
+        _, given, _, _, sizes, *_ = args
+        own = sizes[rank] if sizes else given.numel() // size
+        return int((given.numel() - own) * given.element_size())
+    if name in ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"):
+        return (size - 1) * _bytes(args[1])
+    if name in ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"):
+        return _bytes(args[1]) * (size - 1) // size
+    if name in ("allreduce_", "allreduce_coalesced_"):
+        return 2 * _bytes(args[0]) * (size - 1) // size
+    if name == "broadcast_":
+        root = args[2]
+        return (size - 1) * _bytes(args[0]) if root == rank else 0
+    raise NotImplementedError(f"what c10d::{name} sends is not known to the benchmark")
+
+
+def _unboxed(arg: Any) -> Any:
+    return dist.ProcessGroup.unbox(arg)
+
+
+def _bytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
+    return sum(_bytes(tensor) for tensor in tensors)
+
+
+def peak_bytes(device: torch.device, step: Callable[[], None]) -> int:
+    """The most that a step has allocated at once, on top of what there was before it.
+
+    On the CPU by every allocation and release of torch's allocator, in order.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        step()
+    assert trace.profiler is not None and trace.profiler.kineto_results is not None
+    events: list[Any] = trace.profiler.kineto_results.events()
+    changes = [e for e in events if e.name() == "[memory]"]
+    live = most = 0
+    for change in sorted(changes, key=lambda e: e.start_ns()):
+        live += change.nbytes()
+        most = max(most, live)
+    return most

@@ -1,0 +1,205 @@
+"""``megatron-muon bench newton-schulz``: speed, accuracy and restarts of the iterations."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_muon.cli import newton_schulz_accuracy as accuracy
+from megatron_muon.cli import newton_schulz_restarts
+from megatron_muon.cli.newton_schulz_peers import peers
+from megatron_muon.coefficients import SETS, NsDtype, parse
+from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.iteration import ns_flops
+from megatron_muon.newton_schulz import orthogonalize, plan_device
+from megatron_muon.products import said_of_products, travel_dtype
+
+_DESCRIPTION = """\
+Time the Newton-Schulz iterations and, where they can be imported, those of torch.optim.Muon,
+emerging_optimizers, dion and gram-newton-schulz: the same input and number of steps, one after the
+other in rounds whose order rotates. A ratio is the median, over the rounds, of standard's time over
+the row's: above 1 is faster than standard."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments.
+
+    Returns:
+        0; wrong arguments end the process with status 2, as argparse does.
+    """
+    parser = _parser()
+    given = parser.parse_args(argv)
+    try:
+        report = _report(given)
+    except ValueError as error:
+        parser.error(str(error))
+    if given.json:
+        Path(given.json).write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-muon bench newton-schulz",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--accuracy", action="store_true", help="a table of errors in place of times")
+    what.add_argument(
+        "--find-restarts",
+        action="store_true",
+        help="find where the Gram iteration must restart, by the method that is printed first",
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=_shape,
+        default=None,
+        metavar="ROWSxCOLS",
+        help="default 512x512 to 512x4096; accuracy: 64x256",
+    )
+    parser.add_argument("--coefficients", default=None, help="a set's name or numbers")
+    parser.add_argument("--steps", type=int, default=None, help="default the set's own")
+    parser.add_argument("--dtype", choices=get_args(NsDtype), default="bf16", help="%(default)s")
+    parser.add_argument("--rounds", type=int, default=9, help="%(default)s")
+    parser.add_argument("--device", default="cpu", help="torch's name of it, %(default)s")
+    parser.add_argument("--json", metavar="FILE", help="write what is printed there, too")
+    return parser
+
+
+def _report(given: argparse.Namespace) -> dict[str, Any]:
+    if given.find_restarts:
+        return _restarts(given)
+    if given.accuracy:
+        names = _names(given.coefficients)
+        shape = min((given.shapes or [(64, 256)])[0]), max((given.shapes or [(64, 256)])[0])
+        found = list(accuracy.measured(names, given.steps, shape, given.device))
+        print(accuracy.table(found))
+        return {"shape": shape, "rows": accuracy.as_json(found)}
+    return _speeds(given)
+
+
+def _names(text: str | None) -> list[Any]:
+    if text is not None and text not in SETS:
+        raise ValueError(f"--coefficients {text}: one of {', '.join(SETS)} here")
+    return [text] if text else list(SETS)
+
+
+def _restarts(given: argparse.Namespace) -> dict[str, Any]:
+    print((newton_schulz_restarts.__doc__ or "").strip() + "\n", flush=True)
+    found: dict[str, Any] = {}
+    for name in _names(given.coefficients):
+        for steps in [given.steps] if given.steps else sorted(SETS[name].restarts) or [5]:
+            lists = newton_schulz_restarts.find_restarts(name, steps)
+            same = "as recorded" if SETS[name].restarts.get(steps) == lists else "NOT as recorded"
+            print(f"{name}, {steps} steps: {lists} ({same})", flush=True)
+            found[f"{name} {steps}"] = lists._asdict()
+    return found
+
+
+def _speeds(given: argparse.Namespace) -> dict[str, Any]:
+    coefficients = parse(given.coefficients or "simple")
+    steps = given.steps or (SETS[coefficients].steps if isinstance(coefficients, str) else 5)
+    settings = {"ns_coefficients": coefficients, "ns_steps": steps, "ns_dtype": given.dtype}
+    device = torch.device(given.device)
+    print(
+        f"{given.coefficients or 'simple'}, {steps} steps, {given.dtype}, {device}, "
+        f"{torch.get_num_threads()} thread(s); symmetric products: "
+        f"{said_of_products(device, given.dtype)}\n"
+    )
+    for name, peer in peers(coefficients, steps, device):
+        if isinstance(peer, Exception):
+            print(f"{name} has no row: {peer}")
+    heads = ["shape", "row", "ms: median (min, max)", "× standard", "Gflop", "Gflop/s"]
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
+    rows = []
+    for shape in given.shapes or [(512, 512), (512, 1024), (512, 2048), (512, 4096)]:
+        for row in _timed(shape, settings, device, given.rounds):
+            rows.append(row)
+            ms, flops = row["ms"], row["flops"]
+            work = (
+                [f"{flops / 1e9:.2f}", f"{flops / ms['median'] / 1e6:.0f}"] if flops else ["", ""]
+            )
+            times = f"{ms['median']:.2f} ({ms['min']:.2f}, {ms['max']:.2f})"
+            cells = [row["shape"], row["name"], times, f"{row['ratio']:.2f}", *work]
+            print(f"| {' | '.join(cells)} |", flush=True)
+    return {**settings, "device": str(device), "threads": torch.get_num_threads(), "rows": rows}
+
+
+def _timed(
+    shape: tuple[int, int], settings: dict[str, Any], device: torch.device, rounds: int
+) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    runs: dict[str, tuple[Callable[[Tensor], object], int | None]] = {}
+    for iteration in get_args(NsIteration):
+        try:
+            config = MuonConfig(ns_iteration=iteration, **settings)
+        except ValueError as refusal:
+            print(f"{iteration}: {refusal}")
+            continue
+        flops = ns_flops(*shape, config, plan_device(device))
+        runs[iteration] = partial(orthogonalize, config=config), flops
+    for name, peer in peers(settings["ns_coefficients"], settings["ns_steps"], device):
+        if not isinstance(peer, Exception):
+            runs[name] = peer, None
+    matrix = torch.randn(*shape, generator=generator).to(device, travel_dtype(config))
+    times = interleaved([run for run, _ in runs.values()], matrix, rounds)
+    standard = times[list(runs).index("standard")]
+    return [
+        {
+            "shape": f"{shape[0]}x{shape[1]}",
+            "name": name,
+            "ms": {"median": statistics.median(own), "min": min(own), "max": max(own)},
+            "ratio": statistics.median(s / o for s, o in zip(standard, own, strict=True)),
+            "flops": flops,
+        }
+        for (name, (_, flops)), own in zip(runs.items(), times, strict=True)
+    ]
+
+
+def interleaved(
+    runs: Sequence[Callable[[Tensor], object]], matrix: Tensor, rounds: int
+) -> list[list[float]]:
+    """Milliseconds of each run in each round; the order rotates from round to round.
+
+    On CPU those that the process computed, not those it waited for others on the machine.
+    """
+    cuda = matrix.device.type == "cuda"
+    clock = time.perf_counter if cuda else time.process_time
+
+    def wait() -> None:
+        if cuda:
+            torch.cuda.synchronize(matrix.device)
+
+    times: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        run(matrix)  # compiles, fills caches
+    for number in range(rounds):
+        for place in range(len(runs)):
+            index = (place + number) % len(runs)
+            wait()
+            start = clock()
+            runs[index](matrix)
+            wait()
+            times[index].append((clock() - start) * 1e3)
+    return times
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows, _, cols = text.partition("x")
+    if not (rows.isdigit() and cols.isdigit() and int(rows) and int(cols)):
+        raise argparse.ArgumentTypeError(f"a shape is ROWSxCOLS, got {text!r}")
+    return int(rows), int(cols)

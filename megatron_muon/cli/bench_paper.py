@@ -1,0 +1,245 @@
+"""Algorithm 1 of the paper (arXiv 2502.16982) over Megatron's shards, as a row of the benchmark.
+
+Every rank that holds a piece of a matrix gathers the whole matrix, orthogonalizes it, and keeps its
+own piece of the direction. Buckets go one after another, each with one collective over DP and one
+over TP; momentum, kernel, dtype and update are those of ``DistributedMuon``, so that what differs
+is who does what.
+
+With p(s) the number of DP ranks that hold a piece of matrix s, counted on one TP rank, and t the TP
+ranks that a matrix is split over (1 where they hold replicas), rank r
+
+- sends ``itemsize × Σ over its pieces of (elements × (p - 1))`` bytes over DP, kind ``dp_gather``;
+- sends ``itemsize × Σ over the matrices it has a piece of of (rows × cols / t × (t - 1))`` bytes
+  over TP, kind ``tp_gather``;
+- does ``Σ over the same matrices of ns_flops(rows, cols)``.
+
+All ranks together do ``Σ over matrices of p × (TP ranks) × ns_flops``, where ours do each once. The
+proof of concept (NVIDIA/Megatron-LM#1428) sends more over DP: whole buckets, embeddings included,
+to every rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_muon import collectives
+from megatron_muon.collectives import Group
+from megatron_muon.exchange import assemble, stage
+from megatron_muon.optimizer import DistributedMuon, ParamGroups, State
+from megatron_muon.plan import ExchangePlan, Segment
+from megatron_muon.products import travel_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRoutes:
+    """What a rank does for one bucket.
+
+    Attributes:
+        parameters: those of them that it has a piece of.
+        matrices: those that it orthogonalizes.
+        slices: of those of them that TP splits, each TP rank's segments, in the same order.
+        kept: its own pieces.
+        send_to, receive_from: segments by DP rank.
+        silent: no rank of its DP group sends anything.
+    """
+
+    parameters: tuple[int, ...]
+    matrices: tuple[int, ...]
+    slices: tuple[tuple[Segment, ...], ...]
+    kept: tuple[Segment, ...]
+    send_to: tuple[tuple[Segment, ...], ...]
+    receive_from: tuple[tuple[Segment, ...], ...]
+    silent: bool
+
+
+def routes(plan: ExchangePlan, rank: int) -> list[BucketRoutes]:
+    """Of every bucket, in the same order on all ranks.
+
+    Args:
+        plan: the stage's; its homes and rounds do not matter here.
+        rank: of the stage.
+    """
+    ep, tp, dp = place(plan, rank)
+    buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, parameter in enumerate(plan.parameters):
+        if parameter.ep_rank == ep:
+            buckets[parameter.buffer, parameter.bucket.start].append(index)
+    of_parameter: dict[int, list[Segment]] = defaultdict(list)
+    for segment in plan.segments:
+        of_parameter[segment.parameter].append(segment)
+    rows = plan.grid[ep]
+    return [
+        _bucket(plan, [s for index in sorted(bucket) for s in of_parameter[index]], rows, tp, dp)
+        for _, bucket in sorted(buckets.items())
+    ]
+
+
+def place(plan: ExchangePlan, rank: int) -> tuple[int, int, int]:
+    """(EP rank, TP rank, DP rank) of a rank of the stage."""
+    return next(
+        (ep, tp, row.index(rank))
+        for ep, plane in enumerate(plan.grid)
+        for tp, row in enumerate(plane)
+        if rank in row
+    )
+
+
+def _bucket(
+    plan: ExchangePlan,
+    segments: Sequence[Segment],
+    rows: Sequence[Sequence[int]],
+    tp: int,
+    dp: int,
+) -> BucketRoutes:
+    row = rows[tp]
+    mine = [segment for segment in segments if segment.rank in row]
+    sharers: dict[int, set[int]] = defaultdict(set)  # DP ranks by matrix
+    for segment in mine:
+        sharers[segment.matrix].add(row.index(segment.rank))
+    matrices = tuple(sorted(index for index, ranks in sharers.items() if dp in ranks))
+    kept = tuple(segment for segment in mine if segment.rank == row[dp])
+    split = [
+        s for s in segments if s.matrix in matrices and not plan.parameters[s.parameter].replicated
+    ]
+    return BucketRoutes(
+        parameters=tuple(dict.fromkeys(segment.parameter for segment in kept)),
+        matrices=matrices,
+        slices=tuple(
+            tuple(sorted((s for s in split if s.rank in other), key=_in_order)) for other in rows
+        ),
+        kept=kept,
+        send_to=tuple(
+            tuple(s for s in kept if other != dp and other in sharers[s.matrix])
+            for other in range(len(row))
+        ),
+        receive_from=tuple(
+            tuple(s for s in mine if s.rank == other != row[dp] and s.matrix in matrices)
+            for other in row
+        ),
+        silent=all(len(ranks) == 1 for ranks in sharers.values()),
+    )
+
+
+def _in_order(segment: Segment) -> tuple[int, int]:
+    """The same order on all TP ranks."""
+    return segment.parameter, segment.elements.start
+
+
+class PaperMuon(DistributedMuon):
+    """``DistributedMuon`` with the paper's communication in place of the exchange."""
+
+    dp_group: Group
+    tp_group: Group
+    rank: int
+    buckets: list[BucketRoutes]
+
+    @staticmethod
+    def take_over(muon: DistributedMuon, dist_opt: Any, rank: int, tp_group: Group) -> None:
+        """Turn a ``DistributedMuon`` that has been built into one.
+
+        Args:
+            muon: inside ``dist_opt``.
+            dist_opt: Megatron's DistributedOptimizer, whose DP group is used.
+            rank: of the stage.
+            tp_group: of what ``dist_opt`` has.
+        """
+        muon.__class__ = PaperMuon
+        assert isinstance(muon, PaperMuon)
+        muon.rank, muon.tp_group, muon.dp_group = rank, tp_group, dist_opt.data_parallel_group
+        muon.buckets = routes(muon.plan, rank)
+
+    @torch.no_grad()
+    def step(self, groups: ParamGroups, state: State, step_adamw: Any) -> None:
+        """Update Muon's parameters and AdamW's, bucket by bucket."""
+        self.meter.start_step()
+        with self._phase("muon/adamw"):
+            step_adamw()
+        shards = {shard.parameter: shard for shard in self._shards(groups, state)}
+        for bucket in self.buckets:
+            held = [shards[index] for index in bucket.parameters]
+            with self._phase("muon/momentum"):
+                pieces = self._advance_momentum(held)
+            staged = self._gather(bucket, pieces)
+            with self._phase("muon/newton_schulz"):
+                matrices = {i: assemble(flat, self.plan.matrices[i]) for i, flat in staged.items()}
+                del staged
+                directions = self._orthogonalize(matrices)
+            with self._phase("muon/update"):
+                self._update(held, self._own_pieces(bucket, directions))
+
+    def _gather(self, bucket: BucketRoutes, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """The whole matrices of a bucket that this rank has a piece of, in staging order."""
+        local = self.plan.pieces(self.rank)
+
+        def own(segment: Segment) -> Tensor:
+            span = segment.elements.shift(-local[segment.parameter].start)
+            return pieces[segment.parameter][span.start : span.stop]
+
+        like = next(iter(self.main_params.values()), torch.empty(0))
+        dtype = travel_dtype(self.config)
+        with self._phase("muon/dp_gather"):
+            staged = {
+                index: like.new_empty(self.plan.matrices[index].numel, dtype=dtype)
+                for index in bucket.matrices
+            }
+            for segment in bucket.kept:
+                _part(staged, segment).copy_(own(segment))
+            if not bucket.silent:
+                sent = _joined([own(s) for to in bucket.send_to for s in to], like, dtype)
+                received = collectives.start_all_to_all(
+                    "muon/dp_gather",
+                    sent,
+                    [_numel(to) for to in bucket.send_to],
+                    [_numel(source) for source in bucket.receive_from],
+                    self.dp_group,
+                ).wait()
+                _distribute(received, staged, [s for r in bucket.receive_from for s in r])
+        if self.tp_group.size() > 1 and bucket.slices[self.tp_group.rank()]:
+            with self._phase("muon/tp_gather"):
+                here = bucket.slices[self.tp_group.rank()]
+                slices = collectives.all_gather_flat(
+                    "muon/tp_gather",
+                    _joined([_part(staged, s) for s in here], like, dtype),
+                    self.tp_group,
+                )
+                for tp_rank, elements in enumerate(slices):
+                    if tp_rank != self.tp_group.rank():
+                        _distribute(elements, staged, bucket.slices[tp_rank])
+        return staged
+
+    def _own_pieces(
+        self, bucket: BucketRoutes, directions: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """Of each parameter with a piece here, that piece of its directions; the rest is lost."""
+        staged = {i: stage(d, self.plan.matrices[i]) for i, d in directions.items()}
+        parts: dict[int, list[Tensor]] = defaultdict(list)
+        for segment in sorted(bucket.kept, key=_in_order):
+            parts[segment.parameter].append(_part(staged, segment))
+        return {index: torch.cat(tensors) for index, tensors in parts.items()}
+
+
+def _part(staged: Mapping[int, Tensor], segment: Segment) -> Tensor:
+    return staged[segment.matrix][segment.staged.start : segment.staged.stop]
+
+
+def _numel(segments: Sequence[Segment]) -> int:
+    return sum(segment.elements.size for segment in segments)
+
+
+def _joined(tensors: Sequence[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.cat(list(tensors)) if tensors else like.new_empty(0, dtype=dtype)
+
+
+def _distribute(
+    elements: Tensor, staged: Mapping[int, Tensor], segments: Sequence[Segment]
+) -> None:
+    for part, segment in zip(
+        torch.split(elements, [s.elements.size for s in segments]), segments, strict=True
+    ):
+        _part(staged, segment).copy_(part)

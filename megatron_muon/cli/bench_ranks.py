@@ -1,0 +1,186 @@
+"""Starting the ranks of a measurement on this machine: one process each, no launcher, no port.
+
+Ranks are forked from a server that has torch imported, meet through a file, talk over gloo where
+there is no GPU and over NCCL where there is one, and end with this process.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import Any
+
+GRACE = 1.0  # seconds after the first failure in which other ranks' errors are still waited for
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not finish in time; the text says which, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a rank runs.
+
+    Attributes:
+        run: a function of an importable module; called with ``argument`` once torch's world is up.
+        argument: can be pickled, the same for every rank.
+        world: number of ranks.
+        gpus: one GPU a rank, and NCCL; else the CPU, megatron_muon.cpu and gloo.
+        threads: torch's, of a rank.
+        seconds: after which ranks that wait for another one give up.
+    """
+
+    run: Callable[[Any], Any]
+    argument: Any
+    world: int
+    gpus: bool
+    threads: int
+    seconds: float
+
+
+def run_ranks(task: Task) -> list[Any]:
+    """What ``task.run`` returns on each rank.
+
+    Raises:
+        RankError: see there. All ranks are ended then.
+    """
+    context = _context(task)
+    with tempfile.TemporaryDirectory(prefix="megatron_muon") as folder, _nothing_as_main():
+        pipes, processes = [], []
+        try:
+            for rank in range(task.world):
+                ours, theirs = multiprocessing.Pipe(duplex=False)
+                arguments = (theirs, task, rank, str(Path(folder, "rendezvous")))
+                process = context.Process(target=_work, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            return _collect(pipes, processes, task.seconds)
+        finally:
+            for process in processes:
+                process.join(GRACE if sys.exc_info()[0] is None else 0)
+                process.kill()
+                process.join()
+
+
+def _collect(
+    pipes: Sequence[connection.Connection], processes: Sequence[Any], seconds: float
+) -> list[Any]:
+    deadline = time.monotonic() + seconds
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    values: dict[int, Any] = {}
+    errors: list[str] = []
+    while waiting and time.monotonic() < deadline:
+        for pipe in connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
+            assert isinstance(pipe, connection.Connection)
+            rank = waiting.pop(pipe)
+            try:
+                error, value = pipe.recv()
+            except EOFError:
+                processes[rank].join(GRACE)
+                code = processes[rank].exitcode
+                errors.insert(0, f"rank {rank} died, exit code {code} (-9: killed, by the kernel "
+                              "where memory ran out)")  # fmt: skip
+                error = None
+            else:
+                values[rank] = value
+            if error is not None:
+                errors.append(f"rank {rank} of {len(pipes)} failed:\n{error}")
+            if errors:
+                deadline = min(deadline, time.monotonic() + GRACE)
+    if errors:
+        raise RankError(errors[0])
+    if waiting:
+        late = sorted(waiting.values())
+        raise RankError(f"rank(s) {late} of {len(pipes)} did not finish in {seconds:g} s")
+    return [values[rank] for rank in range(len(pipes))]
+
+
+def _work(pipe: connection.Connection, task: Task, rank: int, rendezvous: str) -> None:
+    """A rank's life."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        pipe.send((None, _run(task, rank, rendezvous)))
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+    pipe.close()
+
+
+def _end_with_parent() -> None:
+    """End when the process that started the ranks is gone, however it went, also in a collective
+    that hangs."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run(task: Task, rank: int, rendezvous: str) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(task.world), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(task.threads)
+    if task.gpus:
+        torch.cuda.set_device(rank)
+    else:
+        import megatron_muon.cpu
+
+        megatron_muon.cpu.enable(allow_cuda=True, late="megatron.core" in sys.modules)
+    dist.init_process_group(
+        "nccl" if task.gpus else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=task.world,
+        timeout=datetime.timedelta(seconds=task.seconds),
+    )
+    value = task.run(task.argument)
+    dist.destroy_process_group()
+    return value
+
+
+def _context(task: Task) -> Any:
+    """The fork server's; it runs on one thread, since an OpenMP pool does not survive a fork."""
+    before = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # what Megatron asks of every launcher
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes a line at each start
+    if not task.gpus:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name
+    try:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"] if task.gpus else ["megatron_muon.cpu.on"])
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+@contextmanager
+def _nothing_as_main() -> Iterator[None]:
+    """Keep multiprocessing from importing this process's script in every rank."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

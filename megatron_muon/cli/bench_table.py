@@ -1,0 +1,210 @@
+"""The figures of ``megatron-muon bench step`` over all ranks: as a table, as JSON, by part."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_muon.cli.bench_measure import Found
+from megatron_muon.cli.bench_meter import EXCHANGE, NEWTON_SCHULZ, Times
+
+AGAINST = ("adamw", "muon-contiguous", "muon-paper", "upstream-layerwise")
+AUTO = "-auto"  # ends the name of a row of ours whose iteration is chosen by shape
+_EXCHANGED = ("gather", "scatter", "dp_gather", "tp_gather")
+_HEADER = (
+    "row",
+    "step ms",
+    "(min to max)",
+    "exchange ms",
+    "NS ms",
+    "exchange MB",
+    "all MB",
+    "NS Gflop",
+    "(all ranks)",
+    "state MB",
+    "peak MB",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row over all ranks, which a round is over for when the last one is done.
+
+    Attributes:
+        name: of the row.
+        ranks: what each found.
+    """
+
+    name: str
+    ranks: tuple[Found, ...]
+
+    def steps_ms(self) -> list[float]:
+        """Of each round, on the slowest rank."""
+        return [max(t.ms for t in times) for times in self._rounds()]
+
+    def parts_ms(self, *names: str) -> float:
+        """Median over rounds of what the parts take on the rank where they take longest."""
+        return statistics.median(
+            max(sum(t.parts_ms.get(name, 0.0) for name in names) for t in times)
+            for times in self._rounds()
+        )
+
+    def mean_parts_ms(self) -> dict[str, float]:
+        """Of each part, median over rounds of the mean over ranks."""
+        names = {name for found in self.ranks for t in found.times for name in t.parts_ms}
+        return {
+            name: statistics.median(
+                statistics.fmean(t.parts_ms.get(name, 0.0) for t in times)
+                for times in self._rounds()
+            )
+            for name in names
+        }
+
+    def sent_bytes(self) -> dict[str, list[int]]:
+        """By kind, of each rank."""
+        kinds = {kind for found in self.ranks for kind in found.counted.sent_bytes}
+        return {
+            kind: [found.counted.sent_bytes.get(kind, 0) for found in self.ranks]
+            for kind in sorted(kinds)
+        }
+
+    def ns_flops(self) -> list[int]:
+        return [found.counted.flops for found in self.ranks]
+
+    def ns_cpu_ms_per_gflop(self) -> float | None:
+        """Processor time of Newton-Schulz over all ranks and rounds, by its flops."""
+        flops = sum(self.ns_flops()) * len(self.ranks[0].times)
+        spent = sum(t.ns_cpu_ms for found in self.ranks for t in found.times)
+        return spent / flops * 1e9 if flops else None
+
+    def _rounds(self) -> list[tuple[Times, ...]]:
+        return list(zip(*(found.times for found in self.ranks), strict=True))
+
+
+def as_json(lines: Sequence[Line], topology: dict[str, int]) -> dict[str, Any]:
+    """Times in ms; ``step_ms`` of the slowest rank in each round, ``exchange_ms`` and
+    ``newton_schulz_ms`` medians of the rank where they take longest; lists are by rank.
+
+    Kinds of ``sent_bytes``: ``gather`` and ``scatter`` are our exchange; ``dp_gather`` and
+    ``tp_gather`` gather matrices in others; ``param_gather`` is of updated parameters; ``norm`` of
+    the gradient norm and votes; ``grad_reduce`` of gradients, which is before the step and not in
+    its time. ``peak_bytes`` are on top of what there was before the step.
+    """
+    once = _flops_once(lines)
+    return {
+        "topology": topology,
+        "rows": [
+            {
+                "name": line.name,
+                "step_ms": {
+                    "median": statistics.median(line.steps_ms()),
+                    "min": min(line.steps_ms()),
+                    "max": max(line.steps_ms()),
+                },
+                "exchange_ms": line.parts_ms(*EXCHANGE),
+                "newton_schulz_ms": line.parts_ms(NEWTON_SCHULZ),
+                "sent_bytes": line.sent_bytes(),
+                "ns_flops": line.ns_flops(),
+                "ns_flops_once": once,
+                "state_bytes": [found.state_bytes for found in line.ranks],
+                "peak_bytes": [found.peak_bytes for found in line.ranks],
+            }
+            for line in lines
+        ],
+    }
+
+
+def _flops_once(lines: Sequence[Line]) -> int:
+    """Of all pipeline stages, from the plan of any row of ours with the standard iteration."""
+    return max((sum(found.ns_flops_once for found in line.ranks) for line in lines), default=0)
+
+
+def as_text(lines: Sequence[Line]) -> str:
+    """The table, and what each row is to others."""
+    cells = [_HEADER, *(_cells(line) for line in lines)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADER))]
+    table = [
+        "  ".join(
+            f"{cell:<{width}}" if column == 0 else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    return "\n".join([*table, "", *_ratios(lines)])
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    steps, sent, flops = line.steps_ms(), line.sent_bytes(), line.ns_flops()
+    exchanged = [sent[kind] for kind in _EXCHANGED if kind in sent]
+    return (
+        line.name,
+        f"{statistics.median(steps):.1f}",
+        f"({min(steps):.1f} to {max(steps):.1f})",
+        f"{line.parts_ms(*EXCHANGE):.1f}",
+        f"{line.parts_ms(NEWTON_SCHULZ):.1f}",
+        _mb(_busiest(exchanged)),
+        _mb(_busiest(list(sent.values()))),
+        f"{max(flops) / 1e9:.2f}",
+        f"({sum(flops) / 1e9:.2f})",
+        _mb(max(found.state_bytes for found in line.ranks)),
+        _mb(max(found.peak_bytes for found in line.ranks)),
+    )
+
+
+def _busiest(kinds: Sequence[Sequence[int]]) -> int:
+    return max((sum(rank) for rank in zip(*kinds, strict=True)), default=0)
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.2f}"
+
+
+def _ratios(lines: Sequence[Line]) -> list[str]:
+    """Each row to those of ``AGAINST``, twice where rows of ours on ``auto`` are there."""
+    names = {line.name for line in lines}
+    equal = [line for line in lines if not line.name.endswith(AUTO)]
+    found = ["step time to others', the same Newton-Schulz iteration in all rows:"]
+    found += _ratios_to(equal, AGAINST)
+    if len(equal) < len(lines):
+        faster = [line for line in lines if line.name + AUTO not in names]
+        against = [name + AUTO if name + AUTO in names else name for name in AGAINST]
+        found += ["", "step time to others', ours on auto:", *_ratios_to(faster, against)]
+    return found
+
+
+def _ratios_to(lines: Sequence[Line], against: Sequence[str]) -> list[str]:
+    """Medians of the rounds' ratios, and their range."""
+    by_name = {line.name: line.steps_ms() for line in lines}
+    width = max(len(name) for name in by_name)
+    found = []
+    for name, steps in by_name.items():
+        parts = []
+        for other in against:
+            if other != name and other in by_name:
+                ratios = [a / b for a, b in zip(steps, by_name[other], strict=True)]
+                span = f"{min(ratios):.2f} to {max(ratios):.2f}"
+                parts.append(f"{statistics.median(ratios):.2f} ({span}) of {other}")
+        found.append(f"  {name:{width}}  {', '.join(parts)}")
+    return found
+
+
+def kernel_text(lines: Sequence[Line]) -> str:
+    """Processor time of Newton-Schulz by its flops, which should not differ between rows of ours;
+    where a rank has several threads it is that of one of them."""
+    found = [(line.name, line.ns_cpu_ms_per_gflop()) for line in lines]
+    parts = [f"{name} {ms:.1f}" for name, ms in found if ms is not None]
+    return f"Newton-Schulz, processor ms per Gflop: {', '.join(parts)}"
+
+
+def parts_text(lines: Sequence[Line]) -> str:
+    """Where each row's step goes: mean over ranks, ms, and share of the sum."""
+    found = []
+    for line in lines:
+        parts = line.mean_parts_ms()
+        total = sum(parts.values()) or 1.0
+        found.append(f"{line.name}: parts of the step, mean over ranks")
+        for name, ms in sorted(parts.items(), key=lambda part: -part[1]):
+            found.append(f"  {name:36} {ms:9.1f} ms {ms / total:6.1%}")
+    return "\n".join(found)

@@ -1,0 +1,58 @@
+"""Matrices that Newton-Schulz is measured on, and what exact arithmetic makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_muon.coefficients import Triple
+
+CONDITIONS = (1e0, 1e1, 1e2, 1e3, 1e4, 1e6, 1e8)
+
+
+def inputs(short: int, long: int) -> Iterator[tuple[str, Tensor]]:
+    """(what it is, ``(short, long)`` in float64): always the same numbers."""
+    generator = torch.Generator().manual_seed(0)
+    for condition in CONDITIONS:
+        exponents = torch.linspace(0, 1, short, dtype=torch.float64)
+        spectrum = condition**-exponents
+        yield f"condition {condition:.0e}", with_spectrum(spectrum, long, generator)
+    gaussian = torch.randn(short, long, generator=generator, dtype=torch.float64)
+    yield "Gaussian", gaussian
+    yield "entries at 1e-30", gaussian * 1e-30
+    yield "entries at 1e30", gaussian * 1e30
+    for rank in dict.fromkeys((1, 4, short // 2)):
+        yield f"rank {rank}", with_spectrum(_first(rank, short, 0.0), long, generator)
+    for rest in (1e-3, 1e-5):
+        spectrum = _first(1, short, rest)
+        yield f"rank 1 + {rest:.0e}", with_spectrum(spectrum, long, generator)
+    yield "all ones", torch.ones(short, long, dtype=torch.float64)
+
+
+def with_spectrum(spectrum: Tensor, long: int, generator: torch.Generator) -> Tensor:
+    """A matrix with these singular values and random singular vectors."""
+    short = spectrum.numel()
+    u, v = (
+        torch.linalg.qr(torch.randn(size, short, generator=generator, dtype=torch.float64))[0]
+        for size in (short, long)
+    )
+    made: Tensor = (u * spectrum) @ v.mT
+    return made
+
+
+def exactly(matrix: Tensor, steps: tuple[Triple, ...]) -> Tensor:
+    """What the polynomials make of the singular values, in float64."""
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / s.square().sum().sqrt()
+    for a, b, c in steps:
+        s = a * s + b * s**3 + c * s**5
+    made: Tensor = (u * s) @ v
+    return made
+
+
+def _first(rank: int, size: int, rest: float) -> Tensor:
+    spectrum = torch.full((size,), rest, dtype=torch.float64)
+    spectrum[:rank] = 1.0
+    return spectrum

@@ -1,0 +1,78 @@
+"""Newton-Schulz of other packages, for the bench: what is importable, with the same input."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_muon.coefficients import Coefficients, schedule
+
+Run = Callable[[Tensor], object]
+
+
+def peers(
+    coefficients: Coefficients, steps: int, device: torch.device
+) -> Iterator[tuple[str, Run | Exception]]:
+    """(name, iteration of one matrix) of each, or why it is not here or has not these steps.
+
+    torch's takes one triple for all steps, dion's has five steps of its own: as much work.
+    """
+    for name, make in _PEERS.items():
+        try:
+            yield name, make(coefficients, steps, device)
+        except (ImportError, AttributeError, NotImplementedError) as reason:
+            yield name, reason
+
+
+def _torchs(coefficients: Coefficients, steps: int, device: torch.device) -> Run:
+    module = importlib.import_module("torch.optim._muon")
+    iterate: Any = module._zeropower_via_newtonschulz
+    triple = schedule(coefficients, steps, "fp32")[0]
+    return lambda x: iterate(x, triple, steps, 1e-7)
+
+
+def _emergings(coefficients: Coefficients, steps: int, device: torch.device) -> Run:
+    name = "emerging_optimizers.orthogonalized_optimizers.muon_utils"
+    iterate: Any = importlib.import_module(name).newton_schulz
+    if not isinstance(coefficients, str):
+        raise NotImplementedError("it has no custom coefficients here")
+
+    def run(x: Tensor) -> object:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")  # that is its word for bf16
+        try:
+            return iterate(x.float(), steps, coefficients)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return run
+
+
+def _dions(coefficients: Coefficients, steps: int, device: torch.device) -> Run:
+    iterate: Any = importlib.import_module("dion.newton_schulz_triton").zeropower_via_newtonschulz5
+    if steps != 5:
+        raise NotImplementedError(f"it has 5 steps, not {steps}")
+    run: Run = iterate
+    return run
+
+
+def _grams(coefficients: Coefficients, steps: int, device: torch.device) -> Run:
+    made: Any = importlib.import_module("gram_newton_schulz").GramNewtonSchulz(
+        ns_use_kernels=device.type == "cuda",
+        ns_coefficients=[list(triple) for triple in schedule(coefficients, steps, "fp32")],
+        gram_newton_schulz_reset_iterations=[2],
+        compile_kwargs=None,
+    )
+    return lambda x: made(x.clone())
+
+
+_PEERS: dict[str, Callable[[Coefficients, int, torch.device], Run]] = {
+    "torch.optim.Muon": _torchs,
+    "emerging_optimizers": _emergings,
+    "dion": _dions,
+    "gram-newton-schulz": _grams,
+}

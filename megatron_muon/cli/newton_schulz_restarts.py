@@ -1,0 +1,122 @@
+"""``megatron-muon bench newton-schulz --find-restarts``: where the Gram iteration has to restart.
+
+The method. For a coefficient set and a number of steps, every list of restarts is tried, the
+shortest first, on matrices of 96 × 96, 64 × 256 and 40 × 120: condition numbers 1 to 1e8, rank 1, 4
+and half the rows, rank 1 with 1e-3 and 1e-5 beside it, Gaussian. (All ones is left out: all of its
+entries round alike, so there is a size for every list at which 16 bits move it far, though not out
+of the band.) A list is accurate if on each
+
+- the error, in Frobenius norm and relative to the exact polynomials of the singular values, is at
+  most twice the standard iteration's in the same dtype, or ``_ALLOWED`` where that is more, and
+- the largest singular value is at most 5 % above the larger of the exact and standard's;
+
+standard's is the worst of three, with X as it is and scaled by one unit of the dtype's rounding up
+and down, since some polynomials are so steep at 1 that one unit changes the result by half.
+
+Of the shortest accurate lists the one with the smallest worst error, as a fraction of what is
+allowed, is taken; one with more restarts than half the steps is none, since nothing is saved.
+Square matrices in fp32 serve X in any dtype, so their list has to be accurate for all three.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_muon.cli.newton_schulz_inputs import exactly, inputs
+from megatron_muon.coefficients import CoefficientName, NsDtype, Restarts, Triple, schedule
+from megatron_muon.newton_schulz import gram_iteration, normalize, standard_iteration
+from megatron_muon.products import Products, torch_dtype
+
+_SHAPES = ((96, 96), (64, 256), (40, 120))
+# In bf16 16 units of its rounding, a fifth of what simple leaves to a polar factor; in fp32 well
+# below one of those units.
+_ALLOWED: dict[NsDtype, float] = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-10}
+_NUDGE: dict[NsDtype, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
+_TOP = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One input: X as iterations take it, the exact result, the allowed error and largest value."""
+
+    x: Tensor
+    products: Products
+    exact: Tensor
+    allowed: float
+    top: float
+
+
+def find_restarts(name: CoefficientName, steps: int) -> Restarts:
+    """The lists of a coefficient set, as ``coefficients`` has them."""
+    return Restarts(
+        bf16=_shortest(name, steps, "bf16", ("bf16",)),
+        fp16=_shortest(name, steps, "fp16", ("fp16",)),
+        fp32=_shortest(name, steps, "fp32", ("bf16", "fp16", "fp32")),
+    )
+
+
+def _shortest(
+    name: CoefficientName, steps: int, squares: NsDtype, dtypes: Sequence[NsDtype]
+) -> tuple[int, ...] | None:
+    trials = {
+        dtype: list(_trials(schedule(name, steps, dtype), dtype, squares)) for dtype in dtypes
+    }
+    for count in range(steps // 2 + 1):
+        found: list[tuple[float, tuple[int, ...]]] = []
+        for restarts in itertools.combinations(range(1, steps), count):
+            cuts = list(itertools.pairwise((0, *restarts, steps)))
+            best = min(found, default=(1.0, ()))[0]
+            worst = 0.0
+            for dtype, tried in trials.items():
+                triples = schedule(name, steps, dtype)
+                parts = tuple(triples[start:stop] for start, stop in cuts)
+                worst = max(worst, _worst(tried, parts, best))
+                if worst > best:
+                    break
+            if worst <= best:
+                found.append((worst, restarts))
+        if found:
+            return min(found)[1]
+    return None
+
+
+def _trials(steps: tuple[Triple, ...], dtype: NsDtype, squares: NsDtype) -> Iterator[_Trial]:
+    products = Products(torch_dtype(dtype), torch_dtype(squares), torch.float32)
+    for shape in _SHAPES:
+        for what, matrix in inputs(*shape):
+            if what.startswith(("entries", "all ones")):
+                continue  # scale is divided out before the iteration
+            x = products.enter(normalize(matrix.float()))
+            exact = exactly(matrix, steps)
+            standards = [
+                standard_iteration(products.enter(x * factor), steps, products).double()
+                for factor in (1 - _NUDGE[dtype], 1.0, 1 + _NUDGE[dtype])
+            ]
+            error = max(_error(standard, exact) for standard in standards)
+            top = max(map(_top, (exact, *standards)))
+            yield _Trial(x, products, exact, max(2 * error, _ALLOWED[dtype]), _TOP * top)
+
+
+def _worst(trials: Sequence[_Trial], parts: tuple[tuple[Triple, ...], ...], stop: float) -> float:
+    """The largest error as a fraction of what is allowed; ``inf`` where a value is too large."""
+    worst = 0.0
+    for trial in trials:
+        made = gram_iteration(trial.x, parts, trial.products).double()
+        error = _error(made, trial.exact)
+        if not error / trial.allowed <= stop or _top(made) > trial.top:  # NaN too
+            return float("inf")
+        worst = max(worst, error / trial.allowed)
+    return worst
+
+
+def _error(made: Tensor, exact: Tensor) -> float:
+    return float((made - exact).norm() / exact.norm())
+
+
+def _top(matrix: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(matrix, 2))

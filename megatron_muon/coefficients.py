@@ -1,0 +1,296 @@
+"""Coefficient sets of the Newton-Schulz iteration, as published: plain numbers with their sources.
+
+A set is a list of triples (a, b, c), one a step: X ← aX + (bA + cA²)X with A = XXᵀ, which takes
+every singular value σ to aσ + bσ³ + cσ⁵.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Triple = tuple[float, float, float]
+CoefficientName = Literal[
+    "simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5"
+]
+Coefficients = CoefficientName | tuple[Triple, ...]
+Given = Coefficients | Triple
+After = Literal["cycle", "repeat_last", "refuse"]
+NsDtype = Literal["bf16", "fp16", "fp32"]
+
+# The tables that NVIDIA's Emerging-Optimizers took these sets from the papers into, and where it
+# says what follows a list's last triple (get_coefficient_iterator, newton_schulz).
+_EMERGING = (
+    "https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/"
+    "fd7729267109a8848709e9406bf19e53e970c3f4/emerging_optimizers/orthogonalized_optimizers/"
+    "muon_utils.py"
+)
+
+
+class Restarts(NamedTuple):
+    """After which steps the Gram iteration begins anew, by the dtype of its square matrices.
+
+    None: no list with fewer restarts than the standard iteration has steps keeps its accuracy.
+    """
+
+    bf16: tuple[int, ...] | None
+    fp16: tuple[int, ...] | None
+    fp32: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoefficientSet:
+    """A published list of coefficients.
+
+    Attributes:
+        triples: (a, b, c) of each step.
+        after: what steps beyond the list's end have: the list again from its start, its last
+            triple again, or nothing: the list is for that many steps and no other number.
+        source: paper or post, and where the numbers stand.
+        steps: that the set is made for.
+        interval: singular values, of a matrix of Frobenius norm 1, that ``steps`` steps bring into
+            ``band``. Where the source names its interval it is that; else the widest one for the
+            band that the source aims at (tests hold both).
+        band: (smallest, largest) absolute value that the interval is brought to, in exact
+            arithmetic.
+        headroom: what each polynomial's argument is divided by in bf16 and fp16.
+        restarts: by number of steps, as `megatron-muon bench newton-schulz --find-restarts` found
+            them; other numbers of steps have not been tested.
+    """
+
+    triples: tuple[Triple, ...]
+    after: After
+    source: str
+    steps: int
+    interval: tuple[float, float]
+    band: tuple[float, float]
+    headroom: float = 1.0
+    restarts: dict[int, Restarts] = field(default_factory=dict)
+
+
+SIMPLE: Triple = (3.4445, -4.7750, 2.0315)
+SETS: dict[CoefficientName, CoefficientSet] = {
+    "simple": CoefficientSet(
+        triples=(SIMPLE,),
+        after="cycle",
+        # The post aims at [0.7, 1.3] with the steepest start; its figure has 0.68 to 1.13.
+        source="https://kellerjordan.github.io/posts/muon; https://github.com/KellerJordan/Muon/"
+        "blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L5",
+        steps=5,
+        interval=(2e-3, 1.0),
+        band=(0.68, 1.21),
+        restarts={
+            5: Restarts(bf16=(3,), fp16=(3,), fp32=()),
+            10: Restarts(bf16=(1, 3, 4, 6, 8), fp16=(2, 4, 7), fp32=(1, 4, 7)),
+        },
+    ),
+    "quintic": CoefficientSet(
+        triples=(
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        after="cycle",
+        source="You Jiacheng, https://x.com/YouJiacheng/status/1905861218138804534; https://"
+        "github.com/KellerJordan/modded-nanogpt/blob/0674386070ceb4dcd207e1aca747ffcea6c15250/"
+        "train_gpt_medium.py#L45",
+        steps=5,
+        interval=(3e-3, 1.0),
+        band=(0.97, 1.15),
+        restarts={
+            5: Restarts(bf16=(2, 4), fp16=(3,), fp32=(2,)),
+        },
+    ),
+    "polar_express": CoefficientSet(
+        # The paper's list for [1e-3, 1], each argument divided by 1.01 as its Algorithm 1 has it
+        # against rounding; the eighth triple, (15/8, -10/8, 3/8), is where the list converges to.
+        triples=(
+            (8.2051, -22.9019, 16.4607),
+            (4.0664, -2.8612, 0.5184),
+            (3.9096, -2.8234, 0.5250),
+            (3.2856, -2.4153, 0.4853),
+            (2.2779, -1.6198, 0.3985),
+            (1.8726, -1.2307, 0.3585),
+            (1.8564, -1.2132, 0.3568),
+            (1.8750, -1.2500, 0.3750),
+        ),
+        after="repeat_last",
+        source=f"arXiv 2505.16932, Algorithm 1; {_EMERGING}",
+        steps=8,
+        interval=(1e-3, 1.0),
+        band=(0.99, 1.01),
+        restarts={
+            5: Restarts(bf16=(2, 3), fp16=(2, 3), fp32=(3,)),
+            8: Restarts(bf16=(2, 3, 6), fp16=(2, 4), fp32=(3,)),
+            10: Restarts(bf16=(2, 4, 6), fp16=(2, 4), fp32=(3,)),
+        },
+    ),
+    "cans": CoefficientSet(
+        triples=(
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        after="repeat_last",
+        source=f"arXiv 2506.10935 (Remez, adaptive interval); {_EMERGING}",
+        steps=5,
+        interval=(1e-3, 1.0),
+        band=(0.88, 1.12),
+        # Each polynomial climbs steeply out of its interval (1.004 goes to 1e57), and rounding in
+        # 16 bits gets there: so there is room, as Polar Express's authors leave it, and a band of
+        # (0.85, 1.12). Near rank 1 the Gram iteration is unstable in any precision: no restarts.
+        headroom=1.01,
+    ),
+    "aol": CoefficientSet(
+        # In the source an almost-orthogonal scaling comes first; here, as in Emerging-Optimizers,
+        # the Frobenius norm does. The first polynomial is negative above 0.884, so the direction of
+        # a singular value that large, of a matrix of nearly rank 1, is turned round.
+        triples=(
+            (4.0098, -7.0585, 2.4635),
+            (3.4585, -5.5479, 2.5959),
+            (2.7573, -3.2939, 1.4254),
+            (2.7215, -3.0494, 1.3169),
+        ),
+        after="cycle",
+        source="https://github.com/thib-s/flash-newton-schulz/blob/main/newton_schulz_triton.py"
+        f"#L511; {_EMERGING}",
+        steps=4,
+        interval=(1e-2, 0.87),
+        band=(0.86, 1.1),
+        restarts={
+            4: Restarts(bf16=(2,), fp16=(2,), fp32=()),
+            5: Restarts(bf16=(2, 3), fp16=(3,), fp32=(3,)),
+        },
+    ),
+    "deepseekv4": CoefficientSet(
+        triples=(SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2,
+        after="repeat_last",
+        source="https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro/resolve/main/DeepSeek_V4.pdf; "
+        f"{_EMERGING}",
+        steps=10,
+        interval=(1e-4, 1.0),
+        band=(0.99, 1.01),
+        restarts={
+            10: Restarts(bf16=(3, 5, 7), fp16=(3, 6), fp32=(5,)),
+        },
+    ),
+    "cubic5": CoefficientSet(
+        # c = 0: the square of A is never made.
+        triples=(
+            (3.3656576, -3.3420992, 0.0),
+            (2.5744352, -1.4957376, 0.0),
+            (2.5368962, -1.4312570, 0.0),
+            (2.4418906, -1.2764040, 0.0),
+            (2.2230472, -0.9630650, 0.0),
+        ),
+        after="refuse",
+        source=f"arXiv 2606.00371 (lower bound 7e-3 for bf16); {_EMERGING}",
+        steps=5,
+        interval=(7e-3, 1.0),
+        band=(0.77, 1.31),
+        restarts={
+            5: Restarts(bf16=(3,), fp16=(3,), fp32=(3,)),
+        },
+    ),
+}
+
+
+def canonical(value: object) -> Coefficients:
+    """A set's name, or the triples of a custom list; a triple by itself is a list of one.
+
+    Args:
+        value: a name, a triple, or a tuple of triples. Simple's triple is that set, so that
+            settings saved before sets had names are what they were.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: no set has the name, the list is empty, or a number is not finite.
+    """
+    if isinstance(value, str):
+        if value not in SETS:
+            raise ValueError(
+                f"ns_coefficients must be one of {', '.join(SETS)}, or numbers (a, b, c) or a "
+                f"tuple of such; got {value!r}"
+            )
+        return value
+    if not isinstance(value, tuple):
+        raise TypeError(
+            "ns_coefficients must be a set's name, a tuple of three numbers or a tuple of such, "
+            f"got {value!r}"
+        )
+    triples = value if value and isinstance(value[0], tuple) else (value,)
+    found = tuple(_triple(triple) for triple in triples)
+    return "simple" if found == (SIMPLE,) else found
+
+
+def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
+    """(a, b, c) of each of ``steps`` steps. A custom list that is too short starts over.
+
+    In bf16 and fp16 with the set's headroom.
+
+    Raises:
+        ValueError: the set is for another number of steps only.
+    """
+    coefficients, room = canonical(given), 1.0
+    after: After = "cycle"
+    if isinstance(coefficients, str):
+        found = SETS[coefficients]
+        triples, after = found.triples, found.after
+        room = 1.0 if dtype == "fp32" else found.headroom
+    else:
+        triples = coefficients
+    if after == "refuse" and steps != len(triples):
+        raise ValueError(
+            f"ns_coefficients {coefficients!r} are for {len(triples)} steps, and ns_steps is "
+            f"{steps}: take ns_steps={len(triples)}, or give the numbers themselves"
+        )
+    last = len(triples) - 1
+    places = [min(s, last) if after == "repeat_last" else s % (last + 1) for s in range(steps)]
+    made = [triples[place] for place in places]
+    return tuple((a / room, b / room**3, c / room**5) for a, b, c in made)
+
+
+def restarts_of(given: Given, steps: int) -> Restarts | None:
+    """The Gram iteration's restarts; None where none are known."""
+    coefficients = canonical(given)
+    return SETS[coefficients].restarts.get(steps) if isinstance(coefficients, str) else None
+
+
+def parse(text: str) -> Coefficients:
+    """What a command line says: a name, or ``a,b,c`` or ``a,b,c;a,b,c;...``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not any(sign in text for sign in ",;"):
+        return canonical(text)
+    try:
+        triples = tuple(tuple(float(n) for n in part.split(",")) for part in text.split(";"))
+        return canonical(triples)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"coefficients are a name or a,b,c;a,b,c;..., got {text!r}") from error
+
+
+def spelled(given: Given) -> str:
+    """The text that ``parse`` reads as these."""
+    coefficients = canonical(given)
+    if isinstance(coefficients, str):
+        return coefficients
+    return ";".join(",".join(f"{number!r}" for number in triple) for triple in coefficients)
+
+
+def _triple(value: object) -> Triple:
+    if not isinstance(value, tuple) or len(value) != 3:
+        raise TypeError(f"ns_coefficients must be a tuple of three numbers, got {value!r}")
+    for number in value:
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"ns_coefficients must be a number, got {number!r}")
+        if not math.isfinite(number):
+            raise ValueError(f"ns_coefficients must be finite, got {number}")
+    a, b, c = value
+    return float(a), float(b), float(c)

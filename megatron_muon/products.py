@@ -1,0 +1,154 @@
+"""The matrix products of Newton-Schulz, and what they round to, in one place.
+
+A product accumulates in fp32, takes its linear term in the same pass and rounds once. On CUDA the
+matmul does that by itself, as accurately as ``torch.backends.cuda.matmul`` lets it (TF32 and
+reduced-precision reductions are the process's choice). On CPU the operands, exact in fp32, are held
+and multiplied there: torch's bf16 kernels are tens of times slower where the CPU has no bf16
+instructions, and the result does not depend on whether it has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron_muon.coefficients import NsDtype
+from megatron_muon.config import MuonConfig
+from megatron_muon.iteration import panels
+
+_TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+SymmetricKernel = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]
+# quack's kernel works on tiles of this many rows; smaller matrices are torch's.
+_KERNEL_TILE = 256
+
+
+def torch_dtype(ns_dtype: NsDtype) -> torch.dtype:
+    """The torch dtype that matrices are orthogonalized in."""
+    return _TORCH_DTYPE[ns_dtype]
+
+
+def travel_dtype(config: MuonConfig) -> torch.dtype:
+    """What pieces and directions travel in: bf16, whose exponents are fp32's, or fp32 itself."""
+    return torch.float32 if config.ns_dtype == "fp32" else torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Products on one device.
+
+    Attributes:
+        dtype: what an iterate is rounded to.
+        squares: what the Gram iteration's square matrices are rounded to.
+        held: what matrices are held and multiplied in.
+        blocked: symmetric products are made up to the diagonal, by panels, and mirrored.
+        kernel: a library's symmetric product; None: torch's matmul.
+    """
+
+    dtype: torch.dtype
+    squares: torch.dtype
+    held: torch.dtype
+    blocked: bool = False
+    kernel: SymmetricKernel | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """An fp32 matrix, rounded to ``dtype``, as products take it."""
+        return x.to(self.dtype).to(self.held)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """A product, in place, rounded to ``dtype`` where the product has not done that itself."""
+        return x if self.dtype == self.held else x.copy_(x.to(self.dtype))
+
+    def squared(self, x: Tensor) -> Tensor:
+        """A square matrix of the Gram iteration, in place, rounded to ``squares``."""
+        return x if self.squares == self.held else x.copy_(x.to(self.squares))
+
+    def product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        linear: Tensor | None = None,
+        *,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+    ) -> Tensor:
+        """``beta·linear + alpha·left@right`` in ``held``."""
+        if linear is None:
+            return torch.mm(left, right)
+        return torch.addmm(linear, left, right, beta=beta, alpha=alpha)
+
+    def symmetric(
+        self,
+        left: Tensor,
+        right: Tensor,
+        linear: Tensor | None = None,
+        *,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+    ) -> Tensor:
+        """``product`` where the result is known to be symmetric, ``linear`` too; not rounded."""
+        if self.kernel is not None and left.size(0) > _KERNEL_TILE:
+            return self.kernel(left, right, linear, beta, alpha)
+        if not self.blocked or len(panels(left.size(0))) == 1:
+            return self.product(left, right, linear, beta=beta, alpha=alpha)
+        return _lower_and_mirrored(left, right, linear, beta, alpha)
+
+
+def products_on(device: torch.device, ns_dtype: NsDtype) -> Products:
+    """The products that a device has."""
+    dtype = torch_dtype(ns_dtype)
+    if device.type == "cpu":
+        return Products(dtype, squares=torch.float32, held=torch.float32, blocked=True)
+    kernel = _quack() if dtype != torch.float32 else None
+    return Products(dtype, squares=dtype, held=dtype, kernel=kernel)
+
+
+def said_of_products(device: torch.device, ns_dtype: NsDtype) -> str:
+    """For the log: who makes the symmetric products."""
+    products = products_on(device, ns_dtype)
+    if products.kernel is not None:
+        return "quack-kernels"
+    return "torch, in panels up to the diagonal" if products.blocked else "torch, plain matmul"
+
+
+def _lower_and_mirrored(
+    left: Tensor, right: Tensor, linear: Tensor | None, beta: float, alpha: float
+) -> Tensor:
+    size = left.size(0)
+    out = left.new_empty(size, size)
+    for start, stop in panels(size):
+        panel = out[start:stop, :stop]
+        if linear is None:
+            torch.mm(left[start:stop], right[:, :stop], out=panel)
+        else:
+            within = linear[start:stop, :stop]
+            torch.addmm(
+                within, left[start:stop], right[:, :stop], beta=beta, alpha=alpha, out=panel
+            )
+        out[:start, start:stop].copy_(out[start:stop, :start].mT)
+    return out
+
+
+@cache
+def _quack() -> SymmetricKernel | None:
+    """quack-kernels' symmetric product (Hopper, Blackwell; bf16, fp16), where it is installed."""
+    try:
+        from quack.gemm_interface import gemm_symmetric
+    except ImportError:
+        return None
+
+    def kernel(
+        left: Tensor, right: Tensor, linear: Tensor | None, beta: float, alpha: float
+    ) -> Tensor:
+        batch = None if linear is None else linear[None]  # it takes batches
+        made: Tensor = gemm_symmetric(left[None], right[None], C=batch, alpha=alpha, beta=beta)
+        return made[0]
+
+    return kernel

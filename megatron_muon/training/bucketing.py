@@ -1,0 +1,147 @@
+"""``--muon-dp-layout``: the number of Megatron's buckets, where it overlaps gradient reduction.
+
+Without the overlap a buffer is one bucket, as it is on later pipeline stages, so shards are
+contiguous already. With it Megatron's buckets are about 40 M elements, so that in a large model
+nearly every parameter is cut; the fewest buckets that keep the overlap are asked for instead.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron_muon.buckets import Buffer, Weight, choose, cost, stock_bucket_size
+
+# The number must not depend on how many ranks there are: checkpoints in dp_reshardable load at
+# another DP size, but not into other buckets. With few ranks the exchange costs most.
+REFERENCE_DP_SIZE = 8
+
+
+def choose_buckets(args: Namespace) -> list[str]:
+    """Set ``ddp_num_buckets`` where the layout is contiguous, reduction overlaps, and no flag says
+    how many or how large buckets are.
+
+    Args:
+        args: Megatron's, validated.
+
+    Returns:
+        A line to print, where something was chosen or could not be.
+    """
+    if args.muon_dp_layout != "contiguous" or not args.overlap_grad_reduce:
+        return []
+    if args.ddp_num_buckets is not None or args.ddp_bucket_size is not None:
+        return []
+    if getattr(args, "overlap_param_gather_with_optimizer_step", False):
+        return []  # Megatron makes one bucket of each buffer then
+    if any(getattr(args, f"hybrid_{name}_pattern", None) for name in ("override", "layer")):
+        return [
+            "--muon-dp-layout contiguous: Megatron's own buckets, since what the layers of a "
+            "hybrid model have is not known here; --ddp-num-buckets sets their number"
+        ]
+    chosen = choose(buffers(args, REFERENCE_DP_SIZE, REFERENCE_DP_SIZE))
+    if chosen is None:
+        return []
+    # Megatron divides the elements of all model chunks by it, and cuts the first chunk alone.
+    args.ddp_num_buckets = chosen.number * (args.virtual_pipeline_model_parallel_size or 1)
+    return [_reason(args, chosen.number)]
+
+
+def _reason(args: Namespace, number: int) -> str:
+    dp_size, expert_dp_size = _dp_sizes(args)
+    here = buffers(args, dp_size, expert_dp_size)
+    total = sum(weight.numel for buffer in here for weight in buffer.weights)
+    ours, stock = cost(here, total // number), cost(here, stock_bucket_size(dp_size))
+    return (
+        f"--muon-dp-layout contiguous: about {ours.buckets} buckets in place of {stock.buckets} on "
+        f"the first pipeline stage, the fewest that keep the overlap: a rank sends "
+        f"{_gb(ours.exchanged)} a step for Muon in place of {_gb(stock.exchanged)}, and "
+        f"{_gb(ours.waited)} in place of {_gb(stock.waited)} of Megatron's own with no backward "
+        "pass left to hide it. --ddp-num-buckets or --ddp-bucket-size sets another number, "
+        "--muon-dp-layout bucketed leaves it to Megatron"
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"
+
+
+def _dp_sizes(args: Namespace) -> tuple[int, int]:
+    """Shards of a buffer of dense and of experts' parameters."""
+    stage = args.world_size // args.pipeline_model_parallel_size
+    expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    instances = args.num_distributed_optimizer_instances
+    dense = stage // args.tensor_model_parallel_size // instances
+    return dense, max(1, stage // (expert_tp * args.expert_model_parallel_size) // instances)
+
+
+def buffers(args: Namespace, dp_size: int, expert_dp_size: int) -> list[Buffer]:
+    """The grad buffers of the first pipeline stage's first model chunk on a rank, but for what is
+    small: norms, biases, routers. Of them only a number of buckets comes.
+
+    Args:
+        args: Megatron's, validated.
+        dp_size, expert_dp_size: their shards.
+    """
+    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
+    embedding = vocabulary * args.hidden_size // args.tensor_model_parallel_size
+    dense, experts = [Weight(embedding, False)], []
+    for number in range(_layers(args)):
+        dense += [Weight(numel, True) for numel in _attention(args)]
+        of_layer, of_experts = _feed_forward(args, number)
+        dense += [Weight(numel, True) for numel in of_layer]
+        experts += [Weight(numel, True) for numel in of_experts]
+    if args.pipeline_model_parallel_size == 1 and args.untie_embeddings_and_output_weights:
+        dense.append(Weight(embedding, False))
+    found = [Buffer(tuple(dense), dp_size), Buffer(tuple(experts), expert_dp_size)]
+    return [buffer for buffer in found if buffer.weights]
+
+
+def _layers(args: Namespace) -> int:
+    first = getattr(args, "decoder_first_pipeline_num_layers", None)
+    stages = args.pipeline_model_parallel_size
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    return max(1, int(first or args.num_layers // stages) // chunks)
+
+
+def _attention(args: Namespace) -> Iterator[int]:
+    """Elements of a layer's projections on a rank, in Megatron's order."""
+    hidden, tp = args.hidden_size, args.tensor_model_parallel_size
+    heads = args.num_attention_heads
+    if args.multi_latent_attention:
+        query, rope = args.qk_head_dim + args.qk_pos_emb_head_dim, args.qk_pos_emb_head_dim
+        yield hidden * heads * args.v_head_dim // tp
+        if args.q_lora_rank:
+            yield hidden * args.q_lora_rank
+        yield (args.q_lora_rank or hidden) * heads * query // tp
+        yield hidden * (args.kv_lora_rank + rope)
+        yield args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim) // tp
+        return
+    groups = args.num_query_groups if args.group_query_attention else heads
+    yield hidden * heads * args.kv_channels // tp
+    yield hidden * (heads + 2 * groups) * args.kv_channels // tp
+
+
+def _feed_forward(args: Namespace, layer: int) -> tuple[list[int], list[int]]:
+    """Elements of a layer's dense weights, and of its experts', on a rank."""
+    tp, expert_tp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    if not args.num_experts or not _has_experts(args.moe_layer_freq, layer):
+        return list(_two(args, args.ffn_hidden_size, tp)), []
+    shared = list(_two(args, args.moe_shared_expert_intermediate_size or 0, tp))
+    one = list(_two(args, args.moe_ffn_hidden_size or args.ffn_hidden_size, expert_tp or tp))
+    count = args.num_experts // args.expert_model_parallel_size
+    if args.moe_grouped_gemm:  # their weights are by kind, not by expert
+        return shared, [numel for numel in one for _ in range(count)]
+    return shared, one * count
+
+
+def _has_experts(frequency: int | list[int], layer: int) -> bool:
+    if isinstance(frequency, int):
+        return layer % frequency == 0
+    return bool(frequency[layer % len(frequency)])
+
+
+def _two(args: Namespace, ffn: int, tp: int) -> Iterator[int]:
+    if ffn:
+        gated = args.swiglu or getattr(args, "quick_geglu", False)
+        yield args.hidden_size * ffn * (2 if gated else 1) // tp
+        yield args.hidden_size * ffn // tp

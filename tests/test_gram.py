@@ -1,0 +1,178 @@
+"""The Gram iteration: the standard one but for rounding, for less work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_muon.cli import main
+from megatron_muon.cli.newton_schulz_inputs import exactly, inputs
+from megatron_muon.coefficients import SETS, NsDtype, schedule
+from megatron_muon.config import MuonConfig
+from megatron_muon.iteration import ns_flops, panels, schedule_of, segments, takes_gram
+from megatron_muon.newton_schulz import (
+    gram_iteration,
+    normalize,
+    orthogonalize,
+    standard_iteration,
+)
+from megatron_muon.products import Products, products_on, travel_dtype
+
+PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restarts]
+DTYPES = get_args(NsDtype)
+FLOAT64 = Products(torch.float64, squares=torch.float64, held=torch.float64)
+PANELS = Products(torch.float64, squares=torch.float64, held=torch.float64, blocked=True)
+
+
+def _config(name: Any, steps: int, dtype: Any, iteration: Any) -> MuonConfig:
+    return MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype=dtype, ns_iteration=iteration)
+
+
+def _matrix(rows: int, cols: int) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows + 7 * cols))
+
+
+@pytest.mark.parametrize("products", [FLOAT64, PANELS], ids=["plain", "panels"])
+@pytest.mark.parametrize(("name", "steps"), PAIRS)
+def test_gram_is_standard_in_float64(name: Any, steps: int, products: Products) -> None:
+    """Wherever it restarts. The square's rounding, 2⁻⁵³ of its norm 1, grows by at most a² a step
+
+    until it is restarted; for the steepest segments here (four steps of 3.4445², ten of aol's) that
+    is a factor of 1e6 and its square root times the norm: 1e-7 is far above it, and a wrong term
+    gives 1e-1.
+    """
+    x = normalize(_matrix(24, 400 if products.blocked else 60)).double()
+    triples = schedule(name, steps, "fp32")
+    exact = standard_iteration(x, triples, FLOAT64)
+    for restarts in {
+        tuple(range(2, steps, 2)),
+        (steps // 2,),
+        *filter(None, SETS[name].restarts[steps]),
+    }:
+        cuts = itertools.pairwise((0, *restarts, steps))
+        parts = tuple(triples[start:stop] for start, stop in cuts)
+        assert (gram_iteration(x, parts, products) - exact).norm() <= 1e-7 * exact.norm()
+
+
+@pytest.mark.parametrize("rows", [383, 384, 401])
+def test_panels_are_the_whole_product(rows: int) -> None:
+    left, linear = _matrix(rows, 30).double(), _matrix(rows, rows).double()
+    linear = linear + linear.mT
+    made = PANELS.symmetric(left, left.mT, linear, beta=0.3, alpha=-2.0)
+    for start, stop in panels(rows):  # mirrored, not made again
+        assert torch.equal(made[:start, start:stop], made[start:stop, :start].mT)
+    assert torch.allclose(made, 0.3 * linear - 2 * left @ left.mT, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "steps"), PAIRS)
+def test_gram_is_as_accurate_as_standard(name: Any, steps: int, dtype: Any) -> None:
+    """On matrices of another size than the restarts were found with, all ones too, by the same
+
+    measure and half as much again, since another size rounds otherwise.
+    """
+    try:
+        config = _config(name, steps, dtype, "gram")
+    except ValueError:
+        pytest.skip("refused")
+    allowed = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-10}[dtype]
+    parts, products = segments(config, "cpu"), products_on(torch.device("cpu"), dtype)
+    for what, matrix in inputs(32, 160):
+        x = products.enter(normalize(matrix.float()))
+        exact = exactly(matrix, schedule_of(config))
+        standard = standard_iteration(x.clone(), schedule_of(config), products).double()
+        gram = gram_iteration(x, parts, products).double()
+        limit = 1.5 * max(2 * float((standard - exact).norm() / exact.norm()), allowed)
+        if what == "all ones" and dtype != "fp32":
+            limit = 0.125  # one value, rounded alike everywhere
+        assert float((gram - exact).norm() / exact.norm()) <= limit, what
+        assert torch.linalg.matrix_norm(gram, 2) <= 1.1 * max(
+            float(torch.linalg.matrix_norm(m, 2)) for m in (exact, standard)
+        ), what
+
+
+@pytest.mark.parametrize("iteration", ["standard", "gram", "auto"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(30, 120), (120, 30), (1, 9), (7, 1), (400, 800)])
+def test_what_comes_out_and_what_it_costs(
+    shape: tuple[int, int], dtype: Any, iteration: Any
+) -> None:
+    """Zero gives zero, directions are in what travels, twice is the same, flops are torch's."""
+    config = _config("simple", 5, dtype, iteration)
+    zero = orthogonalize(torch.zeros(shape), config)
+    assert torch.equal(zero, torch.zeros(shape, dtype=travel_dtype(config)))
+    matrix = _matrix(*shape).to(travel_dtype(config))
+    with FlopCounterMode(display=False) as counter:
+        once = orthogonalize(matrix, config)
+    assert counter.get_total_flops() == ns_flops(*shape, config, "cpu")
+    strided = matrix.mT.contiguous().mT
+    assert torch.equal(orthogonalize(strided, config), once)
+    assert once.dtype == (torch.float32 if dtype == "fp32" else torch.bfloat16)
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_scale_of_a_matrix_does_not_matter(dtype: Any, iteration: Any, scale: float) -> None:
+    config, matrix = _config("simple", 5, dtype, iteration), _matrix(20, 50).bfloat16().float()
+    assert torch.equal(orthogonalize(matrix * scale, config), orthogonalize(matrix, config))
+
+
+def test_fp16_is_more_accurate_than_bf16() -> None:
+    """By its three more digits; but directions travel in bf16, so the last rounding is left out."""
+    errors = {}
+    for dtype in ("bf16", "fp16"):
+        products = products_on(torch.device("cpu"), dtype)
+        x = products.enter(normalize(_matrix(64, 200)))
+        triples = schedule("simple", 5, dtype)
+        exact = exactly(_matrix(64, 200), triples)
+        errors[dtype] = float((standard_iteration(x, triples, products).double() - exact).norm())
+    assert 5 < errors["bf16"] / errors["fp16"] < 12
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("short", [1, 16, 100, 512, 4096])
+def test_auto_never_does_more_work(short: int, device: Any) -> None:
+    for aspect in (1, 2, 4, 8):
+        shape = (short, aspect * short)
+        auto, standard, gram = (
+            ns_flops(*shape, _config("simple", 5, "bf16", iteration), device)
+            for iteration in ("auto", "standard", "gram")
+        )
+        took = takes_gram(*shape, _config("simple", 5, "bf16", "auto"), device)
+        assert auto == (gram if took else standard) <= standard
+
+
+def test_the_bench_prints_times_and_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "speed.json"
+    line = ["bench", "newton-schulz", "--rounds", "2", "--shapes", "16x64", "--json", str(file)]
+    assert main(line) == 0
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert {"standard", "gram", "auto", "torch.optim.Muon"} <= set(rows)
+    assert rows["gram"]["flops"] < rows["standard"]["flops"]
+    said = capsys.readouterr().out
+    assert "| 16x64 | standard | " in said and "symmetric products: torch, in panels" in said
+    accuracy = ["bench", "newton-schulz", "--accuracy", "--shapes", "8x24"]
+    assert main([*accuracy, "--coefficients", "cans", "--json", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "cans, bf16, gram: refused: " in said and "NOT FINITE" not in said
+    found = [row for row in json.loads(file.read_text())["rows"] if isinstance(row, dict)]
+    assert {row["dtype"] for row in found} == set(DTYPES)
+    assert {"condition 1e+08", "entries at 1e-30", "entries at 1e30", "rank 1"} <= {
+        row["input"] for row in found
+    }
+
+
+def test_recorded_restarts_are_found_again(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "newton-schulz", "--find-restarts", "--coefficients", "aol", "--steps", "4"]
+    assert main(line) == 0
+    said = capsys.readouterr().out
+    assert "The method." in said and "(as recorded)" in said

@@ -1,0 +1,133 @@
+"""Rounds of the exchange: bounded, the same result as without, and really beside compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gpt import Case, Topology, check, distributed_optimizers, start, take_step, truth
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run
+from test_meters import counted_collectives
+from torch.profiler import ProfilerActivity, profile
+from whole import differences
+
+from megatron_muon.rounds import make_rounds
+
+CASE = Case(layers=2, steps=2)
+SMALL = replace(CASE, muon=(("round_bytes", 60_000),))  # a fc1 has 160 kB, a projection 18 kB
+ALONE = replace(CASE, muon=(("round_bytes", 1),))
+
+LOADS = st.dictionaries(st.integers(0, 3), st.integers(1, 50), min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(LOADS, LOADS), max_size=12), st.integers(1, 200))
+def test_every_parameter_is_in_one_round_within_the_limit(
+    loads: list[tuple[dict[int, int], dict[int, int]]], limit: int
+) -> None:
+    homed, held = [one for one, _ in loads], [two for _, two in loads]
+    rounds = make_rounds(homed, held, limit)
+    assert sorted(index for round in rounds for index in round) == list(range(len(loads)))
+    for round in rounds:
+        for rank in range(4):
+            of_rank = sum(homed[i].get(rank, 0) + held[i].get(rank, 0) for i in round)
+            there = [i for i in round if rank in homed[i] or rank in held[i]]
+            assert of_rank <= limit or len(there) == 1
+    assert make_rounds(homed, held, 12 * 200) == ((tuple(range(len(loads))),) if loads else ())
+
+
+def test_every_rank_has_work_in_every_round() -> None:
+    """Each of 4 ranks is home to 5 matrices in a row, as with contiguous shards."""
+    loads = [{index // 5: 10} for index in range(20)]
+    rounds = make_rounds(loads, [{}] * 20, 10)
+    assert rounds == tuple((k, 5 + k, 10 + k, 15 + k) for k in range(5))
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="allowed more than 0 bytes"):
+        make_rounds([{0: 1}], [{0: 1}], 0)
+
+
+@pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
+@pytest.mark.parametrize(
+    "topology", [Topology(dp=3), Topology(2, 1, 2), Topology(2, 2, 2, overlap=True)], ids=str
+)
+def test_rounds_change_no_bit(case: Case, topology: Topology) -> None:
+    assert differences(truth(CASE), check(case, topology)) == []
+
+
+@pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
+def test_rounds_of_experts_change_no_bit(case: Case) -> None:
+    moe = replace(case, moe=True)
+    topology = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
+    assert differences(truth(replace(CASE, moe=True)), check(moe, topology)) == []
+
+
+def _counted(case: Case, topology: Topology) -> dict[str, Any]:
+    built = start(case, topology)
+    take_step(built, 0)
+    (megatron,) = distributed_optimizers(built.optimizer)
+    for shard in megatron.get_parameters():
+        shard.grad = torch.ones_like(shard)
+    with counted_collectives() as calls:
+        megatron.optimizer.step()
+    muon = megatron.muon
+    return {"calls": calls, "meter": muon.meter.sent_bytes, "plan": muon.plan}
+
+
+@pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
+def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(case: Case) -> None:
+    topology = Topology(dp=3)
+    for rank, found in enumerate(run(_counted, 3, case, topology)):
+        plan = found["plan"]
+        silent = plan.silent_rounds()
+        assert len(silent) > 2 and any(silent) and not all(silent)
+        assert [name for name, *_ in found["calls"]] == ["all_to_all_single"] * 2 * silent.count(
+            False
+        )
+        sent = sum(sent for _, sent, _ in found["calls"])
+        assert sent == found["meter"] == plan.sent_bytes()[rank]
+
+
+Event = tuple[str, float, float]
+
+
+def _traced(case: Case) -> list[Event]:
+    """Of a step: what is called, and when it starts and ends in µs."""
+    built = start(case, Topology(tp=2))
+    take_step(built, 0)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        take_step(built, 1)
+    events: list[Any] = sorted(trace.events(), key=lambda event: event.time_range.start)
+    times = ((event.name, event.time_range.start, event.time_range.end) for event in events)
+    return [time for time in times if time[0].startswith("muon/")]
+
+
+def _named(events: list[Event], name: str) -> list[Event]:
+    return [event for event in events if event[0] == name]
+
+
+def test_neighbours_are_under_way_while_a_round_is_orthogonalized() -> None:
+    """Of each round but the first and last, which have one neighbour."""
+    for events in run(_traced, 2, ALONE):
+        work = _named(events, "muon/newton_schulz")
+        for half in ("gather", "scatter"):
+            starts = _named(events, f"muon/{half}/collective")
+            waits = _named(events, f"muon/{half}/wait")
+            assert len(work) == len(starts) == len(waits) > 4
+            for number in range(len(work)):  # the gather of round k + 1, the scatter of k - 1
+                beside = number + 1 if half == "gather" else number - 1
+                if 0 <= beside < len(work):
+                    _, begun, ended = work[number]
+                    assert starts[beside][2] <= begun and ended <= waits[beside][1]
+
+
+def test_adamw_runs_while_the_first_round_travels() -> None:
+    for events in run(_traced, 2, CASE):
+        names = [name for name, *_ in events]
+        order = ["muon/gather/collective", "muon/adamw", "muon/gather/wait"]
+        places = [names.index(name) for name in order]
+        assert places == sorted(places)
