@@ -51,6 +51,7 @@ class TELinear(_Linear):
         tp_comm_buffer_name: str | None = None,
         is_expert: bool = False,
         tp_group: Any = None,
+        name: str | None = None,  # from core 0.19 on
     ) -> None:
         super().__init__()
         assert parallel_mode == "duplicated" and tp_group is None and not (bias or is_expert)

@@ -104,12 +104,22 @@ def _put_args(folder: Path, format: str, flags: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--world-size", type=int)
     add_megatron_flags(parser, TransformerConfig)
-    files = [folder / "common.pt"]
-    if format == "torch":
-        files = sorted(folder.glob("*model_optim.pt"))
-    for file in files:
+    for file in _common_files(folder, format):
         held = torch.load(file, weights_only=False)
         torch.save({**held, "args": parser.parse_args(flags), "iteration": 7}, file)
+
+
+def _common_files(folder: Path, format: str) -> list[Path]:
+    """Those that have what is not sharded. Where Megatron keeps it among the tensors (0.19) it is
+    taken out into the file that older ones write, which it reads first."""
+    if format == "torch":
+        return sorted(folder.glob("*model_optim.pt"))
+    file = folder / "common.pt"
+    if not file.exists():
+        from megatron.core import dist_checkpointing
+
+        torch.save(dist_checkpointing.load_common_state_dict(str(folder)), file)
+    return [file]
 
 
 def test_a_line_for_each_in_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +204,7 @@ def test_nothing_that_is_pickled_is_run(
     folder.mkdir()
     saved(folder, format)
     trace = tmp_path / "trace"
-    for file in [folder / "common.pt"] if format != "torch" else folder.glob("*model_optim.pt"):
+    for file in _common_files(folder, format):
         torch.save({**torch.load(file, weights_only=False), "more": Touch(trace)}, file)
         torch.load(file, weights_only=False)
         assert trace.exists()

@@ -33,6 +33,8 @@ _BY_NAME = re.compile(_CHAINED + r"distributed\.(?P<group>dp_group_idx_\d+)\.meg
 _MODEL_SPACE = re.compile(_CHAINED + r"state\.(.*)$")
 _BUCKET = re.compile(_CHAINED + r"distributed\.(?P<group>dp_group_idx_\d+)\.gbuf_.*\.(\w+)$")
 _OBJECT = re.compile(_CHAINED + r"distributed\.(?P<group>dp_group_idx_\d+)\.(\w+)/shard_")
+# What is not sharded: a file of its own, or from core 0.19 on an object among the tensors.
+_COMMON_FILE, _COMMON = "common.pt", re.compile(r"common_state/shard_")
 _STACK = re.compile(r"\.layers\.(?=\D)")
 # What Megatron calls norms on disk, where they may be fused into the linear after them.
 _FUSED = (
@@ -138,16 +140,15 @@ def read(folder: Path) -> Contents:
 
 def _torch_dist(folder: Path) -> Contents:
     found = Contents("torch_dist")
-    for name in ("metadata.json", "common.pt", ".metadata"):
+    for name in ("metadata.json", ".metadata"):
         if not (folder / name).is_file():
             found.faults.append(f"{name} is missing")
     try:
-        found.common = load_torch(folder / "common.pt")
-        found.states = list(_states(found.common.get("optimizer")))
+        _common(found, load_torch(folder / _COMMON_FILE))
     except FileNotFoundError:
         pass
     except Exception as error:
-        found.faults.append(f"common.pt cannot be read: {_said(error)}")
+        found.faults.append(f"{_COMMON_FILE} cannot be read: {_said(error)}")
     try:
         metadata = load_pickle(folder / ".metadata")
     except FileNotFoundError:
@@ -156,15 +157,26 @@ def _torch_dist(folder: Path) -> Contents:
         found.faults.append(f".metadata cannot be read: {_said(error)}")
         return found
     found.keys = frozenset(metadata.state_dict_metadata)
+    in_a_file = (folder / _COMMON_FILE).is_file()
+    if not in_a_file and not any(map(_COMMON.match, found.keys)):
+        found.faults.append(f"{_COMMON_FILE} is missing")
     reader = _Reader(folder, metadata.storage_data, found)
     for key, described in metadata.state_dict_metadata.items():
         if isinstance(described, TensorStorageMetadata):
             _tensor(found, reader, key, described)
+        elif _COMMON.match(key):
+            if not in_a_file and (got := _object(reader, key)) is not None:
+                _common(found, got[0])
         elif at := _OBJECT.match(key):
-            _object(found, reader, key, at)
+            _optimizer_object(found, reader, key, at)
     for state in found.states:
         found.sharding |= {state[k] for k in ("param_state_sharding_type",) if k in state}
     return found
+
+
+def _common(found: Contents, common: dict[str, Any]) -> None:
+    found.common = common
+    found.states += _states(common.get("optimizer"))
 
 
 @dataclass
@@ -256,16 +268,24 @@ def _unstacked(name: str, numbers: list[int]) -> str:
     return name
 
 
-def _object(found: Contents, reader: _Reader, key: str, at: re.Match[str]) -> None:
+def _object(reader: _Reader, key: str) -> tuple[Any, str] | None:
+    """What is no tensor, and its file."""
+    got = reader.read(MetadataIndex(key))
+    if got is None:
+        return None
+    value, file = got
+    value = load_torch(value) if isinstance(value, io.BytesIO) else value
+    return value[0] if isinstance(value, list) and len(value) == 1 else value, file
+
+
+def _optimizer_object(found: Contents, reader: _Reader, key: str, at: re.Match[str]) -> None:
     """What ranks have saved as a whole: groups, Muon's record, and all of dp_zero's state."""
     if at[3] not in ("optimizer", RECORD, "param_state"):
         return
-    got = reader.read(MetadataIndex(key))
+    got = _object(reader, key)
     if got is None:
         return
     value, file = got
-    value = load_torch(value) if isinstance(value, io.BytesIO) else value
-    value = value[0] if isinstance(value, list) and len(value) == 1 else value
     if at[3] == "param_state":
         part = f"{at['chained'] or ''} {at['group']}".strip()
         _buffers(found, value, part, file)
