@@ -111,7 +111,7 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
             (
                 group["step"] + (self.behind if _OF in group else 0)
                 for group in groups
-                if "step" in group and group["params"]
+                if group.get("step") is not None and group["params"]
             ),
             default=None,
         )
@@ -130,7 +130,7 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         self._order = [list(group["params"]) for group in self.optimizer.param_groups]
         for number, group in enumerate(list(self.optimizer.param_groups)):
             theirs = [shard for shard in group["params"] if id(shard) in young]
-            if not theirs or "step" not in group:
+            if not theirs or group.get("step") is None:  # which core 0.14 gives to new ones
                 continue
             group["params"] = [shard for shard in group["params"] if id(shard) not in young]
             step = group["step"] - self.behind
