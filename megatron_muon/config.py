@@ -128,7 +128,7 @@ def _require_count(name: str, value: object) -> None:
 
 
 def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, object]:
-    """Those that a run may take: on CPU the Gram iteration's square matrices are in fp32."""
+    """Those that a run may take: a CPU without bf16 instructions has fp32 squares."""
     return getattr(lists, config.ns_dtype), lists.fp32
 
 

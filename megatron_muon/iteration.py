@@ -22,26 +22,30 @@ from typing import Literal
 from megatron_muon.coefficients import NsDtype, Triple, restarts_of, schedule
 from megatron_muon.config import MuonConfig
 
-Device = Literal["cpu", "cuda"]
+# cpu_bf16 has instructions for products in bf16; on cpu all products are made in fp32.
+Device = Literal["cpu", "cpu_bf16", "cuda"]
 Segments = tuple[tuple[Triple, ...], ...]
 
 # On CPU a symmetric product of at least this many rows is made in four panels of rows, each up to
-# the diagonal only: 10 of 16 blocks. In fp32 on one thread that is 1.25 to 1.45 times as fast;
-# smaller ones are not faster in panels.
+# the diagonal only: 10 of 16 blocks. On one thread that is 1.25 to 1.6 times as fast in fp32, 1.05
+# to 1.6 times in bf16; smaller ones are not faster in panels.
 _PANELS, _PANELLED = 4, 384
 
 # The auto iteration's table: (short side from here on, gram is taken where its flops are at most
-# this fraction of standard's). Measured for cpu by `megatron-muon bench newton-schulz`, one thread;
-# cuda's has not been measured.
+# this fraction of standard's). Measured on CPUs by `megatron-muon bench newton-schulz`, one thread,
+# cpu_bf16 with AVX512_BF16; cuda's has not been measured.
 _AUTO: dict[Device, tuple[tuple[int, float], ...]] = {
     "cpu": ((0, 0.0), (64, 0.8), (256, 0.85), (384, 0.75)),
+    "cpu_bf16": ((0, 0.0), (128, 0.7), (256, 0.8), (384, 0.55), (512, 0.65), (1024, 0.75)),
     "cuda": ((0, 0.0), (256, 0.9)),
 }
 
 
-def gram_dtype(config: MuonConfig, device: Device) -> NsDtype:
-    """What the Gram iteration's square matrices are in: fp32 on CPU, where products run in it."""
-    return "fp32" if device == "cpu" else config.ns_dtype
+def held_dtype(ns_dtype: NsDtype, device: Device) -> NsDtype:
+    """What products are made in, and the Gram iteration's square matrices are kept in."""
+    if device == "cuda" or (device == "cpu_bf16" and ns_dtype == "bf16"):
+        return ns_dtype
+    return "fp32"
 
 
 def schedule_of(config: MuonConfig) -> tuple[Triple, ...]:
@@ -53,7 +57,7 @@ def segments(config: MuonConfig, device: Device) -> Segments:
     """The steps' coefficients, cut where the Gram iteration restarts."""
     steps = schedule_of(config)
     lists = restarts_of(config.ns_coefficients, config.ns_steps)
-    restarts = getattr(lists, gram_dtype(config, device), None)
+    restarts = getattr(lists, held_dtype(config.ns_dtype, device), None)
     if restarts is None:  # where MuonConfig would have refused it
         raise ValueError(f"no restarts are known for ns_coefficients={config.ns_coefficients!r}")
     cuts = (0, *restarts, config.ns_steps)
@@ -65,7 +69,9 @@ def takes_gram(rows: int, cols: int, config: MuonConfig, device: Device) -> bool
     if config.ns_iteration != "auto":
         return config.ns_iteration == "gram"
     short = min(rows, cols)
-    limit = max(entry for entry in _AUTO[device] if entry[0] <= short)[1]
+    in_fp32 = device == "cpu_bf16" and held_dtype(config.ns_dtype, device) == "fp32"
+    table = _AUTO["cpu" if in_fp32 else device]
+    limit = max(entry for entry in table if entry[0] <= short)[1]
     gram = _gram_flops(rows, cols, segments(config, device), device)
     return gram <= limit * _standard_flops(rows, cols, config)
 
@@ -89,7 +95,7 @@ def panels(size: int) -> list[tuple[int, int]]:
 
 def symmetric_flops(size: int, inner: int, device: Device) -> int:
     """Of a symmetric ``(size, inner) @ (inner, size)``: on CPU only blocks up to the diagonal."""
-    if device != "cpu":
+    if device == "cuda":
         return 2 * size * size * inner
     return sum(2 * (stop - start) * stop * inner for start, stop in panels(size))
 

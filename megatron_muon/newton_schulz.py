@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_muon.coefficients import Triple
 from megatron_muon.config import MuonConfig
-from megatron_muon.iteration import Device, Segments, schedule_of, segments, takes_gram
-from megatron_muon.products import Products, products_on, travel_dtype
+from megatron_muon.iteration import Segments, schedule_of, segments, takes_gram
+from megatron_muon.products import Products, plan_device, products_on, travel_dtype
 
 
 def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
@@ -47,21 +47,17 @@ def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
     return x.mT if tall else x
 
 
-def plan_device(device: torch.device) -> Device:
-    """A device as plans know it; all but CPUs are taken for CUDA's."""
-    return "cpu" if device.type == "cpu" else "cuda"
-
-
 def normalize(x: Tensor) -> Tensor:
     """``x`` in fp32 divided by its Frobenius norm; zero stays zero.
 
     The largest entry is divided out first: squares of entries then neither over- nor underflow, the
     norm is at least 1, and no epsilon is needed that small gradients could fall under.
     """
-    largest = torch.linalg.vector_norm(x, ord=float("inf"))
-    x = x / torch.where(largest > 0, largest, torch.ones_like(largest))
+    smallest, largest = torch.aminmax(x)
+    largest = torch.maximum(-smallest, largest)
+    x = x / torch.where(largest == 0, torch.ones_like(largest), largest)
     norm: Tensor = torch.linalg.vector_norm(x).clamp_min(1.0)
-    return x / norm
+    return x.div_(norm)
 
 
 def standard_iteration(x: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:

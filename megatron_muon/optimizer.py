@@ -13,10 +13,10 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Exchange, Meter, Moving
 from megatron_muon.iteration import ns_flops
 from megatron_muon.layout import Span
-from megatron_muon.newton_schulz import orthogonalize, plan_device
+from megatron_muon.newton_schulz import orthogonalize
 from megatron_muon.phases import Phase
 from megatron_muon.plan import ExchangePlan
-from megatron_muon.products import travel_dtype
+from megatron_muon.products import plan_device, travel_dtype
 from megatron_muon.update import advance_momentum, apply_update, update_scale
 
 # The momentum lives under Adam's name of a first moment, with no second one: fused Adam classes

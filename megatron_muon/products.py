@@ -2,9 +2,9 @@
 
 A product accumulates in fp32, takes its linear term in the same pass and rounds once. On CUDA the
 matmul does that by itself, as accurately as ``torch.backends.cuda.matmul`` lets it (TF32 and
-reduced-precision reductions are the process's choice). On CPU the operands, exact in fp32, are held
-and multiplied there: torch's bf16 kernels are tens of times slower where the CPU has no bf16
-instructions, and the result does not depend on whether it has them.
+reduced-precision reductions are the process's choice), and so does a CPU with bf16 instructions,
+in bf16. Elsewhere the operands, exact in fp32, are held and multiplied there: without such
+instructions torch's kernels are tens of times slower.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig
-from megatron_muon.iteration import panels
+from megatron_muon.iteration import Device, held_dtype, panels
 
 _TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -101,13 +101,30 @@ class Products:
         return _lower_and_mirrored(left, right, linear, beta, alpha)
 
 
+@cache
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for it (AVX512_BF16, AMX) and torch's kernels use them."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in every torch since 2.4
+    if capabilities is None or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return any(capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def plan_device(device: torch.device) -> Device:
+    """A device as plans know it; all but CPUs are taken for CUDA's."""
+    if device.type != "cpu":
+        return "cuda"
+    return "cpu_bf16" if multiplies_bf16() else "cpu"
+
+
 def products_on(device: torch.device, ns_dtype: NsDtype) -> Products:
     """The products that a device has."""
-    dtype = torch_dtype(ns_dtype)
-    if device.type == "cpu":
-        return Products(dtype, squares=torch.float32, held=torch.float32, blocked=True)
-    kernel = _quack() if dtype != torch.float32 else None
-    return Products(dtype, squares=dtype, held=dtype, kernel=kernel)
+    dtype, kind = torch_dtype(ns_dtype), plan_device(device)
+    held = torch_dtype(held_dtype(ns_dtype, kind))
+    if kind == "cuda":
+        kernel = _quack() if dtype != torch.float32 else None
+        return Products(dtype, squares=held, held=held, kernel=kernel)
+    return Products(dtype, squares=held, held=held, blocked=True)
 
 
 def said_of_products(device: torch.device, ns_dtype: NsDtype) -> str:

@@ -20,8 +20,8 @@ from megatron_muon.cli.newton_schulz_peers import peers
 from megatron_muon.coefficients import SETS, NsDtype, parse
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.iteration import ns_flops
-from megatron_muon.newton_schulz import orthogonalize, plan_device
-from megatron_muon.products import said_of_products, travel_dtype
+from megatron_muon.newton_schulz import orthogonalize
+from megatron_muon.products import plan_device, said_of_products, travel_dtype
 
 _DESCRIPTION = """\
 Time the Newton-Schulz iterations and, where they can be imported, those of torch.optim.Muon,

@@ -17,10 +17,9 @@ from megatron_muon.iteration import schedule_of, segments, takes_gram
 from megatron_muon.newton_schulz import (
     gram_iteration,
     orthogonalize,
-    plan_device,
     standard_iteration,
 )
-from megatron_muon.products import Products
+from megatron_muon.products import Products, plan_device
 
 _EXACT = Products(torch.float64, squares=torch.float64, held=torch.float64)
 _RANK = 1e-13  # singular values below this fraction of the largest are zeros of the input

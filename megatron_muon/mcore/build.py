@@ -31,10 +31,9 @@ from megatron_muon.mcore.loss_scale import share_loss_scale
 from megatron_muon.mcore.routing import Found, local_experts, muon_parameters, on_every_ep_rank
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.mcore.survey import survey
-from megatron_muon.newton_schulz import plan_device
 from megatron_muon.optimizer import DistributedMuon
 from megatron_muon.phases import phases
-from megatron_muon.products import said_of_products, travel_dtype
+from megatron_muon.products import plan_device, said_of_products, travel_dtype
 from megatron_muon.report import newton_schulz_line, start_line
 
 

@@ -72,5 +72,5 @@ class MuonChainedOptimizer(CheckpointChain):
 def _not_finite(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if not tensors:
         return torch.tensor(False, device=device)
-    largest = torch._foreach_norm(tensors, ord=float("inf"))
-    return torch.stack(largest).isfinite().all().logical_not()
+    ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]
+    return torch.stack(ends).isfinite().all().logical_not()
