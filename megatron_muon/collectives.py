@@ -5,8 +5,8 @@ for each of Megatron's DistributedOptimizers (one, and one for experts). While t
 and numbers go over the world, numbers over the stage, which also creates its communicator, and
 ``split_world`` once where there are several optimizer instances and once where on some ranks
 nothing trains. Saving and loading vote; ``all_gather_texts`` words an error, compares names where
-patterns decide, and puts a checkpoint's digest together. ``all_gather_flat`` and ``gather_uneven``
-are of what ``megatron-muon bench step`` compares with.
+patterns decide, and puts a checkpoint's digest together. ``all_gather_flat`` is of what
+``megatron-muon bench step`` compares with, ``start_broadcasts`` too and of Megatron on a CPU.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ class Pending:
     group: Group
     sent: Tensor
     received: Tensor
-    work: dist.Work
+    works: Sequence[dist.Work]
 
     def wait(self) -> Tensor:
         """What the ranks sent here. On CUDA the current stream waits, not the host."""
         with _named(self.name, self.group, "wait"):
-            self.work.wait()
+            for work in self.works:
+                work.wait()
         return self.received
 
 
@@ -58,9 +59,38 @@ def start_all_to_all(
     """
     received = sent.new_empty(sum(received_sizes))
     sizes = list(received_sizes), list(sent_sizes)
+    works: Sequence[dist.Work]
     with _named(name, group):
-        work = dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)
-    return Pending(name, group, sent, received, work)
+        if sent.device.type == "cpu":
+            works = _start_sends(sent, sent_sizes, received, received_sizes, group)
+        else:
+            works = [dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)]
+    return Pending(name, group, sent, received, works)
+
+
+def _start_sends(
+    sent: Tensor,
+    sent_sizes: Sequence[int],
+    received: Tensor,
+    received_sizes: Sequence[int],
+    group: Group,
+) -> list[dist.Work]:
+    """An all-to-all as NCCL makes it: every rank sends to and receives from those with whom it has
+    something to share. gloo's own goes from rank to rank and takes about four times as long."""
+    here, size = group.rank(), group.size()
+    sends = torch.split(sent, list(sent_sizes))
+    receives = torch.split(received, list(received_sizes))
+    receives[here].copy_(sends[here])
+    works: list[dist.Work | None] = []
+    for distance in range(1, size):
+        source, target = (here - distance) % size, (here + distance) % size
+        if receives[source].numel():
+            rank = dist.get_global_rank(group, source)
+            works.append(dist.irecv(receives[source], rank, group=group))
+        if sends[target].numel():
+            rank = dist.get_global_rank(group, target)
+            works.append(dist.isend(sends[target], rank, group=group))
+    return [work for work in works if work is not None]
 
 
 def all_gather_flat(name: str, mine: Tensor, group: Group) -> list[Tensor]:
@@ -71,18 +101,15 @@ def all_gather_flat(name: str, mine: Tensor, group: Group) -> list[Tensor]:
     return list(torch.split(flat, mine.numel()))
 
 
-def gather_uneven(parts: Sequence[Tensor], mine: Tensor, group: Group) -> None:
-    """Fill ``parts[r]`` with rank r's ``mine`` of that size, by broadcasts that are under way
-    together: what NCCL makes of an all-gather of unequal parts, and gloo refuses."""
-    parts[group.rank()].copy_(mine)
-    with _named("bench/gather", group):
-        works = [
-            dist.broadcast(part, dist.get_global_rank(group, rank), group=group, async_op=True)
-            for rank, part in enumerate(parts)
-            if part.numel()
-        ]
-        for work in works:
-            work.wait()
+def start_broadcasts(parts: Sequence[Tensor], group: Group) -> list[dist.Work]:
+    """Start to fill ``parts[r]``, of any size, with what rank r has there, by broadcasts that are
+    under way together: what NCCL makes of an all-gather of unequal parts, which gloo refuses."""
+    works: list[dist.Work | None] = [
+        dist.broadcast(part, dist.get_global_rank(group, rank), group=group, async_op=True)
+        for rank, part in enumerate(parts)
+        if part.numel()
+    ]
+    return [work for work in works if work is not None]
 
 
 def any_rank(name: str, flag: Tensor, group: Group | None) -> bool:

@@ -183,6 +183,10 @@ def _sent(name: str, args: Any) -> int:
         return _bytes(args[1]) * (size - 1) // size
     if name in ("allreduce_", "allreduce_coalesced_"):
         return 2 * _bytes(args[0]) * (size - 1) // size
+    if name == "send":
+        return _bytes(args[0])
+    if name == "recv_":
+        return 0
     if name == "broadcast_":
         root = args[2]
         return (size - 1) * _bytes(args[0]) if root == rank else 0

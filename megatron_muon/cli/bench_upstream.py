@@ -2,8 +2,8 @@
 
 Built as ``--optimizer dist_muon`` does (``LayerWiseDistributedOptimizer``), its parts named for the
 watch. gloo has no all-gather of unequal parts, which its step ends with: there each part is
-broadcast, all of them under way together, as NCCL does it. On gloo that is several times as fast as
-the all-gather of equal parts that Megatron's DistributedOptimizer ends its step with.
+broadcast, all of them under way together, as NCCL does it, and as ``megatron_muon.cpu`` gathers the
+equal parts that Megatron's DistributedOptimizer ends its step with.
 """
 
 from __future__ import annotations
@@ -107,6 +107,9 @@ def _uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
         same = len({part.numel() for part in parts}) == 1
         if same or dist.get_backend(group) != "gloo":
             return all_gather(parts, mine, group=group)
-        return collectives.gather_uneven(parts, mine, group)
+        parts[group.rank()].copy_(mine)
+        for work in collectives.start_broadcasts(parts, group):
+            work.wait()
+        return None
 
     return gather

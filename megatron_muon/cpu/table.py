@@ -3,7 +3,7 @@
 Line numbers are those of core 0.16.1 where no other version is named.
 """
 
-from megatron_muon.cpu import attention, experts, matmul, megatron_core, torch_cuda
+from megatron_muon.cpu import attention, experts, gathers, matmul, megatron_core, torch_cuda
 from megatron_muon.cpu.patch import Replacement
 
 REPLACEMENTS: tuple[Replacement, ...] = (
@@ -54,6 +54,13 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "aten mm, bmm, addmm, baddbmm compute in fp32 and round once, as tensor cores do; only "
         "where the CPU has no bf16 instructions and torch's own kernel is about 40 times slower",
         matmul.products,
+    ),
+    Replacement(
+        "coalesced all-gathers",
+        "Megatron's gather of the parameters (distributed/param_and_grad_buffer.py:290); gloo's "
+        "goes around a ring, one step after the other, and takes about three times as long as "
+        "broadcasts that are under way together",
+        gathers.coalesced,
     ),
     Replacement(
         "FusedAdam",
