@@ -37,7 +37,7 @@ def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
     x = matrix.mT if tall else matrix
     x = x.reshape(-1).view(x.shape)  # row-major, with a row's own strides where there is but one
     products = products_on(matrix.device, config.ns_dtype)
-    x = products.enter(normalize(x.float()))
+    x = products.enter(normalize(x))
     device = plan_device(matrix.device)
     if takes_gram(matrix.size(0), matrix.size(1), config, device):
         x = gram_iteration(x, segments(config, device), products)
@@ -48,14 +48,15 @@ def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
 
 
 def normalize(x: Tensor) -> Tensor:
-    """``x`` in fp32 divided by its Frobenius norm; zero stays zero.
+    """A new fp32 tensor: ``x`` divided by its Frobenius norm; zero stays zero.
 
     The largest entry is divided out first: squares of entries then neither over- nor underflow, the
     norm is at least 1, and no epsilon is needed that small gradients could fall under.
     """
+    x = x.to(torch.float32, copy=True)
     smallest, largest = torch.aminmax(x)
     largest = torch.maximum(-smallest, largest)
-    x = x / torch.where(largest == 0, torch.ones_like(largest), largest)
+    x.div_(torch.where(largest == 0, torch.ones_like(largest), largest))
     norm: Tensor = torch.linalg.vector_norm(x).clamp_min(1.0)
     return x.div_(norm)
 

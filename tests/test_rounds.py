@@ -17,6 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from whole import differences
 
 from megatron_muon import collectives
+from megatron_muon.cli.bench_meter import peak_bytes
+from megatron_muon.newton_schulz import orthogonalize
 from megatron_muon.rounds import make_rounds
 
 CASE = Case(layers=2, steps=2)
@@ -98,6 +100,33 @@ def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(case: Cas
         assert found["started"] == 2 * silent.count(False)
         sent = sum(sent for _, sent, _ in found["calls"])
         assert sent == found["meter"] == plan.sent_bytes()[rank]
+
+
+def _peak(case: Case, topology: Topology) -> tuple[int, int, int]:
+    """(peak of an inner step, of the largest matrix's orthogonalization alone, parameters)."""
+    built = start(case, topology)
+    take_step(built, 0)
+    (megatron,) = distributed_optimizers(built.optimizer)
+    for shard in megatron.get_parameters():
+        shard.grad = torch.ones_like(shard)
+    muon, cpu = megatron.muon, torch.device("cpu")
+    step = peak_bytes(cpu, megatron.optimizer.step)
+    matrices = [torch.ones(m.rows, m.cols, dtype=torch.bfloat16) for m in muon.plan.matrices]
+    alone = max(peak_bytes(cpu, lambda m=m: orthogonalize(m, muon.config)) for m in matrices)
+    return step, alone, len(muon.plan.rounds)
+
+
+@pytest.mark.parametrize("limit", [80_000, 100_000])
+def test_a_step_needs_two_rounds_and_the_workspace_of_one_matrix(limit: int) -> None:
+    case = replace(CASE, layers=4, muon=(("round_bytes", limit),))
+    whole = replace(CASE, layers=4)
+    topology = Topology(tp=2, dp=2)
+    for (step, alone, rounds), (without, _, one) in zip(
+        run(_peak, 4, case, topology), run(_peak, 4, whole, topology), strict=True
+    ):
+        assert rounds > 2 and one == 1
+        assert step <= 2 * limit + alone
+        assert without > step, "the bound would hold without rounds"
 
 
 Event = tuple[str, float, float]
