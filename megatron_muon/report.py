@@ -83,28 +83,36 @@ def newton_schulz_line(config: MuonConfig, products: str) -> str:
     )
 
 
-def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: int) -> str:
+def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: Sequence[int]) -> str:
     """One line about the Muon part of one DistributedOptimizer of a pipeline stage.
 
     Args:
         plan: the stage's.
         stage: pipeline rank.
         experts: it is the experts' optimizer.
-        buckets: in the grad buffers of one rank.
+        buckets: in each grad buffer of one rank.
     """
-    boundary = plan.boundary_parameters()
-    boundary_bytes = sum(prod(parameter.shape) for parameter in boundary) * plan.itemsize
+    cut = _cut(plan, range(len(buckets)))
+    by_buffer = [
+        f"{count} bucket(s), {_cut(plan, [buffer])}" for buffer, count in enumerate(buckets)
+    ]
+    several = f", by buffer: {'; '.join(by_buffer)}" if len(buckets) > 1 else ""
     flops = plan.ns_flops()
     mean = sum(flops) / len(flops)
     return (
         f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: "
-        f"{len(plan.matrices)} matrices in "
-        f"{len(plan.parameters)} parameters; "
-        f"{buckets} bucket(s), {len(boundary)} boundary parameter(s) ({_amount(boundary_bytes)}B "
-        f"per TP rank); the exchange sends {_amount(max(plan.sent_bytes()))}B a step on the "
-        f"busiest rank; Newton-Schulz {_amount(sum(flops))}flop a step on the stage, "
+        f"{len(plan.matrices)} matrices in {len(plan.parameters)} parameters; "
+        f"{sum(buckets)} bucket(s), {cut}{several}; "
+        f"the exchange sends {_amount(max(plan.sent_bytes()))}B a step on the busiest rank; "
+        f"Newton-Schulz {_amount(sum(flops))}flop a step on the stage, "
         f"{max(flops) / mean if mean else 1:.2f} × the mean on the busiest rank"
     )
+
+
+def _cut(plan: ExchangePlan, buffers: Sequence[int]) -> str:
+    cut = [p for p in plan.boundary_parameters() if p.buffer in buffers]
+    size = sum(prod(parameter.shape) for parameter in cut) * plan.itemsize
+    return f"{len(cut)} boundary parameter(s) ({_amount(size)}B per TP rank)"
 
 
 def _ratio(part: int, whole: int) -> float:

@@ -14,7 +14,10 @@ import torch
 from gpt import Case, Topology, muon_weights, start, truth
 from ranks import run
 
-from megatron_muon.report import Share, share_lines
+from megatron_muon.config import MuonConfig
+from megatron_muon.layout import Parameter, Span, whole_matrix
+from megatron_muon.plan import make_plan
+from megatron_muon.report import Share, share_lines, start_line
 
 
 def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
@@ -144,3 +147,21 @@ def test_a_matrix_of_an_unknown_module_is_named_once_by_its_stage() -> None:
     texts = run(_printed, 4, Case(), Topology(pp=2, dp=2), True)
     found = [text.count("decoder.mixer.mixing (Mixer)") for text in texts]
     assert found == [1, 0, 0, 0]
+
+
+def test_several_buffers_are_counted_one_by_one() -> None:
+    """As with virtual pipeline stages: each chunk of the model has buffers of its own."""
+
+    def parameter(name: str, buffer: int, start: int, bucket: Span) -> Parameter:
+        matrices, blocks = whole_matrix(name, (10, 10), 0, 1)
+        span = Span(start, start + 100)
+        return Parameter(name, (10, 10), 0, bucket, span, buffer, matrices, blocks)
+
+    held_whole = [parameter(f"a{i}", 0, 100 * i, Span(0, 200)) for i in (0, 1)]
+    cut = parameter("b", 1, 0, Span(0, 100))
+    plan = make_plan([*held_whole, cut], (((0, 1),),), MuonConfig())
+    line = start_line(plan, stage=0, experts=False, buckets=[1, 3])
+    assert "4 bucket(s), 1 boundary parameter(s) (200 B per TP rank), by buffer: " in line
+    assert ": 1 bucket(s), 0 boundary parameter(s) (0 B per TP rank); " in line
+    assert "; 3 bucket(s), 1 boundary parameter(s) (200 B per TP rank); the exchange" in line
+    assert "by buffer" not in start_line(plan, stage=0, experts=False, buckets=[2])

@@ -9,14 +9,18 @@ ours must end it with the same bits.
 from __future__ import annotations
 
 import ctypes
+import sys
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_muon import collectives
 from megatron_muon.cli.bench_meter import Counted, Stopwatch, Times, count, peak_bytes
@@ -33,11 +37,13 @@ class Job:
         flags: of the model and its ranks, see ``flags``.
         rows: in the order of the table.
         rounds: in which each row takes one timed step.
+        traces: folder for a Chrome trace of a step of each row, of rank 0.
     """
 
     flags: Namespace
     rows: tuple[Row, ...]
     rounds: int
+    traces: Path | None = None
 
 
 @dataclass
@@ -75,15 +81,24 @@ def measure(job: Job) -> list[Found]:
         contender = _Contender(build(row, job.flags, watch), watch, noise)
         contender.park()
         contenders.append(contender)
-    for contender in contenders:
+    for row, contender in zip(job.rows, contenders, strict=True):
+        _say(f"counting {row.name}")
         contender.count()
-    for contender in contenders:
         contender.weigh()
+        if job.traces is not None:
+            contender.trace(job.traces / f"{row.name}.json")
     for number in range(job.rounds):
+        _say(f"round {number + 1} of {job.rounds}")
         shift = number % len(contenders)
         for contender in contenders[shift:] + contenders[:shift]:
             contender.found.times.append(contender.step())
     return [contender.found for contender in contenders]
+
+
+def _say(text: str) -> None:
+    """To the terminal, since a large model takes minutes."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _start_megatron(flags: Namespace) -> torch.device:
@@ -160,6 +175,18 @@ class _Contender:
         """The peak of a step, which is not the first one."""
         self.wake()
         self.found.peak_bytes = peak_bytes(self._noise.device, self._step)
+        self.park()
+
+    def trace(self, file: Path) -> None:
+        """Chrome trace of such a step."""
+        activities = [ProfilerActivity.CPU]
+        if self._noise.is_cuda:
+            activities.append(ProfilerActivity.CUDA)
+        self.wake()
+        with profile(activities=activities) as trace:
+            self._step()
+        if dist.get_rank() == 0:
+            trace.export_chrome_trace(str(file))
         self.park()
 
     def _step(self) -> None:

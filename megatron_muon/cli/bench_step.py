@@ -97,7 +97,7 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     threads = given.threads or max(1, (os.cpu_count() or 1) // world)
     task = Task(
         run=measure,
-        argument=Job(flags, tuple(chosen), given.rounds),
+        argument=Job(flags, tuple(chosen), given.rounds, given.traces),
         world=world,
         gpus=_gpus() > 0,
         threads=threads,
@@ -130,6 +130,8 @@ def _check(given: Namespace, flags: Namespace, world: int) -> None:
             f"{heads} attention heads do not divide --hidden {given.hidden}, or --tp {given.tp} "
             "does not divide them: see --heads"
         )
+    if given.traces is not None and not given.traces.is_dir():
+        raise ValueError(f"--traces {given.traces}: there is no such folder")
     for name in ("json", "plot"):
         path = getattr(given, name)
         if path is not None and not path.parent.is_dir():
@@ -258,6 +260,9 @@ def command_parser() -> argparse.ArgumentParser:
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="all figures")
     out.add_argument("--plot", type=Path, metavar="FILE", help="bar chart (png, svg, pdf)")
+    out.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="Chrome traces of a step of each row, rank 0"
+    )
     out.add_argument("--parts", action="store_true", help="where each row's step goes")
     return parser
 

@@ -196,7 +196,7 @@ def _plan(
     _take(found, plan, config)
     if experts:
         found.on_ep_ranks |= {param for buffer in buffers for param in buffer.param_index_map}
-    buckets = sum(len(buffer.buckets) for buffer in buffers)
+    buckets = [len(buffer.buckets) for buffer in buffers]
     found.lines.append(start_line(plan, stage=number, experts=experts, buckets=buckets))
 
 

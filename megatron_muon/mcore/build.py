@@ -86,7 +86,7 @@ def make_muons(
                     muon.plan,
                     stage=stage.pipeline_rank,
                     experts=groups.has_experts(part),
-                    buckets=sum(len(buffer.buckets) for buffer in part.buffers),
+                    buckets=[len(buffer.buckets) for buffer in part.buffers],
                 )
             )
     checkpoint_owner.remember(model_chunks, config, stage)
