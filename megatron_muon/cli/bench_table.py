@@ -165,12 +165,14 @@ def _ratios(lines: Sequence[Line]) -> list[str]:
     """Each row to those of ``AGAINST``, twice where rows of ours on ``auto`` are there."""
     names = {line.name for line in lines}
     equal = [line for line in lines if not line.name.endswith(AUTO)]
-    found = ["step time to others', the same Newton-Schulz iteration in all rows:"]
-    found += _ratios_to(equal, AGAINST)
+    found = _ratios_to(equal, AGAINST)
+    if found:
+        found.insert(0, "step time to others', the same Newton-Schulz iteration in all rows:")
     if len(equal) < len(lines):
         faster = [line for line in lines if line.name + AUTO not in names]
         against = [name + AUTO if name + AUTO in names else name for name in AGAINST]
-        found += ["", "step time to others', ours on auto:", *_ratios_to(faster, against)]
+        ratios = _ratios_to(faster, against)
+        found += ["", "step time to others', ours on auto:", *ratios] if ratios else []
     return found
 
 
@@ -186,7 +188,8 @@ def _ratios_to(lines: Sequence[Line], against: Sequence[str]) -> list[str]:
                 ratios = [a / b for a, b in zip(steps, by_name[other], strict=True)]
                 span = f"{min(ratios):.2f} to {max(ratios):.2f}"
                 parts.append(f"{statistics.median(ratios):.2f} ({span}) of {other}")
-        found.append(f"  {name:{width}}  {', '.join(parts)}")
+        if parts:
+            found.append(f"  {name:{width}}  {', '.join(parts)}")
     return found
 
 
