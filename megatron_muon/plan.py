@@ -281,9 +281,15 @@ def grid_size(grid: Grid) -> int:
     return sum(len(row) for plane in grid for row in plane)
 
 
-def describe(parameters: Sequence[Parameter], config: MuonConfig) -> list[str]:
-    """All that a plan follows from but the grid, a line each: what ranks have to agree about."""
-    return [f"settings: {config}", *map(_describe, parameters)]
+def describe(
+    parameters: Sequence[Parameter], config: MuonConfig, device: Device = "cuda"
+) -> list[str]:
+    """All that a plan follows from but the grid, a line each: what ranks have to agree about.
+
+    What a matrix's standard iteration costs is the same on every device, so they may differ then.
+    """
+    devices = [] if config.ns_iteration == "standard" else [f"kind of device: {device}"]
+    return [f"settings: {config}", *devices, *map(_describe, parameters)]
 
 
 def _describe(parameter: Parameter) -> str:
