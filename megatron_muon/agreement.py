@@ -143,6 +143,7 @@ def _first_difference(texts: Sequence[str], whose: str) -> str:
                     f"ranks of {whose} disagree about the exchange plan, first at {name}"
                     f": rank {rank} of {whose} has\n  {theirs}\nwhere rank 0 has\n  {ours}\nAll "
                     "ranks of a stage need the same model, the same trainable parameters and the "
-                    "same MuonConfig."
+                    "same MuonConfig; unless ns_iteration is 'standard', the same kind of device, "
+                    "too."
                 )
     raise AssertionError("digests differ but descriptions do not")

@@ -6,7 +6,8 @@ and numbers go over the world, numbers over the stage, which also creates its co
 ``split_world`` once where there are several optimizer instances and once where on some ranks
 nothing trains. Saving and loading vote; ``all_gather_texts`` words an error, compares names where
 patterns decide, and puts a checkpoint's digest together. ``all_gather_flat`` is of what
-``megatron-muon bench step`` compares with, ``start_broadcasts`` too and of Megatron on a CPU.
+``megatron-muon bench step`` compares with, ``start_broadcasts`` too and of Megatron on a CPU;
+``megatron-muon bench speeds`` times ``start_all_to_all``.
 """
 
 from __future__ import annotations

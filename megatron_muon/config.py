@@ -61,7 +61,14 @@ class MuonConfig:
             first EP rank; ``megatron-muon routes`` prints them.
         homes: which rank orthogonalizes a matrix. ``balanced`` keeps the rank that holds most of
             it unless that rank's work would pass 1.05 × the ideal or the largest matrix's, if that
-            is more; ``local`` always keeps it.
+            is more; up to 1.10 × where it would be done later elsewhere (module ``homes``).
+            ``local`` always keeps it.
+        rank_tflops: speed of Newton-Schulz on a rank, 10¹² flop/s; homes depend on it, nothing
+            else. A setting and never measured by a run, so that every rank and every restart has
+            the same homes; ``megatron-muon bench speeds`` measures. 400 is an assumption for an
+            H100 in bf16: 40 % of the 989 that its data sheet has for dense products.
+        link_gbytes: speed of the exchange, 10⁹ bytes/s that a rank sends and as many that it
+            receives; as rank_tflops. 40 is an assumption for a 400 Gbit/s port (50 GB/s) a rank.
         round_bytes: of matrices and pieces that a rank has in one round of the exchange, at most,
             unless a single parameter has more. Smaller rounds take less memory and hide more
             behind compute, larger ones take fewer collectives.
@@ -86,13 +93,14 @@ class MuonConfig:
     muon_include: tuple[str, ...] = ()
     muon_exclude: tuple[str, ...] = ()
     homes: HomePolicy = "balanced"
+    rank_tflops: float = 400.0
+    link_gbytes: float = 40.0
     round_bytes: int = 256 << 20
     checkpoint_digest: bool = True
 
     def __post_init__(self) -> None:
-        _require_number("matched_adamw_rms", self.matched_adamw_rms)
-        if self.matched_adamw_rms <= 0:
-            raise ValueError(f"matched_adamw_rms must be above 0, got {self.matched_adamw_rms}")
+        for name in ("matched_adamw_rms", "rank_tflops", "link_gbytes"):
+            _require_positive(name, getattr(self, name))
         _require_choice("scale_mode", self.scale_mode, get_args(ScaleMode))
         _require_number("momentum", self.momentum)
         if not 0 <= self.momentum < 1:
@@ -118,6 +126,12 @@ def _require_number(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
+
+
+def _require_positive(name: str, value: float) -> None:
+    _require_number(name, value)
+    if value <= 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
 
 
 def _require_count(name: str, value: object) -> None:

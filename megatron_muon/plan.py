@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.homes import choose_homes
+from megatron_muon.homes import Work, choose_homes, prices
 from megatron_muon.iteration import Device, ns_flops
 from megatron_muon.layout import Parameter, Span
 from megatron_muon.rounds import make_rounds
@@ -223,7 +223,8 @@ def make_plan(
     Args:
         parameters: the stage's Muon parameters, in an order that is the same on all ranks.
         grid: ``grid[ep_rank][tp_rank][dp_rank]``, a permutation of 0 … size - 1.
-        config: the settings; ``homes``, ``round_bytes`` and those of Newton-Schulz matter here.
+        config: the settings; ``homes``, the two speeds, ``round_bytes`` and those of Newton-Schulz
+            matter here.
         device: that it runs on, the same on all ranks; on CPU gram and auto are less work.
 
     Raises:
@@ -233,12 +234,16 @@ def make_plan(
     runs = list(_all_runs(parameters, grid))
     held = _held_elements(runs, len(shapes))
     flops = tuple(ns_flops(shape.rows, shape.cols, config, device) for _, shape in shapes)
-    homes = choose_homes(flops, held, grid_size(grid), config.homes)
+    itemsize = 4 if config.ns_dtype == "fp32" else 2
+    work = [
+        Work(one, shape.rows * shape.cols, by_rank)
+        for one, (_, shape), by_rank in zip(flops, shapes, held, strict=True)
+    ]
+    homes = choose_homes(work, grid_size(grid), config.homes, prices(config, itemsize))
     matrices = tuple(
         Matrix(s.name, s.rows, s.cols, parameter.column_parts, s.column_blocks, home)
         for (parameter, s), home in zip(shapes, homes, strict=True)
     )
-    itemsize = 4 if config.ns_dtype == "fp32" else 2
     plan = ExchangePlan(
         parameters=tuple(parameters),
         matrices=matrices,
@@ -281,9 +286,15 @@ def grid_size(grid: Grid) -> int:
     return sum(len(row) for plane in grid for row in plane)
 
 
-def describe(parameters: Sequence[Parameter], config: MuonConfig) -> list[str]:
-    """All that a plan follows from but the grid, a line each: what ranks have to agree about."""
-    return [f"settings: {config}", *map(_describe, parameters)]
+def describe(
+    parameters: Sequence[Parameter], config: MuonConfig, device: Device = "cuda"
+) -> list[str]:
+    """All that a plan follows from but the grid, a line each: what ranks have to agree about.
+
+    What a matrix's standard iteration costs is the same on every device, so they may differ then.
+    """
+    devices = [] if config.ns_iteration == "standard" else [f"kind of device: {device}"]
+    return [f"settings: {config}", *devices, *map(_describe, parameters)]
 
 
 def _describe(parameter: Parameter) -> str:

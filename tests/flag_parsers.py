@@ -99,6 +99,8 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     ),
     "exclude": (["--muon-exclude", "*.router.weight"], {"muon_exclude": ("*.router.weight",)}),
     "homes": (["--muon-homes", "local"], {"homes": "local"}),
+    "rank-tflops": (["--muon-rank-tflops", "300"], {"rank_tflops": 300.0}),
+    "link-gbytes": (["--muon-link-gbytes", "12.5"], {"link_gbytes": 12.5}),
     "layout": (["--muon-dp-layout", "bucketed"], {}),
     "rounds": (["--muon-round-mib", "64"], {"round_bytes": 64 << 20}),
     "ns-dtype": (["--muon-ns-dtype", "fp32"], {"ns_dtype": "fp32"}),

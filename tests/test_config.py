@@ -33,6 +33,12 @@ from megatron_muon.coefficients import schedule
         ("ns_coefficients", (1.0, 2.0, math.inf), ValueError, "ns_coefficients must be finite"),
         ("ns_dtype", "fp64", ValueError, "one of bf16, fp16, fp32, got 'fp64'"),
         ("homes", "anywhere", ValueError, "homes must be one of balanced, local, got 'anywhere'"),
+        ("rank_tflops", 0, ValueError, "rank_tflops must be above 0, got 0"),
+        ("rank_tflops", True, TypeError, "rank_tflops must be a number, got True"),
+        ("rank_tflops", "fast", TypeError, "rank_tflops must be a number, got 'fast'"),
+        ("link_gbytes", -1.5, ValueError, "link_gbytes must be above 0, got -1.5"),
+        ("link_gbytes", math.nan, ValueError, "link_gbytes must be finite, got nan"),
+        ("link_gbytes", math.inf, ValueError, "link_gbytes must be finite, got inf"),
         (
             "scale_mode",
             "max",
@@ -77,6 +83,28 @@ def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
     saved = record(MuonConfig())
     saved["settings"]["ns_coefficients"] = (3.4445, -4.7750, 2.0315)
     check_record({"megatron_muon": saved}, MuonConfig())
+
+
+def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
+    from megatron_muon.mcore.checkpoint_groups import check_record, record
+
+    saved = record(MuonConfig())
+    for name in ("rank_tflops", "link_gbytes", "round_bytes"):
+        del saved["settings"][name]
+    check_record({"megatron_muon": saved}, MuonConfig())  # nothing differs: see above
+    assert MuonConfig(**saved["settings"]) == MuonConfig()  # what is rebuilt from a record
+
+
+def test_another_speed_is_told_when_a_checkpoint_is_loaded_and_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_muon.mcore import checkpoint_groups
+
+    monkeypatch.setattr(checkpoint_groups.dist, "get_rank", lambda: 0)
+    saved = {"megatron_muon": checkpoint_groups.record(MuonConfig(rank_tflops=300.0))}
+    checkpoint_groups.check_record(saved, MuonConfig())
+    told = "rank_tflops is 400.0 now; the checkpoint was saved with 300.0"
+    assert capsys.readouterr().out == f"[megatron_muon] {told}\n"
 
 
 @pytest.mark.parametrize("iteration", ["gram", "auto"])

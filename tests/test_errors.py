@@ -187,6 +187,8 @@ def _disagree(topology: Topology, kind: str) -> str:
     """The last rank differs; every rank must get an error."""
     import torch.distributed as dist
 
+    from megatron_muon.mcore import build as plugin
+
     built = build(CASE, topology)
     odd = dist.get_rank() == dist.get_world_size() - 1
     settings: dict[str, Any] = {}
@@ -201,6 +203,13 @@ def _disagree(topology: Topology, kind: str) -> str:
         settings = {"momentum": 0.9}
     if odd and kind == "patterns":
         settings = {"muon_exclude": ("*.linear_fc1.*", "*.linear_fc2.*")}
+    if odd and kind == "speeds":
+        settings = {"link_gbytes": 25.0}
+    if kind == "device":  # a CPU that does not multiply bf16 among such as do
+        settings = {"ns_iteration": "auto"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plugin, "plan_device", lambda _: "cpu" if odd else "cpu_bf16")
+            return error_of_optimizer(built, **settings)
     return error_of_optimizer(built, **settings)
 
 
@@ -224,19 +233,23 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
 
 
 @pytest.mark.parametrize(
-    ("kind", "topology"),
+    ("kind", "topology", "named"),
     [
-        ("instances", Topology(dp=4, instances=2)),
-        ("instances", Topology(pp=2)),  # of two stages
-        ("patterns", Topology(pp=2)),
+        ("instances", Topology(dp=4, instances=2), "settings"),
+        ("instances", Topology(pp=2), "settings"),  # of two stages
+        ("patterns", Topology(pp=2), "settings"),
+        ("speeds", Topology(dp=2), "settings"),
+        ("device", Topology(dp=2), "kind of device: rank 1 of the run has"),
     ],
     ids=str,
 )
-def test_settings_are_the_same_in_the_whole_world(kind: str, topology: Topology) -> None:
+def test_settings_are_the_same_in_the_whole_world(
+    kind: str, topology: Topology, named: str
+) -> None:
     """Not only where ranks exchange: instances would part, stages would train differently."""
     for text in run(_disagree, topology.world_size, topology, kind, timeout=60.0):
         assert text.startswith("PlanMismatchError: ranks of the run disagree about"), text
-        assert "first at settings" in text
+        assert f"first at {named}" in text
 
 
 def _hook_errors() -> list[str]:

@@ -122,6 +122,8 @@ REFUSED = {
         "--muon-matched-adamw-rms 0.2 with --muon-scale-mode shape_scaling",
     ),
     "adamw-from-muon": (["--adamw-from-muon"], "is for --optimizer adam"),
+    "rank speed": (["--muon-rank-tflops", "-4"], "rank_tflops must be above 0, got -4.0"),
+    "link speed": (["--muon-link-gbytes", "nan"], "link_gbytes must be finite, got nan"),
     "out of range": (["--muon-momentum", "1.0"], "momentum must be in"),
 }
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from llama import llama_8b
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.homes import HOME_SLACK, choose_homes
+from megatron_muon.homes import HOME_SLACK, Price, Work, choose_homes
 from megatron_muon.iteration import ns_flops
 from megatron_muon.layout import (
     Parameter,
@@ -274,19 +275,38 @@ def test_balanced_homes_bound_the_busiest_rank(
     flops: list[int], size: int, policy: str, chance: random.Random
 ) -> None:
     held = [{chance.randrange(size): 1} for _ in flops]
-    homes = choose_homes(flops, held, size, policy)
+    matrices = [Work(f, 1, by_rank) for f, by_rank in zip(flops, held, strict=True)]
+    homes = choose_homes(matrices, size, policy, Price(1, 0))
     loads = [sum(f for f, h in zip(flops, homes, strict=True) if h == r) for r in range(size)]
     if policy == "local":
         assert all(home in holders for home, holders in zip(homes, held, strict=True))
     else:  # a greedy choice never passes the slack, or the mean plus one matrix
-        ideal = max(sum(flops) / size, max(flops))
+        ideal = max(Fraction(sum(flops), size), max(flops))
         assert max(loads) <= max(HOME_SLACK * ideal, sum(flops) / size + max(flops))
+
+
+@given(stages(), CONFIGS)
+def test_what_a_home_is_said_to_move_is_what_it_receives_and_sends(
+    stage: tuple[list[Parameter], Grid], config: MuonConfig
+) -> None:
+    plan = make_plan(*stage, config)
+    for index, matrix in enumerate(plan.matrices):
+        held = dict.fromkeys(range(plan.size), 0)
+        received = sent = 0
+        for segment in plan.segments:
+            if segment.matrix == index:
+                held[segment.rank] += segment.elements.size
+                if segment.rank != matrix.home:
+                    sent += segment.elements.size
+                    received += 0 if segment.replica else segment.elements.size
+        assert Work(0, matrix.numel, held).moved(matrix.home) == received + sent
 
 
 def test_ties_go_to_the_least_loaded_rank() -> None:
     """Under TP every holder ties; lowest-rank-wins would give rank 0 everything."""
     for policy in ("balanced", "local"):
-        homes = choose_homes([10] * 8, [{0: 5, 1: 5, 2: 5, 3: 5}] * 8, 4, policy)
+        matrix = Work(10, 20, {0: 5, 1: 5, 2: 5, 3: 5})
+        homes = choose_homes([matrix] * 8, 4, policy, Price(1, 1))
         assert sorted(homes) == [0, 0, 1, 1, 2, 2, 3, 3], policy
 
 

@@ -24,6 +24,7 @@ from megatron_muon.cli.versions import RANGES, has_flag
         (["--num-experts", "4", "--moe-layer-freq", "[0,2]"], "no number and no list of 0 and 1"),
         (["--moe-layer-freq", "__import__('os')"], "no number and no list of 0 and 1"),
         (["--muon-homes", "here"], "argument --muon-homes: invalid choice: 'here'"),
+        (["--muon-link-gbytes", "0"], "link_gbytes must be above 0, got 0.0"),
         (["--muon-ns-steps", "0"], "ns_steps must be at least 1, got 0"),
         (["--muon-include", "no.such.*"], "'no.such.*' in --muon-include or --muon-exclude"),
         (["--muon-include", "*norm*"], "Muon updates matrices: only 2-D weights"),

@@ -30,7 +30,8 @@ COMMANDS = {
     ),
     "bench": (
         "megatron_muon.cli.bench",
-        "step: what an optimizer step costs beside AdamW's; newton-schulz: how fast and accurate",
+        "step: what an optimizer step costs beside AdamW's; newton-schulz: how fast and accurate; "
+        "speeds: of a rank and its link",
     ),
 }
 

@@ -15,6 +15,10 @@ BENCHES = {
         "megatron_muon.cli.bench_newton_schulz",
         "how fast and how accurate the iterations are, beside others'",
     ),
+    "speeds": (
+        "megatron_muon.cli.bench_speeds",
+        "how fast a rank and its link are, as the flags that homes follow from",
+    ),
 }
 
 

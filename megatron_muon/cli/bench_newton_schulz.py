@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shapes",
         nargs="+",
-        type=_shape,
+        type=shape_of,
         default=None,
         metavar="ROWSxCOLS",
         help="default 512x512 to 512x4096; accuracy: 64x256",
@@ -171,14 +171,18 @@ def _timed(
 
 
 def interleaved(
-    runs: Sequence[Callable[[Tensor], object]], matrix: Tensor, rounds: int
+    runs: Sequence[Callable[[Tensor], object]],
+    matrix: Tensor,
+    rounds: int,
+    clock: Callable[[], float] | None = None,
 ) -> list[list[float]]:
     """Milliseconds of each run in each round; the order rotates from round to round.
 
-    On CPU those that the process computed, not those it waited for others on the machine.
+    Without a ``clock`` those that pass; on CPU those that the process computed, all its threads
+    together, not those it waited for others on the machine.
     """
     cuda = matrix.device.type == "cuda"
-    clock = time.perf_counter if cuda else time.process_time
+    clock = clock or (time.perf_counter if cuda else time.process_time)
 
     def wait() -> None:
         if cuda:
@@ -198,7 +202,8 @@ def interleaved(
     return times
 
 
-def _shape(text: str) -> tuple[int, int]:
+def shape_of(text: str) -> tuple[int, int]:
+    """Of a matrix, for argparse."""
     rows, _, cols = text.partition("x")
     if not (rows.isdigit() and cols.isdigit() and int(rows) and int(cols)):
         raise argparse.ArgumentTypeError(f"a shape is ROWSxCOLS, got {text!r}")

@@ -10,10 +10,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import megatron_muon
-from megatron_muon.config import HomePolicy, MuonConfig
+from megatron_muon.cli.muon_flags import add_home_flags, homes_of
+from megatron_muon.config import MuonConfig
 
 _ROWS = ("adamw", "muon-contiguous", "muon-bucketed", "muon-paper", "upstream-layerwise")
 _DESCRIPTION = """\
@@ -84,7 +85,7 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     _check(given, flags, world)
     config = MuonConfig(
         ns_steps=given.ns_steps,
-        homes=given.muon_homes,
+        **homes_of(given),
         round_bytes=round(given.muon_round_mib * (1 << 20)),
     )
     names = list(given.rows)
@@ -282,9 +283,7 @@ def _add_muon(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--rounds", type=int, default=7, metavar="N", help="%(default)s")
     group.add_argument("--ns-steps", type=int, default=default.ns_steps, help="%(default)s")
-    group.add_argument(
-        "--muon-homes", choices=get_args(HomePolicy), default=default.homes, help="%(default)s"
-    )
+    add_home_flags(group)
     group.add_argument(
         "--muon-round-mib",
         type=float,

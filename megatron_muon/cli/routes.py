@@ -13,8 +13,13 @@ from typing import get_args
 
 import megatron_muon
 from megatron_muon.cli.flags import add_megatron_flags, not_read, split_known
-from megatron_muon.coefficients import NsDtype, parse
-from megatron_muon.config import MuonConfig, NsIteration, ScaleMode
+from megatron_muon.cli.muon_flags import (
+    add_home_flags,
+    add_newton_schulz_flags,
+    homes_of,
+    newton_schulz_of,
+)
+from megatron_muon.config import MuonConfig, ScaleMode
 
 _DESCRIPTION = """\
 Print every parameter of a GPT model with its shape, how tensor parallelism splits it, its
@@ -107,9 +112,7 @@ def _add_muon_flags(group: argparse._ArgumentGroup) -> None:
             help="of parameter names (*, ?, []); may be given several times",
         )
     group.add_argument("--muon-no-split-qkv", action="store_true", help="fused QKV is one matrix")
-    group.add_argument(
-        "--muon-homes", choices=["balanced", "local"], default=default.homes, help="%(default)s"
-    )
+    add_home_flags(group)
     group.add_argument(
         "--muon-scale-mode",
         choices=get_args(ScaleMode),
@@ -123,23 +126,7 @@ def _add_muon_flags(group: argparse._ArgumentGroup) -> None:
         default=default.matched_adamw_rms,
         help="%(default)s",
     )
-    group.add_argument(
-        "--muon-ns-coefficients", type=parse, default=default.ns_coefficients, help="%(default)s"
-    )
-    for name, choices in (("iteration", get_args(NsIteration)), ("dtype", get_args(NsDtype))):
-        group.add_argument(
-            f"--muon-ns-{name}",
-            choices=choices,
-            default=getattr(default, f"ns_{name}"),
-            help="%(default)s",
-        )
-    group.add_argument(
-        "--muon-ns-steps",
-        "--muon-num-ns-steps",
-        type=int,
-        default=default.ns_steps,
-        help="%(default)s",
-    )
+    add_newton_schulz_flags(group)
 
 
 def _muon_config(flags: Namespace) -> MuonConfig:
@@ -147,13 +134,10 @@ def _muon_config(flags: Namespace) -> MuonConfig:
         muon_include=tuple(flags.muon_include),
         muon_exclude=tuple(flags.muon_exclude),
         split_qkv=not flags.muon_no_split_qkv,
-        homes=flags.muon_homes,
         matched_adamw_rms=flags.muon_matched_adamw_rms,
         scale_mode=flags.muon_scale_mode,
-        ns_steps=flags.muon_ns_steps,
-        ns_coefficients=flags.muon_ns_coefficients,
-        ns_iteration=flags.muon_ns_iteration,
-        ns_dtype=flags.muon_ns_dtype,
+        **homes_of(flags),
+        **newton_schulz_of(flags),
     )
 
 

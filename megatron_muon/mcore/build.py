@@ -62,7 +62,7 @@ def make_muons(
     for part in parts:
         part.muon = None
         part.__class__ = MuonDistributedOptimizer
-    agree_everywhere(plans.describe([], config), device)
+    agree_everywhere(plans.describe([], config, plan_device(device)), device)
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
@@ -125,17 +125,17 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
 
     An error of this rank waits until then, so that no other rank is left alone in the agreement.
     """
-    coordinates = stage.coordinates(dist_opt)
+    coordinates, kind = stage.coordinates(dist_opt), plan_device(stage.device)
     found: Found = []
     error: Exception | None = None
     try:
         found = muon_parameters(
             dist_opt.model_chunks, dist_opt.buffers, stage.sizes.tp, stage.sizes.expert_tp, config
         )
-        description = plans.describe([parameter for _, parameter in found], config)
+        description = plans.describe([parameter for _, parameter in found], config, kind)
     except Exception as routing_error:
         error = routing_error
-        description = [*plans.describe([], config), f"error: {routing_error}"]
+        description = [*plans.describe([], config, kind), f"error: {routing_error}"]
     try:
         grid = agree_on_grid(coordinates, description, stage.group, stage.device)
     except PlanMismatchError as mismatch:
@@ -145,7 +145,7 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     here = [parameter for _, parameter in found]
     ep_rank, ep_size = coordinates.ep_rank, coordinates.ep_size
     everywhere = on_every_ep_rank(here, ep_size, local_experts(dist_opt.model_chunks, ep_size))
-    plan = plans.make_plan(everywhere, grid, config, plan_device(stage.device))
+    plan = plans.make_plan(everywhere, grid, config, kind)
     rank, meter = dist.get_rank(stage.group), Meter()
     shards = dict(owned_shards(dist_opt))
     main_params = {

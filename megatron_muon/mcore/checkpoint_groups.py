@@ -52,7 +52,9 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig) -> None:
             f"the checkpoint's optimizer state is of format {found.get('format')!r}, this "
             f"megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
         )
-    then, now = {**found["settings"]}, dataclasses.asdict(config)
+    # A megatron_muon without some setting did what is its default.
+    then = {**dataclasses.asdict(MuonConfig()), **found["settings"]}
+    now = dataclasses.asdict(config)
     if "ns_coefficients" in then:  # a set may have been saved as its numbers
         then["ns_coefficients"] = canonical(then["ns_coefficients"])
     for name in sorted(then.keys() | now.keys()):

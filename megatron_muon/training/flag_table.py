@@ -156,6 +156,20 @@ FLAGS = (
         choices=("balanced", "local"),
     ),
     _flag(
+        "--muon-rank-tflops",
+        "speed of Newton-Schulz on a rank, in TFLOP/s: what its work costs where homes are chosen; "
+        "megatron-muon bench speeds measures it, a run never does; megatron_muon's; default "
+        f"{_MOONLIGHT.rank_tflops:g}, taken for an H100",
+        type=float,
+    ),
+    _flag(
+        "--muon-link-gbytes",
+        "speed of the exchange, in GB/s (10^9 bytes) that a rank sends and receives: what bytes "
+        "cost where homes are chosen; megatron-muon bench speeds measures it, a run never does; "
+        f"megatron_muon's; default {_MOONLIGHT.link_gbytes:g}, taken for a 400 Gbit/s port a rank",
+        type=float,
+    ),
+    _flag(
         "--muon-dp-layout",
         "how grad buffers are cut into shards where --overlap-grad-reduce is on, a name: "
         "contiguous, in the fewest buckets that keep the overlap, unless --ddp-num-buckets or "

@@ -146,9 +146,16 @@ def muon_config(args: Namespace) -> MuonConfig:
         muon_include=tuple(value_given(args, "muon_include") or ()),
         muon_exclude=tuple(value_given(args, "muon_exclude") or ()),
         homes=value_given(args, "muon_homes") or _MOONLIGHT.homes,
+        rank_tflops=_speed(args, "rank_tflops"),
+        link_gbytes=_speed(args, "link_gbytes"),
         round_bytes=_round_bytes(args),
         checkpoint_digest=not value_given(args, "no_muon_checkpoint_digest"),
     )
+
+
+def _speed(args: Namespace, name: str) -> float:
+    given = value_given(args, f"muon_{name}")
+    return float(getattr(_MOONLIGHT, name) if given is None else given)
 
 
 def _round_bytes(args: Namespace) -> int:

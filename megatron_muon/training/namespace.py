@@ -89,6 +89,8 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_include": list(config.muon_include),
         "muon_exclude": list(config.muon_exclude),
         "muon_homes": config.homes,
+        "muon_rank_tflops": config.rank_tflops,
+        "muon_link_gbytes": config.link_gbytes,
         "muon_dp_layout": getattr(args, "muon_dp_layout", None) or "contiguous",
         "muon_round_mib": config.round_bytes >> 20,
         "muon_from_adamw": getattr(args, "muon_from_adamw", None) or "refuse",
