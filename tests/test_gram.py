@@ -71,6 +71,21 @@ def test_panels_are_the_whole_product(rows: int) -> None:
     assert torch.allclose(made, 0.3 * linear - 2 * left @ left.mT, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize(("rows", "inner"), [(8, 8), (32, 160), (300, 70), (400, 400)])
+def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
+    """Also where the CPU makes it in bf16, with its linear term in the same pass. Sums in fp32 are
+
+    2⁻²⁴ × √inner off, against 2⁻⁹ of the rounding: one element in a thousand goes to its neighbour.
+    """
+    products = products_on(torch.device("cpu"), "bf16")
+    left = products.enter(_matrix(rows, inner))
+    linear = products.enter(_matrix(rows, rows) + _matrix(rows, rows).mT)
+    for make in (products.product, products.symmetric):
+        made = products.rounded(make(left, left.mT, linear, beta=0.3, alpha=-2.0))
+        exact = 0.3 * linear.double() - 2.0 * left.double() @ left.mT.double()
+        assert (made.double() != exact.bfloat16().double()).double().mean() <= 0.01
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "steps"), PAIRS)
 def test_gram_is_as_accurate_as_standard(name: Any, steps: int, dtype: Any) -> None:
