@@ -102,15 +102,37 @@ def all_gather_flat(name: str, mine: Tensor, group: Group) -> list[Tensor]:
     return list(torch.split(flat, mine.numel()))
 
 
-def start_broadcasts(parts: Sequence[Tensor], group: Group) -> list[dist.Work]:
-    """Start to fill ``parts[r]``, of any size, with what rank r has there, by broadcasts that are
-    under way together: what NCCL makes of an all-gather of unequal parts, which gloo refuses."""
-    works: list[dist.Work | None] = [
-        dist.broadcast(part, dist.get_global_rank(group, rank), group=group, async_op=True)
-        for rank, part in enumerate(parts)
-        if part.numel()
-    ]
-    return [work for work in works if work is not None]
+@dataclass(frozen=True, slots=True)
+class Broadcasts:
+    """Broadcasts that are under way together."""
+
+    name: str
+    group: Group
+    works: Sequence[dist.Work]
+
+    def wait(self) -> bool:
+        """True once all are done, as ``dist.Work`` says it."""
+        with _named(self.name, self.group, "wait"):
+            return all([work.wait() for work in self.works])
+
+
+def start_broadcasts(name: str, tensors: Sequence[Sequence[Tensor]], group: Group) -> Broadcasts:
+    """Start to fill ``parts[r]`` of each of ``tensors`` with what rank r has there: what NCCL makes
+    of an all-gather of unequal parts, which gloo refuses.
+
+    Args:
+        name: of the phase, in errors and traces.
+        tensors: each in parts of any size, one a rank.
+        group: all its ranks call this together.
+    """
+    with _named(name, group):
+        works: list[dist.Work | None] = [
+            dist.broadcast(part, dist.get_global_rank(group, rank), group=group, async_op=True)
+            for parts in tensors
+            for rank, part in enumerate(parts)
+            if part.numel()
+        ]
+    return Broadcasts(name, group, [work for work in works if work is not None])
 
 
 def any_rank(name: str, flag: Tensor, group: Group | None) -> bool:

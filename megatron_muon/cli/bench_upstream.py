@@ -108,8 +108,6 @@ def _uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:
         if same or dist.get_backend(group) != "gloo":
             return all_gather(parts, mine, group=group)
         parts[group.rank()].copy_(mine)
-        for work in collectives.start_broadcasts(parts, group):
-            work.wait()
-        return None
+        return collectives.start_broadcasts("params/gather", [parts], group).wait()
 
     return gather

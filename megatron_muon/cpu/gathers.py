@@ -14,17 +14,6 @@ from megatron_muon.cpu.patch import Patches
 _NAMES = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 
 
-class _Works:
-    """Several collectives as the one that the coalescing manager waits for."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> bool:
-        """Wait for all."""
-        return all([work.wait() for work in self._works])
-
-
 def coalesced(patches: Patches) -> None:
     """``ProcessGroup``'s coalesced all-gather; groups of other backends keep theirs."""
     name = next((name for name in _NAMES if hasattr(dist.ProcessGroup, name)), _NAMES[-1])
@@ -41,12 +30,12 @@ def _gathered(original: Callable[..., Any] | None) -> Callable[..., Any]:
         if dist.get_backend(group) != "gloo":
             assert original is not None
             return original(group, outputs, inputs, *options)
-        works: list[dist.Work] = []
+        tensors = []
         for output, mine in zip(outputs, inputs, strict=True):
             parts = torch.split(output.view(-1), mine.numel())
             if parts[group.rank()].data_ptr() != mine.data_ptr():  # Megatron's is in its place
                 parts[group.rank()].copy_(mine.reshape(-1))
-            works += collectives.start_broadcasts(parts, group)
-        return _Works(works)
+            tensors.append(parts)
+        return collectives.start_broadcasts("params/gather", tensors, group)
 
     return gather
