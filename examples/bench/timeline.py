@@ -53,7 +53,9 @@ def main(trace: Path, out: Path) -> None:
     figure, axes = plt.subplots(figsize=(10, 2.6), layout="constrained")
     names = list(found)
     for row, name in enumerate(names):
-        axes.broken_barh(found[name], (row - 0.4, 0.8), color=f"C{3 if name in TRAVELS else row}")
+        axes.broken_barh(
+            found[name], (row - 0.4, 0.8), color="C7" if name in TRAVELS else f"C{row}"
+        )
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("ms of the step, one rank")
