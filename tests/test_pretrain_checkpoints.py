@@ -66,6 +66,23 @@ def test_a_non_persistent_checkpoint_goes_on(six: tuple[Path, str], tmp_path: Pa
     assert list(again) == [5, 6] and again[5] == steps(six[1])[5]
 
 
+@pytest.mark.parametrize("algorithm", ["atomic", "fully_parallel"])
+def test_a_local_checkpoint_goes_on(algorithm: str, tmp_path: Path) -> None:
+    """The local kind: of each rank, in a folder of its node."""
+    pytest.importorskip("nvidia_resiliency_ext", reason="Megatron needs it for these, AdamW's too")
+    kind = f"--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {tmp_path}/fast"
+    kind += f" --non-persistent-local-ckpt-algo {algorithm} --non-persistent-save-interval 4"
+    where = f"--save {tmp_path}/slow --load {tmp_path}/slow --save-interval 100"
+    run = f"{RUN} --tensor-model-parallel-size 2 {kind} {where}"
+    whole = steps(pretrain(4, run))
+    files = sorted(path.name for path in (tmp_path / "fast").rglob("*_local.pt"))
+    assert files == [f"iter_0000004_{rank}_local.pt" for rank in range(4)]
+    shutil.rmtree(tmp_path / "slow")
+    again = steps(pretrain(4, run))
+    assert list(again) == [5, 6]
+    assert again[5] == whole[5]  # the log has the mean of the first two iterations as its second
+
+
 def test_a_pretrained_checkpoint_is_where_a_run_without_one_starts(
     six: tuple[Path, str], tmp_path: Path
 ) -> None:
