@@ -59,12 +59,12 @@ def start_all_to_all(
         group: all its ranks call this together, and wait in the order of the calls.
     """
     received = sent.new_empty(sum(received_sizes))
-    sizes = list(received_sizes), list(sent_sizes)
     works: Sequence[dist.Work]
     with _named(name, group):
         if sent.device.type == "cpu":
             works = _start_sends(sent, sent_sizes, received, received_sizes, group)
         else:
+            sizes = list(received_sizes), list(sent_sizes)
             works = [dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)]
     return Pending(name, group, sent, received, works)
 
