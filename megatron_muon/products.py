@@ -104,9 +104,12 @@ class Products:
 @cache
 def multiplies_bf16() -> bool:
     """Whether this CPU has instructions for it (AVX512_BF16, AMX) and torch's kernels use them."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in every torch since 2.4
-    if capabilities is None or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
+    has_avx512_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # since torch 2.5
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # the public way, later still
+    if capabilities is None:
+        return has_avx512_bf16 is not None and bool(has_avx512_bf16())
     return any(capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
 
 

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import megatron_muon.cpu as cpu
-from megatron_muon.cpu import fused_adam, matmul
+from megatron_muon.cpu import fused_adam
 from megatron_muon.cpu.fused_adam import FusedAdam
+from megatron_muon.products import multiplies_bf16
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PATHS = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 U = 2.0**-24  # fp32 unit roundoff
 needs_products = pytest.mark.skipif(
-    matmul.has_native_half_products(), reason="this CPU has bf16 instructions; nothing is replaced"
+    multiplies_bf16(), reason="this CPU has bf16 instructions; nothing is replaced"
 )
 needs_enabled = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so cpu is not enabled")
 
@@ -130,7 +131,7 @@ print("as before")
 
 
 def test_disable_puts_everything_back_and_other_types_are_bitwise_unchanged() -> None:
-    native = f"matmul_is_native = {matmul.has_native_half_products()}\n"
+    native = f"matmul_is_native = {multiplies_bf16()}\n"
     assert _python(native + ROUND_TRIP) == "as before\n"
 
 

@@ -12,16 +12,9 @@ from typing import Any
 import torch
 
 from megatron_muon.cpu.patch import Patches
+from megatron_muon.products import multiplies_bf16
 
 _HALF = (torch.bfloat16, torch.float16)
-
-
-def has_native_half_products() -> bool:
-    """Whether this CPU multiplies bf16 itself (AVX512_BF16, AMX, ...)."""
-    mkldnn = torch.ops.mkldnn
-    return bool(hasattr(mkldnn, "_is_mkldnn_bf16_supported")) and bool(
-        mkldnn._is_mkldnn_bf16_supported()
-    )
 
 
 def _widened(tensors: int, into: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -47,7 +40,7 @@ def products(patches: Patches) -> None:
     ``mv``, ``dot`` and the in-place and ``out=`` forms keep torch's kernel: Megatron does not use
     them in half precision.
     """
-    if has_native_half_products():
+    if multiplies_bf16():
         return
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
