@@ -353,6 +353,26 @@ def test_a_wrong_argument_is_named(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("step --tp 2 --dp 4", "TP x PP x CP x DP makes 8 ranks, which need as many GPUs"),
+        ("speeds --ranks 4", "--ranks makes 4 ranks, which need as many GPUs, and here are 3"),
+    ],
+)
+def test_ranks_do_not_share_gpus(
+    command: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *command.split()])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_ranks_end_when_the_command_is_killed() -> None:
     code = (
         "import time; from megatron_muon.cli.bench_ranks import Task, run_ranks\n"

@@ -52,6 +52,32 @@ class Task:
     seconds: float
 
 
+def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
+    """Whether ranks take GPUs: where there are any, and then one each.
+
+    Args:
+        world: number of ranks.
+        asked_by, fewer: what it follows from, and the flags for another; for the error.
+
+    Raises:
+        ValueError: there are GPUs, but not enough.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < world:
+        raise ValueError(
+            f"{asked_by} makes {world} ranks, which need as many GPUs, and here are {gpus}: choose "
+            f"fewer with {fewer}, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
+        )
+    return gpus > 0
+
+
+def threads_for(world: int, asked: int | None) -> int:
+    """Threads of a rank: as asked, or a rank's part of the cores."""
+    return asked or max(1, (os.cpu_count() or 1) // world)
+
+
 def run_ranks(task: Task) -> list[Any]:
     """What ``task.run`` returns on each rank.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_muon import collectives
 from megatron_muon.cli.bench_newton_schulz import interleaved, shape_of
-from megatron_muon.cli.bench_ranks import RankError, Task, run_ranks
+from megatron_muon.cli.bench_ranks import RankError, Task, gpus_for, run_ranks, threads_for
 from megatron_muon.cli.muon_flags import add_newton_schulz_flags, newton_schulz_of
 from megatron_muon.config import MuonConfig
 from megatron_muon.iteration import ns_flops
@@ -124,28 +123,21 @@ def _meet(device: torch.device) -> None:
 
 
 def _task(given: Namespace) -> Task:
-    gpus = torch.cuda.device_count()
-    world = given.ranks or gpus or 2
-    if 0 < gpus < world:
-        raise ValueError(
-            f"--ranks {world} need as many GPUs, here are {gpus}: choose fewer, or set "
-            "CUDA_VISIBLE_DEVICES= to measure the CPU"
-        )
+    world = given.ranks or torch.cuda.device_count() or 2
+    gpu = gpus_for(world, "--ranks", "--ranks")
     for name in ("ranks", "threads", "rounds", "mib"):
         value = getattr(given, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     job = Job(
         config=MuonConfig(**newton_schulz_of(given)),
-        shape=given.shape or (_GPU_SHAPE if gpus else _CPU_SHAPE),
+        shape=given.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE),
         message_bytes=given.mib << 20,
         rounds=given.rounds,
-        gpu=gpus > 0,
+        gpu=gpu,
     )
-    threads = given.threads or max(1, (os.cpu_count() or 1) // world)
-    return Task(
-        run=measure, argument=job, world=world, gpus=job.gpu, threads=threads, seconds=600.0
-    )
+    threads = threads_for(world, given.threads)
+    return Task(run=measure, argument=job, world=world, gpus=gpu, threads=threads, seconds=600.0)
 
 
 def _report(task: Task, ranks: Sequence[Speeds]) -> None:

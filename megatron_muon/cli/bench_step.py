@@ -77,12 +77,13 @@ def main(argv: Sequence[str]) -> int:
 def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     """What to run, and why upstream's row is not in it."""
     from megatron_muon.cli.bench_measure import Job, measure
-    from megatron_muon.cli.bench_ranks import Task
+    from megatron_muon.cli.bench_ranks import Task, gpus_for, threads_for
     from megatron_muon.cli.bench_rows import rows, why_no_upstream
     from megatron_muon.cli.model import ranks_of
 
     world = ranks_of(flags).world
-    _check(given, flags, world)
+    _check(given, flags)
+    gpus = gpus_for(world, "TP x PP x CP x DP", "--tp --pp --cp --dp")
     config = MuonConfig(
         ns_steps=given.ns_steps,
         **homes_of(given),
@@ -95,19 +96,18 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     chosen = rows(config, names, given.exchange, given.muon_tp_mode)
     if not chosen:
         raise ValueError(f"no row is left to measure: {left_out}")
-    threads = given.threads or max(1, (os.cpu_count() or 1) // world)
     task = Task(
         run=measure,
         argument=Job(flags, tuple(chosen), given.rounds, given.traces),
         world=world,
-        gpus=_gpus() > 0,
-        threads=threads,
+        gpus=gpus,
+        threads=threads_for(world, given.threads),
         seconds=60 * given.minutes,
     )
     return task, left_out
 
 
-def _check(given: Namespace, flags: Namespace, world: int) -> None:
+def _check(given: Namespace, flags: Namespace) -> None:
     """Errors that ranks would only find one by one."""
     for name in ("rounds", "threads", "minutes"):
         value = getattr(given, name)
@@ -116,11 +116,6 @@ def _check(given: Namespace, flags: Namespace, world: int) -> None:
     for name, size in (("hidden", given.hidden), ("layers", given.layers), ("seq", given.seq)):
         if size < 1:
             raise ValueError(f"--{name} must be at least 1, got {size}")
-    if 0 < _gpus() < world:
-        raise ValueError(
-            f"TP x PP x CP x DP = {world} ranks need as many GPUs, here are {_gpus()}: choose "
-            "fewer with --tp --pp --cp --dp, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
-        )
     if flags.expert_model_parallel_size > 1 and not flags.num_experts:
         raise ValueError(f"--ep {flags.expert_model_parallel_size} needs --num-experts")
     if given.layers % given.pp:
@@ -139,12 +134,6 @@ def _check(given: Namespace, flags: Namespace, world: int) -> None:
             raise ValueError(f"--{name} {path}: there is no folder {path.parent}")
     if given.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _report(given: Namespace, task: Any, ranks: Sequence[Sequence[Any]]) -> None:
