@@ -102,3 +102,23 @@ def test_the_schedule_after_a_load_is_the_one_that_was_asked_for(
     text = pretrain(1, run, f"--train-iters 4 --lr 2e-2 --load {tmp_path} {option}")
     rates = re.findall(r"learning rate: (\S+)", text)
     assert [float(found) for found in rates] == [rate, rate], text[-3000:]
+
+
+@pytest.mark.parametrize("saved_by", ["muon", "adamw"])
+def test_an_earlier_checkpoint_loads_with_the_state_that_it_was_saved_with(
+    saved_by: str, tmp_path: Path
+) -> None:
+    """Megatron takes the latest one's moments with it, in the format torch."""
+    where = f"--save {tmp_path} --save-interval 2 --ckpt-format torch"
+    run = f"--bf16 --use-distributed-optimizer --lr-decay-style constant {where}"
+    optimizer = "--optimizer muon" if saved_by == "muon" else "--optimizer adam"
+    text = pretrain(1, run, optimizer)
+    again = f"--load {tmp_path} --ckpt-step 2 --muon-from-adamw momentum"
+    after = steps(pretrain(1, run, "--optimizer muon", again))
+    assert list(after) == [3, 4, 5, 6]
+    if saved_by == "muon":  # the second line has the mean of the first two after a start
+        assert [after[n] for n in (3, 5, 6)] == [steps(text)[n] for n in (3, 5, 6)]
+        return
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    again = f"--load {tmp_path} --muon-from-adamw momentum"
+    assert steps(pretrain(1, run, "--optimizer muon", again)) == after

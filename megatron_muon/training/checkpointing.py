@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,20 +107,18 @@ def load_checkpoint(
     from megatron_muon.mcore.checkpoint_groups import SCHEDULE
 
     given = importlib.import_module("megatron.training").get_args()
-    load_arg = kwargs.get("load_arg", args[0] if args else "load")
-    if not is_on(given):
-        if not getattr(given, "adamw_from_muon", False):
-            return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
-        folder = _loaded_from(given, getattr(given, load_arg))
-        with switching.from_other(given, optimizer, folder, muon=False):
-            return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
-    groups = optimizer.param_groups if optimizer is not None else []
+    muon = is_on(given)
+    if not muon and not getattr(given, "adamw_from_muon", False):
+        return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+    load_dir = getattr(given, kwargs.get("load_arg", args[0] if args else "load"))
+    folder = _loaded_from(given, load_dir)
+    groups = optimizer.param_groups if optimizer is not None and muon else []
     rates = [{key: group[key] for key in SCHEDULE if key in group} for group in groups]
-    folder = _loaded_from(given, getattr(given, load_arg))
-    with (
-        _checked(given, folder, ddp_model),
-        switching.from_other(given, optimizer, folder, muon=True),
-    ):
+    with ExitStack() as loading:
+        if muon:
+            loading.enter_context(_checked(given, folder, ddp_model))
+        loading.enter_context(switching.from_other(given, optimizer, folder, muon=muon))
+        loading.enter_context(tracker.naming(_checkpointing(), load_dir, _step(given)))
         result = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
     if rates and given.override_opt_param_scheduler:
         for group, own in zip(optimizer.param_groups, rates, strict=True):
@@ -151,7 +149,7 @@ def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
         load_dir = pretrained
     own, beside = None, None
     if load_dir is not None:
-        own = _latest(load_dir, given.ckpt_step if getattr(given, "ckpt_step", None) else None)
+        own = _latest(load_dir, _step(given))
     if given.non_persistent_ckpt_type == "global":
         directory = given.non_persistent_global_ckpt_dir
         if directory or load_dir:
@@ -161,6 +159,11 @@ def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
     if own is None or beside is None:
         return own or beside
     return beside if beside.name >= own.name != "release" else own
+
+
+def _step(given: Any) -> int | None:
+    """``--ckpt-step``, of which Megatron takes 0 for none."""
+    return getattr(given, "ckpt_step", None) or None
 
 
 def _latest(load_dir: str, step: int | None) -> Path | None:

@@ -87,6 +87,33 @@ def after(act: Callable[[], None]) -> Iterator[None]:
         _first = before
 
 
+@contextmanager
+def naming(checkpointing: Any, load_dir: str | None, step: int | None) -> Iterator[None]:
+    """Within it Megatron takes the tracker in ``load_dir`` to name ``step``; None: what it names.
+
+    With ``--ckpt-step`` and ``--ckpt-format torch`` Megatron reads the model and the groups of that
+    step, but the rest of a distributed optimizer's state from the checkpoint that the tracker names
+    (``load_checkpoint`` of core_v0.16.1: "NOTE: this is a manual read of the tracker file"). It
+    does so with AdamW's, too.
+
+    Args:
+        checkpointing: the module ``megatron.training.checkpointing``.
+    """
+    original = checkpointing.read_metadata
+
+    def read_metadata(tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
+        if Path(tracker_filename).parent == Path(str(load_dir)):
+            return step, False
+        return original(tracker_filename, *args, **kwargs)
+
+    if load_dir is not None and step is not None:
+        checkpointing.read_metadata = read_metadata
+    try:
+        yield
+    finally:
+        checkpointing.read_metadata = original
+
+
 def named_by(save_dir: Path) -> str | None:
     """The name of the folder that the tracker names, None where there is no tracker.
 
