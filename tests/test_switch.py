@@ -176,8 +176,8 @@ def test_adamw_goes_on_from_muon(format: str, shape: str, tmp_path: Path) -> Non
 
 def _as_moonshots(folder: str, built: Any, muons: set[str]) -> None:
     """Turn a checkpoint of AdamW's into the proof of concept's, by what its code writes: momentum
-    in place of the first moment, no second moment, and groups of Muon's own. (Its own code was
-    read, not run: see ``checkpoint_foreign``.)"""
+    in place of the first moment, no second moment, and groups of Muon's own. Files that its code
+    wrote are loaded in tests/test_pretrain_moonshot.py."""
     file = f"{folder}/0_0_0_model_optim.pt"
     state = torch.load(file, weights_only=False)
     groups = state["optimizer"]["optimizer"]["param_groups"]
