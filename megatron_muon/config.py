@@ -51,6 +51,10 @@ class MuonConfig:
             switches say so (``torch.backends.cuda.matmul``: TF32, reduced-precision reductions).
             fp16 is finer than bf16 but ends at 6e-8 of a matrix's norm, where smaller entries
             become zero.
+        ns_batch: on CUDA a home orthogonalizes so many matrices of one shape of a round at once, at
+            most: small ones leave most of a GPU idle. A batch's products may round otherwise than
+            one matrix's, so with more than 1 results depend on the layout, and torch's
+            deterministic mode takes one at a time. As many workspaces are needed. No effect on CPU.
         weight_decay_all_params: decay RMSNorm gammas and biases too, and whatever else an override
             gives ``wd_mult`` 0. Off, as in Megatron; the paper (appendix D) recommends it for long
             runs.
@@ -88,6 +92,7 @@ class MuonConfig:
     ns_coefficients: Given = "simple"
     ns_iteration: NsIteration = "standard"
     ns_dtype: NsDtype = "bf16"
+    ns_batch: int = 1
     weight_decay_all_params: bool = False
     split_qkv: bool = True
     muon_include: tuple[str, ...] = ()
@@ -118,7 +123,8 @@ class MuonConfig:
         for name in ("muon_include", "muon_exclude"):
             _require_patterns(name, getattr(self, name))
         _require_choice("homes", self.homes, ("balanced", "local"))
-        _require_count("round_bytes", self.round_bytes)
+        for name in ("ns_batch", "round_bytes"):
+            _require_count(name, getattr(self, name))
 
 
 def _require_number(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Newton-Schulz orthogonalization of one matrix: tensors in, tensors out, no groups.
+"""Newton-Schulz orthogonalization of matrices: tensors in, tensors out, no groups.
 
 Two iterations that differ in rounding only (``iteration`` says which a matrix gets): the standard
 one of arXiv 2502.16982 eq. 2-3 and https://kellerjordan.github.io/posts/muon, and the Gram one,
@@ -7,6 +7,8 @@ every other order; what a product rounds to is in ``products``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,17 +36,60 @@ def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
     if matrix.dim() != 2:
         raise ValueError(f"a matrix has 2 dims, got shape {tuple(matrix.shape)}")
     tall = matrix.size(0) > matrix.size(1)
-    x = matrix.mT if tall else matrix
+    x = _iterated(_entered(matrix, config), config)
+    return x.mT if tall else x
+
+
+def orthogonalize_at_once(matrices: Sequence[Tensor] | Tensor, config: MuonConfig) -> list[Tensor]:
+    """The directions of matrices of one shape, each product one of a batch.
+
+    A batch's products may round otherwise than those of one matrix; of one it is ``orthogonalize``.
+
+    Args:
+        matrices: each ``(rows, cols)``, on one device.
+        config: as there.
+
+    Returns:
+        Each ``(rows, cols)`` in ``products.travel_dtype``.
+
+    Raises:
+        ValueError: they are not 2-D or not of one shape.
+    """
+    if len(matrices) == 1:
+        return [orthogonalize(matrices[0], config)]
+    shapes = {tuple(matrix.shape) for matrix in matrices}
+    if len(shapes) != 1 or matrices[0].dim() != 2:
+        raise ValueError(f"a batch is of 2-D matrices of one shape, got {sorted(shapes)}")
+    x = _iterated(torch.stack([_entered(matrix, config) for matrix in matrices]), config)
+    tall = matrices[0].size(0) > matrices[0].size(1)
+    return [direction.mT if tall else direction for direction in x]
+
+
+def at_once_on(device: torch.device, config: MuonConfig) -> int:
+    """How many matrices of one shape go through ``orthogonalize_at_once`` together, at most.
+
+    A CPU takes one at a time, and so does torch's deterministic mode: which matrices are at one
+    home in one round depends on the layout.
+    """
+    if device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
+        return 1
+    return config.ns_batch
+
+
+def _entered(matrix: Tensor, config: MuonConfig) -> Tensor:
+    """A matrix as products take it: the short side first, normalised, rounded."""
+    x = matrix.mT if matrix.size(0) > matrix.size(1) else matrix
     x = x.reshape(-1).view(x.shape)  # row-major, with a row's own strides where there is but one
-    products = products_on(matrix.device, config.ns_dtype)
-    x = products.enter(normalize(x))
-    device = plan_device(matrix.device)
-    if takes_gram(matrix.size(0), matrix.size(1), config, device):
+    return products_on(matrix.device, config.ns_dtype).enter(normalize(x))
+
+
+def _iterated(x: Tensor, config: MuonConfig) -> Tensor:
+    products, device = products_on(x.device, config.ns_dtype), plan_device(x.device)
+    if takes_gram(x.size(-2), x.size(-1), config, device):
         x = gram_iteration(x, segments(config, device), products)
     else:
         x = standard_iteration(x, schedule_of(config), products)
-    x = x.to(travel_dtype(config))
-    return x.mT if tall else x
+    return x.to(travel_dtype(config))
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -65,7 +110,7 @@ def standard_iteration(x: Tensor, steps: tuple[Triple, ...], products: Products)
     """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX, every one of them rounded.
 
     Args:
-        x: ``(m, n)`` with m <= n, from ``products.enter``.
+        x: ``(m, n)`` with m <= n, from ``products.enter``; or ``(k, m, n)``, a batch.
         steps: (a, b, c) of each.
         products: of x's device.
     """
@@ -85,7 +130,7 @@ def gram_iteration(x: Tensor, parts: Segments, products: Products) -> Tensor:
     X is rounded as in the standard iteration, the square matrices to ``products.squares``.
 
     Args:
-        x: ``(m, n)`` with m <= n, from ``products.enter``.
+        x: ``(m, n)`` with m <= n, from ``products.enter``; or ``(k, m, n)``, a batch.
         parts: (a, b, c) of each step, in the segments between restarts.
         products: of x's device.
     """
@@ -96,7 +141,7 @@ def gram_iteration(x: Tensor, parts: Segments, products: Products) -> Tensor:
 
 
 def _factor(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
-    """Q of one segment, ``(m, m)``: QX is what ``steps`` make of X, given R = XXᵀ."""
+    """Q of one segment: QX is what ``steps`` make of X, given R = XXᵀ; as R, ``(m, m)`` or many."""
 
     def plus(linear: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
         made = products.symmetric(left, right, linear, beta=beta, alpha=alpha)
@@ -108,7 +153,7 @@ def _factor(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Tens
         alpha, p = (b, gram) if c == 0 else (1.0, plus(gram, gram, gram, b, c))
         if factor is None:
             factor = products.squared(p * alpha)
-            factor.diagonal().add_(a)
+            factor.diagonal(dim1=-2, dim2=-1).add_(a)
             factor = products.squared(factor)
         else:
             factor = plus(factor, factor, p, a, alpha)

@@ -13,7 +13,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Exchange, Meter, Moving
 from megatron_muon.iteration import ns_flops
 from megatron_muon.layout import Span
-from megatron_muon.newton_schulz import orthogonalize
+from megatron_muon.newton_schulz import at_once_on, orthogonalize_at_once
 from megatron_muon.phases import Phase
 from megatron_muon.plan import ExchangePlan
 from megatron_muon.products import plan_device, travel_dtype
@@ -165,14 +165,26 @@ class DistributedMuon:
         return pieces
 
     def _orthogonalize(self, matrices: dict[int, Tensor]) -> dict[int, Tensor]:
-        directions = {}
-        for index in sorted(matrices):
-            matrix = matrices.pop(index)
-            rows, cols = matrix.shape
-            directions[index] = orthogonalize(matrix, self.config)
-            self.meter.matrices += 1
-            self.meter.ns_flops += ns_flops(rows, cols, self.config, plan_device(matrix.device))
+        directions: dict[int, Tensor] = {}
+        for indices in self._batches(matrices):
+            batch = [matrices.pop(index) for index in indices]
+            made = orthogonalize_at_once(batch, self.config)
+            directions.update(zip(indices, made, strict=True))
+            (rows, cols), device = batch[0].shape, plan_device(batch[0].device)
+            self.meter.matrices += len(batch)
+            self.meter.ns_flops += len(batch) * ns_flops(rows, cols, self.config, device)
         return directions
+
+    def _batches(self, matrices: Mapping[int, Tensor]) -> list[list[int]]:
+        """Indices of matrices of one shape, as many together as the device takes at once."""
+        of_shape: dict[tuple[int, ...], list[int]] = {}
+        for index in sorted(matrices):
+            of_shape.setdefault(tuple(matrices[index].shape), []).append(index)
+        batches = []
+        for indices in of_shape.values():
+            most = at_once_on(matrices[indices[0]].device, self.config)
+            batches += [indices[at : at + most] for at in range(0, len(indices), most)]
+        return sorted(batches)
 
     def _update(self, shards: Sequence[_Shard], directions: dict[int, Tensor]) -> None:
         for shard in shards:

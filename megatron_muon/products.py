@@ -79,7 +79,11 @@ class Products:
         beta: float = 1.0,
         alpha: float = 1.0,
     ) -> Tensor:
-        """``beta·linear + alpha·left@right`` in ``held``."""
+        """``beta·linear + alpha·left@right`` in ``held``; of matrices or of batches of them."""
+        if left.dim() == 3:
+            if linear is None:
+                return torch.bmm(left, right)
+            return torch.baddbmm(linear, left, right, beta=beta, alpha=alpha)
         if linear is None:
             return torch.mm(left, right)
         return torch.addmm(linear, left, right, beta=beta, alpha=alpha)
@@ -94,9 +98,9 @@ class Products:
         alpha: float = 1.0,
     ) -> Tensor:
         """``product`` where the result is known to be symmetric, ``linear`` too; not rounded."""
-        if self.kernel is not None and left.size(0) > _KERNEL_TILE:
+        if self.kernel is not None and left.size(-2) > _KERNEL_TILE:
             return self.kernel(left, right, linear, beta, alpha)
-        if not self.blocked or len(panels(left.size(0))) == 1:
+        if not self.blocked or left.dim() == 3 or len(panels(left.size(0))) == 1:
             return self.product(left, right, linear, beta=beta, alpha=alpha)
         return _lower_and_mirrored(left, right, linear, beta, alpha)
 
@@ -167,8 +171,9 @@ def _quack() -> SymmetricKernel | None:
     def kernel(
         left: Tensor, right: Tensor, linear: Tensor | None, beta: float, alpha: float
     ) -> Tensor:
-        batch = None if linear is None else linear[None]  # it takes batches
-        made: Tensor = gemm_symmetric(left[None], right[None], C=batch, alpha=alpha, beta=beta)
-        return made[0]
+        alone = left.dim() == 2  # it takes batches
+        operands = [x if x is None or not alone else x[None] for x in (left, right, linear)]
+        made: Tensor = gemm_symmetric(*operands[:2], C=operands[2], alpha=alpha, beta=beta)
+        return made[0] if alone else made
 
     return kernel

@@ -70,16 +70,23 @@ def share_lines(stages: Sequence[Share], unsplit: Sequence[str]) -> list[str]:
     return lines
 
 
-def newton_schulz_line(config: MuonConfig, products: str) -> str:
+def newton_schulz_line(config: MuonConfig, products: str, at_once: int) -> str:
     """One line about the iteration.
 
     Args:
         config: the settings.
         products: who makes the symmetric products.
+        at_once: matrices of one shape that are orthogonalized together, at most.
     """
+    batches = f"; up to {at_once} matrices of one shape at once" if at_once > 1 else ""
+    if at_once < config.ns_batch:
+        batches = (
+            f"; one matrix at a time, not {config.ns_batch}: a CPU and torch's deterministic mode "
+            "take no batches"
+        )
     return (
         f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
-        f"{config.ns_dtype}, {config.ns_iteration}; symmetric products: {products}"
+        f"{config.ns_dtype}, {config.ns_iteration}; symmetric products: {products}{batches}"
     )
 
 

@@ -178,6 +178,11 @@ def test_the_bench_prints_times_and_errors(
     assert rows["gram"]["flops"] < rows["standard"]["flops"]
     said = capsys.readouterr().out
     assert "| 16x64 | standard | " in said and "symmetric products: torch, in panels" in said
+    assert main([*line, "--batch", "3"]) == 0
+    batch = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert batch["gram, at once"]["flops"] == batch["gram"]["flops"] == 3 * rows["gram"]["flops"]
+    assert "torch.optim.Muon, at once" not in batch  # it takes no batches
+    assert "| 16x64 | standard, at once | " in capsys.readouterr().out
     accuracy = ["bench", "newton-schulz", "--accuracy", "--shapes", "8x24"]
     assert main([*accuracy, "--coefficients", "cans", "--json", str(file)]) == 0
     said = capsys.readouterr().out

@@ -20,14 +20,15 @@ from megatron_muon.cli.newton_schulz_peers import peers
 from megatron_muon.coefficients import SETS, NsDtype, parse
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.iteration import ns_flops
-from megatron_muon.newton_schulz import orthogonalize
+from megatron_muon.newton_schulz import orthogonalize, orthogonalize_at_once
 from megatron_muon.products import plan_device, said_of_products, travel_dtype
 
 _DESCRIPTION = """\
 Time the Newton-Schulz iterations and, where they can be imported, those of torch.optim.Muon,
 emerging_optimizers, dion and gram-newton-schulz: the same input and number of steps, one after the
 other in rounds whose order rotates. A ratio is the median, over the rounds, of standard's time over
-the row's: above 1 is faster than standard."""
+the row's: above 1 is faster than standard. With --batch N it is N matrices, one after the other;
+in the rows "at once" together, as --muon-ns-batch N takes them, or as the other package does."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--coefficients", default=None, help="a set's name or numbers")
     parser.add_argument("--steps", type=int, default=None, help="default the set's own")
     parser.add_argument("--dtype", choices=get_args(NsDtype), default="bf16", help="%(default)s")
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="matrices of a shape, %(default)s"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="%(default)s")
     parser.add_argument("--device", default="cpu", help="torch's name of it, %(default)s")
     parser.add_argument("--json", metavar="FILE", help="write what is printed there, too")
@@ -114,6 +118,8 @@ def _speeds(given: argparse.Namespace) -> dict[str, Any]:
     coefficients = parse(given.coefficients or "simple")
     steps = given.steps or (SETS[coefficients].steps if isinstance(coefficients, str) else 5)
     settings = {"ns_coefficients": coefficients, "ns_steps": steps, "ns_dtype": given.dtype}
+    if given.batch < 1:
+        raise ValueError(f"--batch must be at least 1, got {given.batch}")
     device = torch.device(given.device)
     print(
         f"{given.coefficients or 'simple'}, {steps} steps, {given.dtype}, {device}, "
@@ -127,7 +133,7 @@ def _speeds(given: argparse.Namespace) -> dict[str, Any]:
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
     rows = []
     for shape in given.shapes or [(512, 512), (512, 1024), (512, 2048), (512, 4096)]:
-        for row in _timed(shape, settings, device, given.rounds):
+        for row in _timed(shape, given.batch, settings, device, given.rounds):
             rows.append(row)
             ms, flops = row["ms"], row["flops"]
             work = (
@@ -136,11 +142,16 @@ def _speeds(given: argparse.Namespace) -> dict[str, Any]:
             times = f"{ms['median']:.2f} ({ms['min']:.2f}, {ms['max']:.2f})"
             cells = [row["shape"], row["name"], times, f"{row['ratio']:.2f}", *work]
             print(f"| {' | '.join(cells)} |", flush=True)
-    return {**settings, "device": str(device), "threads": torch.get_num_threads(), "rows": rows}
+    where = {"device": str(device), "threads": torch.get_num_threads()}
+    return {**settings, **where, "batch": given.batch, "rows": rows}
 
 
 def _timed(
-    shape: tuple[int, int], settings: dict[str, Any], device: torch.device, rounds: int
+    shape: tuple[int, int],
+    count: int,
+    settings: dict[str, Any],
+    device: torch.device,
+    rounds: int,
 ) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     runs: dict[str, tuple[Callable[[Tensor], object], int | None]] = {}
@@ -150,13 +161,17 @@ def _timed(
         except ValueError as refusal:
             print(f"{iteration}: {refusal}")
             continue
-        flops = ns_flops(*shape, config, plan_device(device))
-        runs[iteration] = partial(orthogonalize, config=config), flops
+        flops = count * ns_flops(*shape, config, plan_device(device))
+        runs[iteration] = _one_by_one(partial(orthogonalize, config=config)), flops
+        if count > 1:
+            runs[f"{iteration}, at once"] = partial(orthogonalize_at_once, config=config), flops
     for name, peer in peers(settings["ns_coefficients"], settings["ns_steps"], device):
         if not isinstance(peer, Exception):
-            runs[name] = peer, None
-    matrix = torch.randn(*shape, generator=generator).to(device, travel_dtype(config))
-    times = interleaved([run for run, _ in runs.values()], matrix, rounds)
+            runs[name] = _one_by_one(peer), None
+            if count > 1 and _takes_batches(peer, device):
+                runs[f"{name}, at once"] = peer, None
+    matrices = torch.randn(count, *shape, generator=generator).to(device, travel_dtype(config))
+    times = interleaved([run for run, _ in runs.values()], matrices, rounds)
     standard = times[list(runs).index("standard")]
     return [
         {
@@ -168,6 +183,19 @@ def _timed(
         }
         for (name, (_, flops)), own in zip(runs.items(), times, strict=True)
     ]
+
+
+def _one_by_one(run: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+    return lambda batch: [run(matrix) for matrix in batch]
+
+
+def _takes_batches(run: Callable[[Tensor], object], device: torch.device) -> bool:
+    small = torch.randn(2, 8, 16, device=device, dtype=torch.bfloat16)
+    try:
+        made = run(small)
+    except Exception:  # whatever it says to three dims
+        return False
+    return isinstance(made, Tensor) and made.shape == small.shape
 
 
 def interleaved(

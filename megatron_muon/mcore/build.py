@@ -31,6 +31,7 @@ from megatron_muon.mcore.loss_scale import share_loss_scale
 from megatron_muon.mcore.routing import Found, local_experts, muon_parameters, on_every_ep_rank
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.mcore.survey import survey
+from megatron_muon.newton_schulz import at_once_on
 from megatron_muon.optimizer import DistributedMuon
 from megatron_muon.phases import phases
 from megatron_muon.products import plan_device, said_of_products, travel_dtype
@@ -67,9 +68,10 @@ def make_muons(
     stage = groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
     lines = survey(model_chunks, config, stage)
-    if stage.speaks and (config.ns_iteration != "standard" or stage.device.type != "cpu"):
+    plain = config.ns_iteration == "standard" and config.ns_batch == 1
+    if stage.speaks and not (plain and stage.device.type == "cpu"):
         products = said_of_products(stage.device, config.ns_dtype)
-        lines.append(newton_schulz_line(config, products))
+        lines.append(newton_schulz_line(config, products, at_once_on(stage.device, config)))
     optimizer.__class__ = MuonChainedOptimizer
     optimizer.voters = groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)

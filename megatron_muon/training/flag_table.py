@@ -205,6 +205,14 @@ FLAGS = (
         choices=get_args(NsIteration),
     ),
     _flag(
+        "--muon-ns-batch",
+        "most matrices of one shape that a GPU orthogonalizes at once, a number; more than 1 takes "
+        "as many workspaces and makes results depend on the layout; no effect on a CPU or with "
+        "--deterministic-mode; megatron-muon bench newton-schulz --batch measures it; "
+        f"megatron_muon's; default {_MOONLIGHT.ns_batch}",
+        type=int,
+    ),
+    _flag(
         "--muon-from-adamw",
         "how a checkpoint of AdamW's is loaded, a name: momentum (Muon's momentum starts as "
         "exp_avg / (1 - β1)), fresh (at zero) or refuse; without effect on one of Muon's; "

@@ -141,19 +141,20 @@ def muon_config(args: Namespace) -> MuonConfig:
         ns_coefficients=_ns_coefficients(args),
         ns_iteration=value_given(args, "muon_ns_iteration") or _MOONLIGHT.ns_iteration,
         ns_dtype=_ns_dtype(args),
+        ns_batch=int(_number(args, "ns_batch")),
         weight_decay_all_params=bool(value_given(args, "weight_decay_all_params")),
         split_qkv=value_chosen(args, "muon_split_qkv", _MOONLIGHT.split_qkv),
         muon_include=tuple(value_given(args, "muon_include") or ()),
         muon_exclude=tuple(value_given(args, "muon_exclude") or ()),
         homes=value_given(args, "muon_homes") or _MOONLIGHT.homes,
-        rank_tflops=_speed(args, "rank_tflops"),
-        link_gbytes=_speed(args, "link_gbytes"),
+        rank_tflops=_number(args, "rank_tflops"),
+        link_gbytes=_number(args, "link_gbytes"),
         round_bytes=_round_bytes(args),
         checkpoint_digest=not value_given(args, "no_muon_checkpoint_digest"),
     )
 
 
-def _speed(args: Namespace, name: str) -> float:
+def _number(args: Namespace, name: str) -> float:
     given = value_given(args, f"muon_{name}")
     return float(getattr(_MOONLIGHT, name) if given is None else given)
 
