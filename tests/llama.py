@@ -58,7 +58,8 @@ def main() -> None:
             busiest = max(flops) * dp_size / sum(flops)
             print(f"{homes:8} {dp_size:5} {share:26.2%} {busiest:24.2f}")
     print("\n--overlap-grad-reduce, local homes: buckets, bytes over AdamW's, by --muon-dp-layout")
-    print("   DP   contiguous      stock")
+    print("(least: contiguous in an order made for this DP, a parameter cut only where it must be)")
+    print("   DP   contiguous      stock   least")
     for dp_size in (8, 64, 512):
         here, numel = whole_buffer(dp_size)
         chosen = choose([whole_buffer(REFERENCE_DP_SIZE)[0]])
@@ -66,7 +67,9 @@ def main() -> None:
         found = cost([here], numel // chosen.number), cost([here], stock_bucket_size(dp_size))
         adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
         cells = [f"{one.buckets:5} {one.exchanged / adamw_bytes:7.2%}" for one in found]
-        print(f"{dp_size:5} {' '.join(cells)}")
+        shard = numel // chosen.number // dp_size
+        away = sum(max(0, weight.numel - shard) for weight in here.weights if weight.muon)
+        print(f"{dp_size:5} {' '.join(cells)} {4 * away / dp_size / adamw_bytes:7.2%}")
 
 
 def whole_buffer(dp_size: int) -> tuple[Buffer, int]:
