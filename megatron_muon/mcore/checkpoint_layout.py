@@ -1,8 +1,9 @@
-"""Refuse to load what is cut as a run's grad buffers were cut that were cut otherwise.
+"""Refuse to load what a torch_dist checkpoint's metadata says cannot be: cut otherwise, or of
+another dtype.
 
 dp_reshardable keeps a tensor for each bucket of each model-parallel rank, dp_zero_gather_scatter a
 blob for each such rank. Both load where TP, PP, virtual pipeline and EP are the same, the first
-where buckets are, too.
+where buckets are, too. torch casts what it reads to the dtype that it is asked for, in silence.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_muon.agreement import raise_together
 from megatron_muon.mcore.checkpoint_buffers import MOMENTUM, OTHER_CUT
@@ -22,7 +26,16 @@ _RANKS_OWN = re.compile(r"(?:^|\.)optimizer\.distributed\.dp_group_idx_\d+\.(.+)
 _OF_A_BUCKET = re.compile(r"gbuf_idx_\d+\..*\.bucket_idx_\d+\.[^.]+$")
 _MODEL_SPACE = re.compile(r"(chained_\d+\.)?optimizer\.state\.")
 
-Sizes = dict[str, tuple[int, ...] | None]  # of all tensors by key; None for what is no tensor
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Of one key, over all ranks."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Tensors = dict[str, _Tensor | None]  # by key; None for what is no tensor
 
 
 def check_layout(sharded_state_dict: Mapping[str, Any], folder: str) -> None:
@@ -30,23 +43,28 @@ def check_layout(sharded_state_dict: Mapping[str, Any], folder: str) -> None:
     metadata. Every rank of the world calls it.
 
     Raises:
-        ValueError: the optimizer's state was cut in another way; names the first difference.
+        ValueError: the optimizer's state was cut in another way, or Muon's state has another dtype;
+            names the first difference.
         RuntimeError: on ranks that have no error themselves when another has.
     """
     error: Exception | None = None
     try:
         wanted = dict(_wanted(sharded_state_dict))
         if any(_RANKS_OWN.search(key) or _MODEL_SPACE.match(key) for key in wanted):
-            found = _sizes(folder)
-            problem = _other_cut(wanted, found) or _other_prefix(wanted, found)
+            found = _stored(folder)
+            problem = (
+                _other_cut(wanted, found)
+                or _other_prefix(wanted, found)
+                or _other_dtype(wanted, found)
+            )
             error = ValueError(f"{folder}: {problem}") if problem else None
     except Exception as own:  # whatever it is, the other ranks must hear of it
         error = own
     raise_together(error, None, device_of([]))
 
 
-def _wanted(state: Any) -> Iterator[tuple[str, tuple[int, ...] | None]]:
-    """All that the optimizer asks for by keys as torch_dist has them, with the global sizes."""
+def _wanted(state: Any) -> Iterator[tuple[str, _Tensor | None]]:
+    """All that the optimizer asks for by keys as torch_dist has them."""
     if isinstance(state, Mapping):
         state = list(state.values())
     if isinstance(state, (list, tuple)):
@@ -56,34 +74,40 @@ def _wanted(state: Any) -> Iterator[tuple[str, tuple[int, ...] | None]]:
     key = getattr(state, "key", None)
     if isinstance(key, str) and "optimizer." in key:
         is_tensor = hasattr(state, "local_shape")
-        yield key, tuple(state.global_shape) if is_tensor else None
+        yield key, _Tensor(tuple(state.global_shape), state.dtype) if is_tensor else None
 
 
-def _sizes(folder: str) -> Sizes:
+def _stored(folder: str) -> Tensors:
     """Empty where it is no torch_dist checkpoint."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if "://" in folder or not os.path.isfile(Path(folder) / ".metadata"):
         return {}
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
-        key.split("/shard_")[0]: tuple(entry.size) if hasattr(entry, "size") else None
+        key.split("/shard_")[0]: (
+            _Tensor(tuple(entry.size), entry.properties.dtype)
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+        )
         for key, entry in entries.items()
     }
 
 
-def _other_cut(wanted: Sizes, found: Sizes) -> str | None:
+def _other_cut(wanted: Tensors, found: Tensors) -> str | None:
     """What says that the optimizer's buffers were cut otherwise; None where nothing does."""
     if not any(_is_record(key) for key in wanted) or not any(_is_record(key) for key in found):
         return None  # AdamW's: it has errors of its own
-    for key, size in wanted.items():
+    for key, tensor in wanted.items():
         match = _RANKS_OWN.search(key)
         if not match:
             continue
         own = match[1]
         if key in found:
-            if size is not None and found[key] != size:
-                return f"{key} has {found[key]} elements there and {size} here. {OTHER_CUT}"
+            there = found[key]
+            if tensor is not None and there is not None and there.size != tensor.size:
+                return f"{key} has {there.size} elements there, {tensor.size} here. {OTHER_CUT}"
         elif _OF_A_BUCKET.match(own) or own == RECORD:
             return f"it has no {key}. {OTHER_CUT}"
         elif own.startswith(f"{RECORD}.{MOMENTUM}.") and _under_another(own, found):
@@ -96,11 +120,11 @@ def _is_record(key: str) -> bool:
     return match is not None and match[1] == RECORD
 
 
-def _under_another(own: str, found: Sizes) -> bool:
+def _under_another(own: str, found: Tensors) -> bool:
     return any((match := _RANKS_OWN.search(key)) and match[1] == own for key in found)
 
 
-def _other_prefix(wanted: Sizes, found: Sizes) -> str | None:
+def _other_prefix(wanted: Tensors, found: Tensors) -> str | None:
     """Before core 0.14 the keys say how many optimizers a chain has; one more with EP."""
     prefixes = [
         {match[1] for key in keys if f".{MOMENTUM}." in key and (match := _MODEL_SPACE.match(key))}
@@ -111,4 +135,18 @@ def _other_prefix(wanted: Sizes, found: Sizes) -> str | None:
             "this Megatron cannot load optimizer state with expert parallelism that was saved "
             "without it, nor without it what was saved with it: EP must stay 1 or stay above 1"
         )
+    return None
+
+
+def _other_dtype(wanted: Tensors, found: Tensors) -> str | None:
+    """In a checkpoint of Muon's: AdamW's may be kept in less than fp32, which is exact to widen."""
+    if not any(_is_record(key) or MOMENTUM in key for key in found):
+        return None
+    for key, tensor in wanted.items():
+        there = found.get(key)
+        if tensor is not None and there is not None and there.dtype != tensor.dtype:
+            return (
+                f"{key} is {there.dtype} on disk, {tensor.dtype} here: it was changed since Muon "
+                "wrote it. Load another checkpoint, or the model alone (--no-load-optim)"
+            )
     return None
