@@ -192,21 +192,26 @@ def tracker_of(folder: Path) -> int | None:
     return int(path.read_text()) if path.exists() else None
 
 
+def to_load(folder: Path) -> int | None:
+    """The iteration that the next start must load: one that was being saved anew is put back."""
+    for aside in folder.glob("iter_*.before"):
+        return int(aside.name.removeprefix("iter_").removesuffix(".before"))
+    return tracker_of(folder)
+
+
 def lost(result: dict[str, Any], before: int | None, folder: Path) -> list[str]:
-    """What is wrong with what the tracker says after a kill, and with what was loaded before it."""
+    """What is wrong with what is there after a kill, and with what was loaded before it."""
     from megatron_muon import digest
 
-    now = result["tracker"]
+    now, named = to_load(folder), result["tracker"]
     found = []
     if before is not None and set(result["loaded"]) != {before}:
-        found.append(f"loaded {result['loaded']}, the tracker named {before}")
+        found.append(f"loaded {result['loaded']}, to load was {before}")
     (last,) = {*result["loaded"]} or {None}
-    if last and not result["again"] and (now is None or now < last):
-        found.append(f"{last} was loaded, then the tracker named {now}")
-    if last and result["again"] and now is None and not any(folder.glob("*.before")):
-        found.append(f"{last} was to be saved anew, and is nowhere")
-    if now is not None and not (digest.read(folder / f"iter_{now:07d}") or {}).get("complete"):
-        found.append(f"the tracker names {now}, which is not complete")
+    if last and (now is None or now < last):
+        found.append(f"{last} was loaded, to load is {now} then")
+    if named is not None and not (digest.read(folder / f"iter_{named:07d}") or {}).get("complete"):
+        found.append(f"the tracker names {named}, which is not complete")
     return found
 
 
@@ -223,7 +228,7 @@ def main(spec: Spec) -> None:
             result |= {"tracker": tracker_of(saves), "log": ""}
             if spec.through == "training" and not result["errors"]:
                 result["wrong"] += lost(result, before, saves)
-                before = result["tracker"]
+                before = to_load(saves)
             if result["wrong"] or result["errors"]:
                 result["log"] = log.read_text()[-6000:]
             print(json.dumps(result), flush=True)
@@ -232,7 +237,7 @@ def main(spec: Spec) -> None:
             count += result["killed"]
             log.unlink(missing_ok=True)
             for old in sorted(path for path in saves.glob("iter_*") if path.suffix == "")[:-3]:
-                if old.name != f"iter_{result['tracker'] or 0:07d}":
+                if old.name != f"iter_{result['tracker'] or 0:07d}":  # nor one that is set aside
                     shutil.rmtree(old)
             if count >= spec.kills + 1:  # the last is followed by a load, too
                 break

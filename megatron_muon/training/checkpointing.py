@@ -144,21 +144,33 @@ def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
 
 def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
     """The folder that Megatron will read, as it finds it; None for none, and for a local one."""
+    _settle(load_dir, given.save)
     pretrained = getattr(given, "pretrained_checkpoint", None)
     if pretrained and not (load_dir and _checkpointing().checkpoint_exists(load_dir)):
         load_dir = pretrained
+        _settle(load_dir, given.save)
     own, beside = None, None
     if load_dir is not None:
         own = _latest(load_dir, _step(given))
     if given.non_persistent_ckpt_type == "global":
         directory = given.non_persistent_global_ckpt_dir
         if directory or load_dir:
-            beside = _latest(_non_persistent(directory, load_dir), None)
+            where = _non_persistent(directory, load_dir)
+            _settle(where, _non_persistent(directory, given.save))
+            beside = _latest(where, None)
     elif given.non_persistent_ckpt_type is not None:
         return None
     if own is None or beside is None:
         return own or beside
     return beside if beside.name >= own.name != "release" else own
+
+
+def _settle(load_dir: str | None, save_dir: str | None) -> None:
+    """Put back what a save that was stopped has set aside; or refuse, where others save there."""
+    if load_dir is None or "://" in load_dir:
+        return  # dist_checkpointing.load says what is not possible in an object store
+    folder, own = Path(load_dir), save_dir is not None and Path(save_dir) == Path(load_dir)
+    _on_rank_0(lambda: tracker.recover(folder) if own else tracker.require_settled(folder))
 
 
 def _step(given: Any) -> int | None:
@@ -168,8 +180,7 @@ def _step(given: Any) -> int | None:
 
 def _latest(load_dir: str, step: int | None) -> Path | None:
     if "://" in load_dir:
-        return None  # dist_checkpointing.load says what is not possible there
-    _on_rank_0(lambda: tracker.recover(Path(load_dir)))
+        return None
     if step is not None:
         return _folder(load_dir, step, False)
     name = tracker.named_by(Path(load_dir))

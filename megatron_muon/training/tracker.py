@@ -19,7 +19,7 @@ from typing import Any
 from megatron_muon import digest
 
 NAME = "latest_checkpointed_iteration.txt"
-_ASIDE = "{name}.before"  # the only complete checkpoint, while it is saved anew
+_ASIDE = "{name}.before"  # the checkpoint that the tracker named, while it is saved anew
 
 _first: Callable[[], None] | None = None  # called before the tracker is written
 
@@ -72,7 +72,7 @@ def _written(path: Path) -> Iterator[io.StringIO]:
     if _first is not None:
         _first()
     digest.write_text(path, text.getvalue())
-    for aside in path.parent.glob(_ASIDE.format(name="*")):
+    for aside in _set_aside(path.parent):
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -135,16 +135,17 @@ def named_by(save_dir: Path) -> str | None:
 
 
 def move_back(save_dir: Path, folder: str) -> str | None:
-    """Before ``folder`` is written: have the tracker name another, where it names this one.
+    """Before ``folder`` is written: set it aside, if the tracker names it, until the tracker is
+    written again; ``recover`` brings it back where that never happens.
 
-    It then names the last complete one before it, or else the last of all. Where there is no other,
-    the folder is set aside until the tracker is written again; ``recover`` brings it back.
+    Meanwhile the tracker names the last complete one before it, or else the last of all, and is
+    removed where there is no other.
 
     Returns:
         What was done, in a sentence; None for nothing.
 
     Raises:
-        OSError: the tracker cannot be written.
+        OSError: the folder cannot be written.
     """
     if not (save_dir / folder).is_dir():
         return None
@@ -153,29 +154,36 @@ def move_back(save_dir: Path, folder: str) -> str | None:
             return None
     others = [n for n in digest.complete_iterations(save_dir) if f"iter_{n:07d}" != folder]
     earlier = [n for n in others if f"iter_{n:07d}" < folder]
-    if others:
-        number = (earlier or others)[-1]
-        digest.write_text(save_dir / NAME, str(number))
-        return f"{save_dir / folder} is saved anew: until then {NAME} names iteration {number}"
     aside = save_dir / _ASIDE.format(name=folder)
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(save_dir / folder, aside)
-    (save_dir / NAME).unlink(missing_ok=True)
-    return f"{save_dir / folder} is saved anew: until then the checkpoint there is in {aside}"
+    said = f"{save_dir / folder} is saved anew: until then the checkpoint there is in {aside}"
+    if not others:
+        (save_dir / NAME).unlink(missing_ok=True)
+        return said
+    number = (earlier or others)[-1]
+    digest.write_text(save_dir / NAME, str(number))
+    return f"{said}, and {NAME} names iteration {number}"
 
 
 def recover(save_dir: Path) -> str | None:
     """Bring back what ``move_back`` has set aside, where the save that was to replace it was ended.
+
+    Only for a run that itself saves there: it would take away what another one is writing.
 
     Returns:
         What was done, in a sentence; None for nothing.
 
     Raises:
         OSError: the folder cannot be written.
+        ValueError: see ``named_by``.
     """
-    for aside in sorted(save_dir.glob(_ASIDE.format(name="*"))):
+    for aside in _set_aside(save_dir):
         name = aside.name.removesuffix(_ASIDE.format(name=""))
         folder = save_dir / name
+        if folder.is_dir() and named_by(save_dir) == name:  # that was written last
+            shutil.rmtree(aside, ignore_errors=True)
+            continue
         if not _is_complete(folder):
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(aside, folder)
@@ -184,6 +192,27 @@ def recover(save_dir: Path) -> str | None:
         shutil.rmtree(aside, ignore_errors=True)
         return f"the last save into {folder} was stopped: {NAME} names it as it was, complete"
     return None
+
+
+def require_settled(load_dir: Path) -> None:
+    """For a run that only loads from there.
+
+    Raises:
+        ValueError: the one checkpoint there is set aside, so that a load would find none.
+    """
+    if (load_dir / NAME).exists():
+        return
+    for aside in _set_aside(load_dir):
+        name = aside.name.removesuffix(_ASIDE.format(name=""))
+        raise ValueError(
+            f"{load_dir / name} is being saved anew, or that was stopped; the checkpoint from "
+            f"before is in {aside}: wait for the run that saves there or start it again, which "
+            f"puts it back, or load a copy of {aside} named {name} with --ckpt-step"
+        )
+
+
+def _set_aside(save_dir: Path) -> list[Path]:
+    return sorted(save_dir.glob(_ASIDE.format(name="*")))
 
 
 def _is_complete(folder: Path) -> bool:
