@@ -109,17 +109,19 @@ def normalize(x: Tensor) -> Tensor:
 def standard_iteration(x: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
     """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX, every one of them rounded.
 
+    On a CPU no panels: it is what others are compared with, product by product.
+
     Args:
         x: ``(m, n)`` with m <= n, from ``products.enter``; or ``(k, m, n)``, a batch.
         steps: (a, b, c) of each.
         products: of x's device.
     """
     for a, b, c in steps:
-        gram = products.rounded(products.product(x, x.mT))
+        gram = products.rounded(products.mirrored(x, x.mT))
         if c == 0:
             x = products.rounded(products.product(gram, x, x, beta=a, alpha=b))
             continue
-        polynomial = products.rounded(products.product(gram, gram, gram, beta=b, alpha=c))
+        polynomial = products.rounded(products.mirrored(gram, gram, gram, beta=b, alpha=c))
         x = products.rounded(products.product(polynomial, x, x, beta=a))
     return x
 

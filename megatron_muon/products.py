@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.coefficients import NsDtype
-from megatron_muon.config import MuonConfig
+from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.iteration import Device, held_dtype, panels
 
 _TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
@@ -98,11 +98,23 @@ class Products:
         alpha: float = 1.0,
     ) -> Tensor:
         """``product`` where the result is known to be symmetric, ``linear`` too; not rounded."""
+        if self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
+            return _lower_and_mirrored(left, right, linear, beta, alpha)
+        return self.mirrored(left, right, linear, beta=beta, alpha=alpha)
+
+    def mirrored(
+        self,
+        left: Tensor,
+        right: Tensor,
+        linear: Tensor | None = None,
+        *,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+    ) -> Tensor:
+        """``symmetric`` by the library's kernel where there is one, else in one plain product."""
         if self.kernel is not None and left.size(-2) > _KERNEL_TILE:
             return self.kernel(left, right, linear, beta, alpha)
-        if not self.blocked or left.dim() == 3 or len(panels(left.size(0))) == 1:
-            return self.product(left, right, linear, beta=beta, alpha=alpha)
-        return _lower_and_mirrored(left, right, linear, beta, alpha)
+        return self.product(left, right, linear, beta=beta, alpha=alpha)
 
 
 @cache
@@ -134,12 +146,15 @@ def products_on(device: torch.device, ns_dtype: NsDtype) -> Products:
     return Products(dtype, squares=held, held=held, blocked=True)
 
 
-def said_of_products(device: torch.device, ns_dtype: NsDtype) -> str:
+def said_of_products(device: torch.device, ns_dtype: NsDtype, iteration: NsIteration) -> str:
     """For the log: who makes the symmetric products."""
     products = products_on(device, ns_dtype)
     if products.kernel is not None:
         return "quack-kernels"
-    return "torch, in panels up to the diagonal" if products.blocked else "torch, plain matmul"
+    if not products.blocked or iteration == "standard":
+        return "torch, plain matmul"
+    of_gram = " in the Gram iteration" if iteration == "auto" else ""
+    return f"torch, in panels up to the diagonal{of_gram}"
 
 
 def _lower_and_mirrored(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -67,10 +68,13 @@ def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
         assert list(row) == [
             *("name", "step_ms", "exchange_ms", "newton_schulz_ms", "sent_bytes"),
             *("ns_flops", "ns_flops_once", "state_bytes", "peak_bytes"),
+            *("rounds_ms", "newton_schulz_cpu_ms_per_gflop"),
         ]
         step = row["step_ms"]
         assert step.keys() == {"median", "min", "max"}
         assert 0 < step["min"] <= step["median"] <= step["max"]
+        assert step["median"] == statistics.median(row["rounds_ms"])
+        assert (row["newton_schulz_cpu_ms_per_gflop"] is None) == (row["name"] == "adamw")
         parts = row["exchange_ms"] + row["newton_schulz_ms"]
         assert (row["name"] == "adamw") == (parts == 0) and parts <= 2 * step["max"]
         for by_rank in (*row["sent_bytes"].values(), row["ns_flops"], row["state_bytes"]):

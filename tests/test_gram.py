@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_muon.cli import main
 from megatron_muon.cli.newton_schulz_inputs import exactly, inputs
 from megatron_muon.coefficients import SETS, NsDtype, schedule
-from megatron_muon.config import MuonConfig
+from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.iteration import Device, ns_flops, panels, schedule_of, segments, takes_gram
 from megatron_muon.newton_schulz import (
     gram_iteration,
@@ -22,7 +23,13 @@ from megatron_muon.newton_schulz import (
     orthogonalize,
     standard_iteration,
 )
-from megatron_muon.products import Products, plan_device, products_on, travel_dtype
+from megatron_muon.products import (
+    Products,
+    plan_device,
+    products_on,
+    said_of_products,
+    travel_dtype,
+)
 
 PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restarts]
 DTYPES = get_args(NsDtype)
@@ -199,3 +206,41 @@ def test_recorded_restarts_are_found_again(capsys: pytest.CaptureFixture[str]) -
     assert main(line) == 0
     said = capsys.readouterr().out
     assert "The method." in said and "(as recorded)" in said
+
+
+def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> None:
+    """Of matrices of more than one of its tiles; the kernel's part is played by torch's matmul."""
+    shapes: list[tuple[int, ...]] = []
+
+    def kernel(
+        left: torch.Tensor,
+        right: torch.Tensor,
+        linear: torch.Tensor | None,
+        beta: float,
+        alpha: float,
+    ) -> torch.Tensor:
+        shapes.append(tuple(left.shape))
+        made = alpha * (left @ right)
+        return made if linear is None else made + beta * linear
+
+    plain = Products(torch.float32, squares=torch.float32, held=torch.float32)
+    own = dataclasses.replace(plain, kernel=kernel)
+    config = _config("simple", 5, "fp32", "gram")
+    for rows, used in ((257, True), (256, False)):
+        x = normalize(torch.randn(rows, 300, generator=torch.Generator().manual_seed(0)))
+        for run in (
+            lambda x, products: standard_iteration(x, schedule_of(config), products),
+            lambda x, products: gram_iteration(x, segments(config, "cuda"), products),
+        ):
+            shapes.clear()
+            bound = 2 * 486 * 300 * 2.0**-24  # see test_newton_schulz.test_fp32_equals_float64
+            assert (run(x, own) - run(x, plain)).norm() <= bound
+            assert bool(shapes) == used and {shape[0] for shape in shapes} <= {rows}
+
+
+@pytest.mark.parametrize(
+    ("iteration", "said"),
+    [("standard", "plain matmul"), ("gram", "diagonal"), ("auto", "in the Gram iteration")],
+)
+def test_the_log_says_who_makes_them(iteration: NsIteration, said: str) -> None:
+    assert said_of_products(torch.device("cpu"), "bf16", iteration).endswith(said)

@@ -49,6 +49,15 @@ def test_a_flag_of_the_plugins_needs_muon(version: str, flag: object) -> None:
         leave_to_megatron(args)
 
 
+@EVERY
+def test_adamw_after_muon_may_load_without_the_digest(version: str) -> None:
+    args = parsed(
+        version, "--optimizer", "adam", "--adamw-from-muon", "--no-muon-checkpoint-digest"
+    )
+    leave_to_megatron(args)
+    assert args.adamw_from_muon and args.no_muon_checkpoint_digest
+
+
 @WITH_MUON
 def test_megatrons_own_muon_keeps_its_flags(version: str) -> None:
     given = ["--optimizer", "muon", "--muon-tp-mode", "blockwise"]

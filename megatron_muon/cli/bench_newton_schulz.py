@@ -124,7 +124,7 @@ def _speeds(given: argparse.Namespace) -> dict[str, Any]:
     print(
         f"{given.coefficients or 'simple'}, {steps} steps, {given.dtype}, {device}, "
         f"{torch.get_num_threads()} thread(s); symmetric products: "
-        f"{said_of_products(device, given.dtype)}\n"
+        f"{said_of_products(device, given.dtype, 'auto')}\n"
     )
     for name, peer in peers(coefficients, steps, device):
         if isinstance(peer, Exception):

@@ -90,7 +90,10 @@ def as_json(lines: Sequence[Line], topology: dict[str, int]) -> dict[str, Any]:
     Kinds of ``sent_bytes``: ``gather`` and ``scatter`` are our exchange; ``dp_gather`` and
     ``tp_gather`` gather matrices in others; ``param_gather`` is of updated parameters; ``norm`` of
     the gradient norm and votes; ``grad_reduce`` of gradients, which is before the step and not in
-    its time. ``peak_bytes`` are on top of what there was before the step.
+    its time. ``peak_bytes`` are on top of what there was before the step. ``rounds_ms`` are the
+    steps that ``step_ms`` and the printed ratios, one of each round, are medians of;
+    ``newton_schulz_cpu_ms_per_gflop`` is processor time over all ranks and rounds, None where there
+    is no Newton-Schulz.
     """
     once = _flops_once(lines)
     return {
@@ -110,6 +113,8 @@ def as_json(lines: Sequence[Line], topology: dict[str, int]) -> dict[str, Any]:
                 "ns_flops_once": once,
                 "state_bytes": [found.state_bytes for found in line.ranks],
                 "peak_bytes": [found.peak_bytes for found in line.ranks],
+                "rounds_ms": line.steps_ms(),
+                "newton_schulz_cpu_ms_per_gflop": line.ns_cpu_ms_per_gflop(),
             }
             for line in lines
         ],

@@ -70,7 +70,7 @@ def make_muons(
     lines = survey(model_chunks, config, stage)
     plain = config.ns_iteration == "standard" and config.ns_batch == 1
     if stage.speaks and not (plain and stage.device.type == "cpu"):
-        products = said_of_products(stage.device, config.ns_dtype)
+        products = said_of_products(stage.device, config.ns_dtype, config.ns_iteration)
         lines.append(newton_schulz_line(config, products, at_once_on(stage.device, config)))
     optimizer.__class__ = MuonChainedOptimizer
     optimizer.voters = groups.voters(parts, stage)

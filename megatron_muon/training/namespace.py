@@ -37,7 +37,7 @@ def leave_to_megatron(args: Namespace) -> None:
     upstream = args.optimizer == "muon"  # --muon-backend upstream, which says so if called again
     kept = {*own, "muon_backend"} if upstream else {*own}
     if args.optimizer == "adam" and getattr(args, "adamw_from_muon", None):
-        kept.add("adamw_from_muon")
+        kept |= {"adamw_from_muon", "no_muon_checkpoint_digest"}
     foreign = foreign_flags(args, kept)
     if foreign:
         raise ValueError(

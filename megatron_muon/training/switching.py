@@ -29,7 +29,8 @@ def from_other(
     Every rank of the world calls it.
 
     Args:
-        args: Megatron's; ``muon_from_adamw`` and ``adamw_from_muon`` are read.
+        args: Megatron's; ``muon_from_adamw``, ``adamw_from_muon`` and
+            ``no_muon_checkpoint_digest`` are read.
         optimizer: the chain; nothing is done where it is None, or its state is not to be loaded.
         folder: that Megatron will read; None for none.
         muon: the run is Muon's, not AdamW's.
@@ -53,7 +54,8 @@ def from_other(
             from megatron_muon.mcore.checkpoint_check import check_files
             from megatron_muon.mcore.checkpoint_switch import record_of
 
-            check_files(folder, device)
+            if not getattr(args, "no_muon_checkpoint_digest", False):
+                check_files(folder, device)
             _say(f"{folder} is Muon's: Adam's moments of what Muon had start at zero")
             reading.enter_context(reading_muon(optimizer, record_of(folder)["settings"]))
         elif how == "after muon":
