@@ -73,9 +73,10 @@ class MuonConfig:
             H100 in bf16: 40 % of the 989 that its data sheet has for dense products.
         link_gbytes: speed of the exchange, 10⁹ bytes/s that a rank sends and as many that it
             receives; as rank_tflops. 40 is an assumption for a 400 Gbit/s port (50 GB/s) a rank.
-        round_bytes: of matrices and pieces that a rank has in one round of the exchange, at most,
-            unless a single parameter has more. Smaller rounds take less memory and hide more
-            behind compute, larger ones take fewer collectives.
+        round_bytes: of buffers that a rank has for one round of the exchange, at most, unless a
+            single parameter has more: a step takes twice as much, in the three rounds that are
+            under way, and the workspace of one matrix's Newton-Schulz. Smaller rounds take less
+            memory and hide more behind compute, larger ones take fewer collectives.
         checkpoint_digest: write size and checksum of every file of a checkpoint into its folder,
             and check them, and that the model is the same, before one is loaded (``digest``).
 

@@ -45,9 +45,9 @@ class Meter:
         self.matrices = self.ns_flops = self.gather_bytes = self.scatter_bytes = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Moving:
-    """Half a round that is under way.
+    """Half a round that is under way; once it is finished it keeps nothing.
 
     Attributes:
         target: flat tensors by index, of which ``incoming`` are parts.
@@ -66,7 +66,9 @@ class Moving:
     def finish(self) -> dict[int, Tensor]:
         if self.pending is not None:
             _distribute(self.pending.wait(), self.incoming)
-        return self.target
+        target, self.target = self.target, {}
+        self.incoming, self.pending = [], None
+        return target
 
 
 class Exchange:
@@ -126,17 +128,20 @@ class Exchange:
         """For each matrix of the round whose home this rank is, ``(rows, cols)`` contiguous, in the
         row and column order of TP = 1."""
         staged = moving.finish()
-        return {index: assemble(flat, self._plan.matrices[index]) for index, flat in staged.items()}
+        matrices = self._plan.matrices
+        return {index: assemble(staged.pop(index), matrices[index]) for index in list(staged)}
 
-    def start_scatter(self, round: int, directions: Mapping[int, Tensor]) -> Moving:
+    def start_scatter(self, round: int, directions: dict[int, Tensor]) -> Moving:
         """Start to send the directions of a round to the ranks that hold pieces of its matrices.
 
         Args:
             round: its number.
-            directions: ``(rows, cols)`` for each matrix that ``finish_gather`` returned.
+            directions: ``(rows, cols)`` for each matrix that ``finish_gather`` returned; emptied,
+                so that all of them are never there twice.
         """
         routes = self._routes[round]
-        staged = {i: stage(d, self._plan.matrices[i]) for i, d in directions.items()}
+        matrices = self._plan.matrices
+        staged = {i: stage(directions.pop(i), matrices[i]) for i in list(directions)}
         held = (i for i in self._plan.rounds[round] if i in self._pieces)
         pieces = {index: self._empty(self._pieces[index].size) for index in held}
         for segment in routes.kept:

@@ -108,7 +108,6 @@ class DistributedMuon:
             self._finish_round(rounds, number - 1, scattering)
             with self._phase("muon/scatter"):
                 scattering = self._exchange.start_scatter(number, directions)
-            del directions
         self._finish_round(rounds, len(rounds) - 1, scattering)
 
     def _start_gather(self, rounds: Sequence[Sequence[_Shard]], number: int) -> Moving | None:

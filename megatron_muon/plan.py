@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -251,7 +251,7 @@ def make_plan(
         grid=grid,
         itemsize=itemsize,
         flops=flops,
-        rounds=_rounds(parameters, matrices, runs, itemsize, config),
+        rounds=_rounds(parameters, matrices, held, itemsize, config),
     )
     plan.validate()
     return plan
@@ -260,18 +260,21 @@ def make_plan(
 def _rounds(
     parameters: Sequence[Parameter],
     matrices: Sequence[Matrix],
-    runs: Sequence[_Run],
+    held: Sequence[Mapping[int, int]],
     itemsize: int,
     config: MuonConfig,
 ) -> tuple[tuple[int, ...], ...]:
+    """Of a whole matrix on its home, and of a piece on another rank, there are at most five copies
+    if every round is like it: two in the round that is gathered (it and its message), one in that
+    which is orthogonalized, two in that which is scattered. So 5/2 in each of two rounds."""
     homed: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
-    held: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
+    taken: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
     owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
-    for index, matrix in zip(owner, matrices, strict=True):
+    for index, matrix, by_rank in zip(owner, matrices, held, strict=True):
         homed[index][matrix.home] += matrix.numel * itemsize
-    for run in runs:
-        held[run.parameter][run.rank] += run.elements.size * itemsize
-    return make_rounds(homed, held, config.round_bytes)
+        for rank, elements in {**by_rank, matrix.home: matrix.numel}.items():
+            taken[index][rank] += -(-5 * elements * itemsize // 2)
+    return make_rounds(homed, taken, config.round_bytes)
 
 
 def held_pieces(parameter: Parameter, grid: Grid) -> Iterator[tuple[int, Span]]:

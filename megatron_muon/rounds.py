@@ -13,7 +13,7 @@ Loads = Mapping[int, int]  # bytes by rank of the stage
 
 
 def make_rounds(
-    homed: Sequence[Loads], held: Sequence[Loads], limit: int
+    homed: Sequence[Loads], taken: Sequence[Loads], limit: int
 ) -> tuple[tuple[int, ...], ...]:
     """Indices of parameters, round by round; each is in exactly one.
 
@@ -23,9 +23,9 @@ def make_rounds(
 
     Args:
         homed: for each parameter, bytes of its matrices by the rank that orthogonalizes them.
-        held: for each parameter, bytes of it by the rank that holds them.
-        limit: of homed and held bytes together, on any rank; a parameter that alone has more on a
-            rank shares the round with none there.
+        taken: for each parameter, bytes of all buffers that a rank has for it.
+        limit: of bytes taken on any rank; a parameter that alone has more on a rank shares the
+            round with none there.
 
     Raises:
         ValueError: ``limit`` is not above 0.
@@ -35,15 +35,12 @@ def make_rounds(
     rounds: list[list[int]] = []
     loads: dict[int, int] = {}
     for index in _in_turn(homed):
-        more = dict(homed[index])
-        for rank, held_bytes in held[index].items():
-            more[rank] = more.get(rank, 0) + held_bytes
-        full = any(loads.get(rank, 0) + count > limit for rank, count in more.items())
+        full = any(loads.get(rank, 0) + count > limit for rank, count in taken[index].items())
         if full or not rounds:
             rounds.append([])
             loads = {}
         rounds[-1].append(index)
-        for rank, count in more.items():
+        for rank, count in taken[index].items():
             loads[rank] = loads.get(rank, 0) + count
     return tuple(tuple(sorted(indices)) for indices in rounds)
 

@@ -146,8 +146,18 @@ def test_the_number_does_not_depend_on_the_ranks() -> None:
 )
 def test_what_is_given_wins(given: dict[str, Any]) -> None:
     args = Namespace(**{**vars(LLAMA_3_8B), **given})
-    assert choose_buckets(args) == []
+    lines = choose_buckets(args)
     assert args.ddp_num_buckets == given.get("ddp_num_buckets")
+    said = [
+        f"--{name.replace('_', '-')} {value}" for name, value in given.items() if "ddp_" in name
+    ]
+    assert len(lines) == len(said) and all(a in b for a, b in zip(said, lines, strict=True))
+
+
+def test_a_small_model_keeps_megatrons_buckets_and_says_so() -> None:
+    args = Namespace(**{**vars(LLAMA_3_8B), "hidden_size": 256, "ffn_hidden_size": 1024})
+    (line,) = choose_buckets(args)
+    assert "fewer that keep the overlap" in line and args.ddp_num_buckets is None
 
 
 def test_a_hybrid_model_keeps_megatrons_buckets_and_says_so() -> None:

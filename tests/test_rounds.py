@@ -32,21 +32,21 @@ LOADS = st.dictionaries(st.integers(0, 3), st.integers(1, 50), min_size=1, max_s
 def test_every_parameter_is_in_one_round_within_the_limit(
     loads: list[tuple[dict[int, int], dict[int, int]]], limit: int
 ) -> None:
-    homed, held = [one for one, _ in loads], [two for _, two in loads]
-    rounds = make_rounds(homed, held, limit)
+    homed, taken = [one for one, _ in loads], [two for _, two in loads]
+    rounds = make_rounds(homed, taken, limit)
     assert sorted(index for round in rounds for index in round) == list(range(len(loads)))
     for round in rounds:
         for rank in range(4):
-            of_rank = sum(homed[i].get(rank, 0) + held[i].get(rank, 0) for i in round)
-            there = [i for i in round if rank in homed[i] or rank in held[i]]
+            of_rank = sum(taken[i].get(rank, 0) for i in round)
+            there = [i for i in round if rank in taken[i]]
             assert of_rank <= limit or len(there) == 1
-    assert make_rounds(homed, held, 12 * 200) == ((tuple(range(len(loads))),) if loads else ())
+    assert make_rounds(homed, taken, 12 * 200) == ((tuple(range(len(loads))),) if loads else ())
 
 
 def test_every_rank_has_work_in_every_round() -> None:
     """Each of 4 ranks is home to 5 matrices in a row, as with contiguous shards."""
     loads = [{index // 5: 10} for index in range(20)]
-    rounds = make_rounds(loads, [{}] * 20, 10)
+    rounds = make_rounds(loads, loads, 10)
     assert rounds == tuple((k, 5 + k, 10 + k, 15 + k) for k in range(5))
 
 
@@ -116,11 +116,21 @@ def _peak(case: Case, topology: Topology) -> tuple[int, int, int]:
     return step, alone, len(muon.plan.rounds)
 
 
-@pytest.mark.parametrize("limit", [80_000, 100_000])
-def test_a_step_needs_two_rounds_and_the_workspace_of_one_matrix(limit: int) -> None:
+@pytest.mark.parametrize(
+    ("limit", "topology"),
+    [
+        (100_000, Topology(tp=2, dp=2)),
+        (150_000, Topology(tp=2, dp=2)),
+        (150_000, Topology(tp=2, dp=3, overlap=True)),
+        (150_000, Topology(dp=4, overlap=True, bucket_size=20_000)),
+    ],
+    ids=str,
+)
+def test_a_step_needs_two_rounds_and_the_workspace_of_one_matrix(
+    limit: int, topology: Topology
+) -> None:
     case = replace(CASE, layers=4, muon=(("round_bytes", limit),))
     whole = replace(CASE, layers=4)
-    topology = Topology(tp=2, dp=2)
     for (step, alone, rounds), (without, _, one) in zip(
         run(_peak, 4, case, topology), run(_peak, 4, whole, topology), strict=True
     ):

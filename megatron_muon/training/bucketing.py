@@ -25,12 +25,16 @@ def choose_buckets(args: Namespace) -> list[str]:
         args: Megatron's, validated.
 
     Returns:
-        A line to print, where something was chosen or could not be.
+        A line to print, where there was something to choose: what was, and why.
     """
     if args.muon_dp_layout != "contiguous" or not args.overlap_grad_reduce:
         return []
-    if args.ddp_num_buckets is not None or args.ddp_bucket_size is not None:
-        return []
+    for option, given in (
+        ("--ddp-num-buckets", args.ddp_num_buckets),
+        ("--ddp-bucket-size", args.ddp_bucket_size),
+    ):
+        if given is not None:
+            return [f"--muon-dp-layout contiguous: buckets as {option} {given} has them"]
     if getattr(args, "overlap_param_gather_with_optimizer_step", False):
         return []  # Megatron makes one bucket of each buffer then
     if any(getattr(args, f"hybrid_{name}_pattern", None) for name in ("override", "layer")):
@@ -40,7 +44,10 @@ def choose_buckets(args: Namespace) -> list[str]:
         ]
     chosen = choose(buffers(args, REFERENCE_DP_SIZE, REFERENCE_DP_SIZE))
     if chosen is None:
-        return []
+        return [
+            "--muon-dp-layout contiguous: Megatron's own buckets, of about 40 M elements: fewer "
+            "that keep the overlap would not send less on the first pipeline stage"
+        ]
     # Megatron divides the elements of all model chunks by it, and cuts the first chunk alone.
     args.ddp_num_buckets = chosen.number * (args.virtual_pipeline_model_parallel_size or 1)
     return [_reason(args, chosen.number)]
@@ -76,7 +83,8 @@ def _dp_sizes(args: Namespace) -> tuple[int, int]:
 
 def buffers(args: Namespace, dp_size: int, expert_dp_size: int) -> list[Buffer]:
     """The grad buffers of the first pipeline stage's first model chunk on a rank, but for what is
-    small: norms, biases, routers. Of them only a number of buckets comes.
+    small (norms, biases, routers) and the layers of multi-token prediction. Of them only a number
+    of buckets comes.
 
     Args:
         args: Megatron's, validated.
