@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
+from megatron_muon.ordering import shard_order, starts
+
 # What Megatron aligns to with the distributed optimizer (``_ParamAndGradBuffer``), in elements.
 _PARAMETER, _BUCKET = 64, 128
 # Fewer buckets are taken where they cost at most this multiple of the least.
@@ -92,8 +94,14 @@ def choose(buffers: Sequence[Buffer]) -> Choice | None:
     return Choice(number, several[number], stock)
 
 
-def cost(buffers: Sequence[Buffer], bucket_size: int) -> Cost:
-    """What it comes to if a bucket is closed as soon as it has ``bucket_size`` elements."""
+def cost(buffers: Sequence[Buffer], bucket_size: int, *, ordered: bool = False) -> Cost:
+    """What it comes to if a bucket is closed as soon as it has ``bucket_size`` elements.
+
+    Args:
+        buffers: of a rank.
+        bucket_size: in elements.
+        ordered: the parameters of each bucket are in the order of ``ordering.shard_order``.
+    """
     buckets = boundary = waited = exchanged = 0
     for buffer in buffers:
         size = buffer.dp_size
@@ -101,7 +109,7 @@ def cost(buffers: Sequence[Buffer], bucket_size: int) -> Cost:
         for bucket in _buckets(buffer, bucket_size):
             buckets += 1
             elements = bucket.size
-            for start, stop in bucket.muon:
+            for start, stop in _in_order(bucket, size) if ordered else bucket.muon:
                 away = _away(start, stop, bucket.size // size)
                 boundary += away > 0
                 exchanged += 2 * _PIECE * away // size  # there and back
@@ -111,24 +119,37 @@ def cost(buffers: Sequence[Buffer], bucket_size: int) -> Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Its elements with padding, and the ranges of Muon's parameters in it."""
+    """Its elements with padding, its parameters and the ranges of Muon's in it."""
 
     size: int
+    weights: tuple[Weight, ...]
     muon: tuple[tuple[int, int], ...]
+
+
+def _in_order(bucket: _Bucket, shards: int) -> list[tuple[int, int]]:
+    """The ranges of Muon's parameters in the order in which shards cut few."""
+    sizes = [weight.numel for weight in bucket.weights]
+    order = shard_order(sizes, [weight.muon for weight in bucket.weights], bucket.size // shards)
+    return [
+        (start, start + sizes[index])
+        for index, start in zip(order, starts(order, sizes), strict=True)
+        if bucket.weights[index].muon
+    ]
 
 
 def _buckets(buffer: Buffer, bucket_size: int) -> Iterator[_Bucket]:
     """As Megatron fills them: from the last parameter to the first."""
-    position, muon = 0, []
+    position, muon, weights = 0, [], []
     multiple = lcm(buffer.dp_size, _BUCKET)
     for number, weight in enumerate(reversed(buffer.weights), 1):
         start = -(-position // _PARAMETER) * _PARAMETER
         position = start + weight.numel
+        weights.append(weight)
         if weight.muon:
             muon.append((start, position))
         if position >= bucket_size or number == len(buffer.weights):
-            yield _Bucket(-(-position // multiple) * multiple, tuple(muon))
-            position, muon = 0, []
+            yield _Bucket(-(-position // multiple) * multiple, tuple(weights), tuple(muon))
+            position, muon, weights = 0, [], []
 
 
 def _away(start: int, stop: int, shard: int) -> int:

@@ -77,6 +77,8 @@ class MuonConfig:
             single parameter has more: a step takes twice as much, in the three rounds that are
             under way, and the workspace of one matrix's Newton-Schulz. Smaller rounds take less
             memory and hide more behind compute, larger ones take fewer collectives.
+        align_shards: order parameters within Megatron's buckets so that shards cut few of them; for
+            models that are wrapped in DDP after ``install``, and from core 0.18 on.
         checkpoint_digest: write size and checksum of every file of a checkpoint into its folder,
             and check them, and that the model is the same, before one is loaded (``digest``).
 
@@ -102,6 +104,7 @@ class MuonConfig:
     rank_tflops: float = 400.0
     link_gbytes: float = 40.0
     round_bytes: int = 256 << 20
+    align_shards: bool = False
     checkpoint_digest: bool = True
 
     def __post_init__(self) -> None:
@@ -113,7 +116,7 @@ class MuonConfig:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         _require_count("ns_steps", self.ns_steps)
         object.__setattr__(self, "ns_coefficients", canonical(self.ns_coefficients))
-        for name in ("nesterov", "weight_decay_all_params", "split_qkv", "checkpoint_digest"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _require_choice("ns_dtype", self.ns_dtype, get_args(NsDtype))
@@ -126,6 +129,11 @@ class MuonConfig:
         _require_choice("homes", self.homes, ("balanced", "local"))
         for name in ("ns_batch", "round_bytes"):
             _require_count(name, getattr(self, name))
+
+
+_SWITCHES = (
+    *("nesterov", "weight_decay_all_params", "split_qkv", "align_shards", "checkpoint_digest"),
+)
 
 
 def _require_number(name: str, value: object) -> None:

@@ -294,10 +294,10 @@ def start(case: Case, topology: Topology) -> Built:
     """Model and optimizer, with the plugin installed if the case asks for Muon."""
     import megatron_muon
 
-    built = build(case, topology)
     if case.optimizer == "muon":
         megatron_muon.install(megatron_muon.MuonConfig(**dict(case.muon)))
     try:
+        built = build(case, topology)
         built.optimizer = make_optimizer(built)
     finally:
         if case.optimizer == "muon":

@@ -58,18 +58,18 @@ def main() -> None:
             busiest = max(flops) * dp_size / sum(flops)
             print(f"{homes:8} {dp_size:5} {share:26.2%} {busiest:24.2f}")
     print("\n--overlap-grad-reduce, local homes: buckets, bytes over AdamW's, by --muon-dp-layout")
-    print("(least: contiguous in an order made for this DP, a parameter cut only where it must be)")
-    print("   DP   contiguous      stock   least")
+    print("(ordered: contiguous on megatron-core 0.18 and later)")
+    print("   DP   contiguous      stock     ordered")
     for dp_size in (8, 64, 512):
         here, numel = whole_buffer(dp_size)
         chosen = choose([whole_buffer(REFERENCE_DP_SIZE)[0]])
         assert chosen is not None
-        found = cost([here], numel // chosen.number), cost([here], stock_bucket_size(dp_size))
+        size = numel // chosen.number
+        found = [cost([here], size), cost([here], stock_bucket_size(dp_size))]
+        found.append(cost([here], size, ordered=True))
         adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
         cells = [f"{one.buckets:5} {one.exchanged / adamw_bytes:7.2%}" for one in found]
-        shard = numel // chosen.number // dp_size
-        away = sum(max(0, weight.numel - shard) for weight in here.weights if weight.muon)
-        print(f"{dp_size:5} {' '.join(cells)} {4 * away / dp_size / adamw_bytes:7.2%}")
+        print(f"{dp_size:5} {' '.join(cells)}")
 
 
 def whole_buffer(dp_size: int) -> tuple[Buffer, int]:

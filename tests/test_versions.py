@@ -9,11 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gpt import Case, Topology, check
+from gpt import Case, Topology, check, distributed_optimizers, start
 from installed import VERSION
-from saving import formats
+from ranks import run
+from resharding import loaded, saved
+from saving import formats, load, save_new
 from test_checkpoint import FROZEN_STAGE
 from test_checkpoint import check as check_resumed
+from whole import differences, whole
+
+from megatron_muon.mcore.checkpoint_switch import reading_adamw
 
 BF16 = Case(steps=4, clip=0.0)
 FP32 = replace(BF16, bf16=False)
@@ -74,6 +79,82 @@ def test_a_resumed_run_goes_on(case: Case, topology: Topology, format: str, tmp_
     if case.frozen and format.startswith("fully"):
         pytest.skip("Megatron keeps a weight of all layers in one tensor, which must be whole")
     check_resumed(case, topology, format, tmp_path)
+
+
+ALIGNED = replace(BF16, muon=(("align_shards", True),))
+needs_layouts = pytest.mark.skipif(VERSION < (0, 18), reason="this Megatron takes no layout")
+
+
+@needs_layouts
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        pytest.param(ALIGNED, Topology(dp=3), id="dp3"),
+        pytest.param(
+            ALIGNED, Topology(2, 2, 2, overlap=True, bucket_size=20_000), id="tp2-pp2-dp2-buckets"
+        ),
+        pytest.param(replace(ALIGNED, moe=True), Topology(dp=4, ep=2, overlap=True), id="dp4-ep2"),
+    ],
+)
+def test_shards_that_cut_few_change_no_bit(case: Case, topology: Topology) -> None:
+    check(case, topology)
+
+
+def _cut(case: Case, topology: Topology) -> tuple[int, list[int]]:
+    """Parameters of Muon's on several ranks, and elements of the buckets with padding."""
+    built = start(case, topology)
+    sizes = [bucket.grad_data.numel() for buffer in built.buffers() for bucket in buffer.buckets]
+    parts = distributed_optimizers(built.optimizer)
+    return sum(len(part.muon.plan.boundary_parameters()) for part in parts), sizes
+
+
+@needs_layouts
+@pytest.mark.parametrize("topology", [Topology(dp=3), Topology(dp=4)], ids=str)
+def test_ordered_shards_cut_fewer_and_take_no_padding(topology: Topology) -> None:
+    case = replace(ALIGNED, layers=4)
+    world = topology.world_size
+    for (few, sizes), (many, stock) in zip(
+        run(_cut, world, case, topology),
+        run(_cut, world, replace(case, muon=()), topology),
+        strict=True,
+    ):
+        assert few < many and sizes == stock
+
+
+@needs_layouts
+@pytest.mark.parametrize("format", formats())
+@pytest.mark.parametrize("other", [BF16, ALIGNED], ids=["stock", "aligned"])
+@pytest.mark.parametrize("dp", [3, 2])
+def test_checkpoints_load_in_another_order(
+    format: str, other: Case, dp: int, tmp_path: Path
+) -> None:
+    """At another DP size the aligned order is another one, too. And two further steps."""
+    here, there = Topology(dp=3, overlap=True), Topology(dp=dp, overlap=True)
+    wrote = run(saved, 3, ALIGNED, here, format, str(tmp_path))
+    read = run(loaded, dp, other, there, format, str(tmp_path))
+    for one, two in zip(zip(*wrote, strict=True), zip(*read, strict=True), strict=True):
+        assert differences(whole(list(one)), whole(list(two))) == []
+
+
+def _from_adamw(topology: Topology, format: str, folder: str) -> str:
+    built = start(ALIGNED, topology)
+    try:
+        with reading_adamw(built.optimizer, "momentum"):
+            load(built, folder, format)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+@needs_layouts
+@pytest.mark.parametrize("format", formats())
+def test_adamws_checkpoint_in_buckets_is_refused_where_theirs_is_another_order(
+    format: str, tmp_path: Path
+) -> None:
+    topology = Topology(dp=2)
+    run(save_new, 2, replace(BF16, optimizer="adam"), topology, format, str(tmp_path))
+    for text in run(_from_adamw, 2, topology, format, str(tmp_path)):
+        assert ("--muon-dp-layout bucketed" in text) != (format == "fully_reshardable"), text
 
 
 def test_the_version_is_one_that_is_listed() -> None:

@@ -10,15 +10,16 @@ format                                         main parameters                st
 =============================================  =============================  ====================
 ``torch``; dp_zero_gather_scatter              as Megatron: a flat tensor     by parameter name: see
                                                for each grad buffer           ``checkpoint_buffers``
-dp_reshardable (0.15 and later)                as Megatron: a flat tensor     a flat tensor for each
-                                               for each bucket                parameter, (1)
+dp_reshardable (0.15 and later)                a flat tensor for each         likewise
+                                               parameter, (1)
 fully_reshardable (0.15 and later);            as Megatron: a tensor like     as Megatron, (2)
 fully_sharded_model_space (before 0.15)        the parameter
 =============================================  =============================  ====================
 
-(1) ``optimizer.distributed.dp_group_idx_N.megatron_muon.KEY.PARAMETER``; (2)
+(1) ``optimizer.distributed.dp_group_idx_N.megatron_muon.KEY.PARAMETER``, where Megatron has one for
+each bucket: so buckets and the order of parameters in them may change; (2)
 ``optimizer.state.KEY.PARAMETER``, where PARAMETER may stand for a weight of all layers: they must
-then all be Muon's or all AdamW's. KEY is muon_momentum, or exp_avg and exp_avg_sq.
+then all be Muon's or all AdamW's. KEY is muon_momentum, or exp_avg and exp_avg_sq; param in (1).
 
 A record of Muon's settings lies beside the parameter groups. A checkpoint without it, or without
 the state of one parameter, is refused on every rank. A Megatron without the plugin, or AdamW with
@@ -76,6 +77,8 @@ class MuonCheckpoint(ShardedState):
         def prepare() -> None:
             if self.from_adamw is None:
                 check_record(state_dict, self._muon.config)
+            elif "param_state_sharding_type" in state_dict:
+                self._refuse_other_order(state_dict["param_state_sharding_type"])
             saved = state_dict["optimizer"]
             if self.from_adamw == "sum":
                 saved = as_ours([state_dict], self._muon.config)["optimizer"]
@@ -126,6 +129,8 @@ class MuonCheckpoint(ShardedState):
                     "no Muon checkpoint has the format that "
                     "--ckpt-convert-update-legacy-dist-opt-format reads: leave it out"
                 )
+            if self.from_adamw is not None:
+                self._refuse_other_order("torch")
             if self.data_parallel_group.rank() == 0:
                 given.update(self._from_disk(state_dict))
 
@@ -164,6 +169,16 @@ class MuonCheckpoint(ShardedState):
             for key in ("param", *ADAMW_STATE):
                 check_tensor(f"grad buffer {index}", key, found, buffer.numel_unpadded)
         return given
+
+    def _refuse_other_order(self, format: str) -> None:
+        """AdamW's, which is by name in whole weights alone, where buckets have an order of ours."""
+        if self._muon.config.align_shards and not format.startswith("fully_"):
+            raise ValueError(
+                f"AdamW's optimizer state in the format {format} lies in the order of Megatron's "
+                "buckets, and align_shards gives them another: in Megatron-LM start this once with "
+                "--muon-dp-layout bucketed (align_shards=False in MuonConfig); what it saves loads "
+                "in either order"
+            )
 
     def _together(self, act: Callable[[], None]) -> None:
         """Raise on every rank of the stage if ``act``, which communicates nothing, does on one."""

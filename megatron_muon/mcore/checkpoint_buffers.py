@@ -24,11 +24,11 @@ SPANS = "spans"
 
 OTHER_CUT = (
     "The optimizer's state was saved in a format that loads only with the TP, PP, virtual pipeline "
-    "and EP sizes of the run that saved it (dp_reshardable also with its buckets alone); DP, CP "
-    "and optimizer instances may differ. Load it with those and save it in the format that loads "
-    "with any: in Megatron-LM --dist-ckpt-optim-fully-reshardable, before 0.15 "
-    "--ckpt-fully-parallel-save. (Buckets alone: --ddp-num-buckets, or --muon-dp-layout bucketed "
-    "for Megatron's own, as AdamW's and older checkpoints have them)"
+    "and EP sizes of the run that saved it; DP, CP, buckets and optimizer instances may differ. "
+    "Load it with those and save it in the format that loads with any: in Megatron-LM "
+    "--dist-ckpt-optim-fully-reshardable, before 0.15 --ckpt-fully-parallel-save. (AdamW's "
+    "dp_reshardable loads with its buckets alone, too: --ddp-num-buckets, or --muon-dp-layout "
+    "bucketed for Megatron's own)"
 )
 
 

@@ -26,7 +26,8 @@ class ShardedState(MuonState):
     # --- dp_reshardable, of Megatron 0.15 and later: a rank's pieces as they are
 
     def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> StateDict:
-        """Megatron's for main parameters; their state as one flat tensor for each parameter.
+        """In Megatron's structure, but with flat tensors for each parameter, its main parameter and
+        state: Megatron's, one for each bucket, lie in the order of a run's buckets.
 
         Raises:
             NotImplementedError: this rank has nothing but padding of a bucket.
@@ -39,8 +40,8 @@ class ShardedState(MuonState):
         for index, dtypes, _ in self._buffers():
             ranges = self.gbuf_ranges[index][dtypes]
             for entries, bucket in zip(state[index][dtypes], ranges, strict=True):
-                pieces = (entry for entry in entries if not entry["padding"].unwrap())
-                for entry, (param, at) in zip(pieces, bucket["param_map"].items(), strict=True):
+                entries[:] = [entry for entry in entries if not entry["padding"].unwrap()]
+                for entry, (param, at) in zip(entries, bucket["param_map"].items(), strict=True):
                     entry.update(self._sharded(param, at["param"].start, entry["param"]))
         return state
 
@@ -57,7 +58,7 @@ class ShardedState(MuonState):
                     )
 
     def _sharded(self, param: Parameter, start: int, like: Any) -> StateDict:
-        """A parameter's state from element ``start``, replicated as its main parameter is."""
+        """A parameter's tensors from element ``start``, replicated as Megatron's ``like`` is."""
         prefix = f"optimizer.distributed.dp_group_idx_{self.data_parallel_group_idx}.{RECORD}"
         return {
             key: replace(
@@ -68,11 +69,14 @@ class ShardedState(MuonState):
                 global_shape=(param.nelement(),),
                 global_offset=(start,),
             )
-            for key, tensor in self._state_on_disk(self._shard_of[param]).items()
+            for key, tensor in self._all_on_disk(self._shard_of[param]).items()
         }
 
     def load_parameter_state_from_dp_reshardable(self, state_dict: StateDict) -> None:
-        """Megatron's."""
+        """Megatron's, whose buckets need not be as they were where no tensor is of a bucket."""
+        if self.from_adamw is None:
+            own = {"per_bucket_numel_unpadded": self.per_bucket_numel_unpadded}
+            state_dict = {**state_dict, **own}
         with self._telling(self._names_on_disk):
             super().load_parameter_state_from_dp_reshardable(state_dict)
 

@@ -125,6 +125,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             return {MOMENTUM: state[MOMENTUM_KEY]}
         return {key: state[key] for key in ADAMW_STATE}
 
+    def _all_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
+        return {"param": shard.detach(), **self._state_on_disk(shard)}
+
     def _fill_state(self) -> None:
         """Zero state for whatever has none yet: before its first step AdamW has none."""
         self.init_state_fn(self.optimizer, self.config)

@@ -129,6 +129,14 @@ HOOKS = (
         "cuts each bucket into equal shards, one per DP rank, as layout.Parameter.pieces does",
     ),
     Hook(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer._compute_per_buffer_param_layout",
+        ("params", "bucket_size", "data_parallel_world_size", "ddp_config", "param_indices"),
+        "lays out a grad buffer before its model is wrapped; wrapped, with align_shards, to order "
+        "the parameters of each bucket",
+        since=(0, 18),
+    ),
+    Hook(
         "megatron.core.dist_checkpointing",
         "save",
         ("sharded_state_dict", "checkpoint_dir"),

@@ -14,7 +14,7 @@ from megatron.core import optimizer as mcore_optimizer
 from megatron_muon.agreement import raise_together
 from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Meter
-from megatron_muon.mcore import checkpoint_digest
+from megatron_muon.mcore import checkpoint_digest, ordered
 from megatron_muon.mcore.build import make_muons
 from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
 from megatron_muon.mcore.hooks import SeamError, check_hooks, hooks_of, megatron_version
@@ -39,6 +39,7 @@ def install(config: MuonConfig | None = None) -> None:
     Raises:
         SeamError: the installed Megatron is not one that the plugin knows.
         TypeError: ``config`` is not a MuonConfig.
+        NotImplementedError: ``align_shards`` with a Megatron that takes no layout.
     """
     global _config
     if config is not None and not isinstance(config, MuonConfig):
@@ -49,7 +50,12 @@ def install(config: MuonConfig | None = None) -> None:
             if hook.name in _WRAPPERS:
                 _originals[hook.name] = getattr(importlib.import_module(hook.module), hook.name)
                 _replace(hook.name, _originals[hook.name], _WRAPPERS[hook.name])
-    _config = config or _config or MuonConfig()
+    wanted = config or _config or MuonConfig()
+    if wanted.align_shards:
+        ordered.put_in()
+    else:
+        ordered.take_out()
+    _config = wanted
 
 
 def uninstall() -> None:
@@ -58,6 +64,7 @@ def uninstall() -> None:
     if _config is not None:
         for name, original in _originals.items():
             _replace(name, _WRAPPERS[name], original)
+    ordered.take_out()
     _config = None
 
 

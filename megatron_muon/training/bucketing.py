@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_muon.buckets import Buffer, Weight, choose, cost, stock_bucket_size
+from megatron_muon.training.flag_values import value_given
 
 # The number must not depend on how many ranks there are: checkpoints in dp_reshardable load at
 # another DP size, but not into other buckets. With few ranks the exchange costs most.
@@ -51,6 +52,19 @@ def choose_buckets(args: Namespace) -> list[str]:
     # Megatron divides the elements of all model chunks by it, and cuts the first chunk alone.
     args.ddp_num_buckets = chosen.number * (args.virtual_pipeline_model_parallel_size or 1)
     return [_reason(args, chosen.number)]
+
+
+def aligns_shards(args: Namespace) -> bool:
+    """Whether a run's parameters are ordered in their buckets, so that shards cut few of them.
+
+    Not where it may load a checkpoint of AdamW's, which most formats keep in Megatron's order.
+    """
+    from megatron_muon.mcore.hooks import megatron_version
+    from megatron_muon.mcore.ordered import SINCE
+
+    contiguous = (value_given(args, "muon_dp_layout") or "contiguous") == "contiguous"
+    from_adamw = value_given(args, "muon_from_adamw") not in (None, "refuse")
+    return contiguous and not from_adamw and megatron_version()[1] >= SINCE
 
 
 def _reason(args: Namespace, number: int) -> str:

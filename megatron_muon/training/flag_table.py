@@ -173,8 +173,9 @@ FLAGS = (
         "--muon-dp-layout",
         "how grad buffers are cut into shards where --overlap-grad-reduce is on, a name: "
         "contiguous, in the fewest buckets that keep the overlap, unless --ddp-num-buckets or "
-        "--ddp-bucket-size says how many; or bucketed, as Megatron itself does; without the "
-        "overlap a buffer is one bucket; megatron_muon's; default contiguous",
+        "--ddp-bucket-size says how many, and from core 0.18 on in an order in which few "
+        "parameters are cut; or bucketed, as Megatron itself does; without the overlap a buffer is "
+        "one bucket; megatron_muon's; default contiguous",
         choices=("contiguous", "bucketed"),
     ),
     _flag(

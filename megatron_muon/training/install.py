@@ -169,6 +169,8 @@ def _turn_on(args: Any) -> list[str]:
 
     _check(args)
     config = flags.muon_config(args)
+    if bucketing.aligns_shards(args):
+        config = dataclasses.replace(config, align_shards=True)
     told = flags.differences(args)
     install(config)
     namespace.put_in_force(args, config)
