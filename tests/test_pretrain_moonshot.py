@@ -57,6 +57,7 @@ def test_training_goes_on_as_the_proof_of_concept_would(
     theirs = _by_step(text)
     # Newton-Schulz acts on query, key and value together there
     load = f"{MUON} {SAVE} {parallel} --muon-no-split-qkv --load {tmp_path} --ckpt-step 4"
+    load += " --muon-dp-layout bucketed"  # its state lies in Megatron's order
     text = pretrain(processes, load)
     assert "is of the proof of concept of this work: its momentum goes on" in text
     ours, anew = _by_step(text), _by_step(pretrain(processes, load, "--no-load-optim"))

@@ -71,10 +71,13 @@ def _reason(args: Namespace, number: int) -> str:
     dp_size, expert_dp_size = _dp_sizes(args)
     here = buffers(args, dp_size, expert_dp_size)
     total = sum(weight.numel for buffer in here for weight in buffer.weights)
-    ours, stock = cost(here, total // number), cost(here, stock_bucket_size(dp_size))
+    ordered = aligns_shards(args)
+    ours = cost(here, total // number, ordered=ordered)
+    stock = cost(here, stock_bucket_size(dp_size))
+    how = ", each in an order in which shards cut few weights" if ordered else ""
     return (
         f"--muon-dp-layout contiguous: about {ours.buckets} buckets in place of {stock.buckets} on "
-        f"the first pipeline stage, the fewest that keep the overlap: a rank sends "
+        f"the first pipeline stage, the fewest that keep the overlap{how}: a rank sends "
         f"{_gb(ours.exchanged)} a step for Muon in place of {_gb(stock.exchanged)}, and "
         f"{_gb(ours.waited)} in place of {_gb(stock.waited)} of Megatron's own with no backward "
         "pass left to hide it. --ddp-num-buckets or --ddp-bucket-size sets another number, "
