@@ -18,7 +18,7 @@ TIERS = [
         "integers",
         [
             *("buckets", "coefficients", "config", "digest", "homes", "iteration", "layout"),
-            *("plan", "report", "rounds"),
+            *("ordering", "plan", "report", "rounds"),
         ],
     ),
     ("tensors", ["checksum", "newton_schulz", "products", "update"]),
