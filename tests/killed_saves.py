@@ -194,8 +194,8 @@ def tracker_of(folder: Path) -> int | None:
 
 def to_load(folder: Path) -> int | None:
     """The iteration that the next start must load: one that was being saved anew is put back."""
-    for aside in folder.glob("iter_*.before"):
-        return int(aside.name.removeprefix("iter_").removesuffix(".before"))
+    for mark in folder.glob("iter_*.anew"):
+        return int(mark.name.removeprefix("iter_").removesuffix(".anew"))
     return tracker_of(folder)
 
 

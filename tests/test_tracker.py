@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,8 @@ def _named(folder: Path) -> str | None:
 def _is_whole(folder: Path, name: str, content: str) -> bool:
     """It is there, the tracker names it and nothing is set aside."""
     there = (folder / name / "weights").read_text() == content
-    return there and tracker.named_by(folder) == name and not list(folder.glob("*.before"))
+    left = [*folder.glob("*.before"), *folder.glob("*.anew")]
+    return there and tracker.named_by(folder) == name and not left
 
 
 @pytest.fixture(params=[True, False], ids=["digest", "no-digest"])
@@ -83,10 +85,37 @@ def test_one_that_was_complete_before_the_tracker_was_written_stays(tmp_path: Pa
     assert _is_whole(tmp_path, FOUR, "second")
 
 
-def test_killed_between_setting_aside_and_the_tracker(saved: Path) -> None:
-    (saved / FOUR).rename(saved / f"{FOUR}.before")
-    tracker.recover(saved)
-    assert _is_whole(saved, FOUR, "first")
+def test_killed_before_it_is_set_aside(tmp_path: Path) -> None:
+    """The tracker names another already, and nothing is moved yet."""
+    _checkpoint(tmp_path / FOUR, "four")
+    _checkpoint(tmp_path / SIX, "six", digested=False)
+    (tmp_path / f"{SIX}.anew").touch()
+    (tmp_path / tracker.NAME).write_text("4")
+    tracker.recover(tmp_path)
+    assert _is_whole(tmp_path, SIX, "six")
+
+
+def test_killed_while_it_is_put_back(tmp_path: Path) -> None:
+    _checkpoint(tmp_path / FOUR, "four")
+    _checkpoint(tmp_path / SIX, "six")
+    (tmp_path / tracker.NAME).write_text("6")
+    tracker.move_back(tmp_path, SIX)
+    (tmp_path / f"{SIX}.before").rename(tmp_path / SIX)
+    tracker.recover(tmp_path)
+    assert _is_whole(tmp_path, SIX, "six")
+
+
+def test_the_tracker_never_names_what_is_not_there(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(one: Path, two: Path) -> None:
+        assert tracker.named_by(saved) != one.name
+        original(one, two)
+
+    original = os.rename
+    monkeypatch.setattr(tracker.os, "rename", rename)
+    tracker.move_back(saved, FOUR)
+    assert (saved / f"{FOUR}.before").is_dir()
 
 
 def test_a_run_that_only_loads_is_told_and_changes_nothing(saved: Path) -> None:
@@ -97,8 +126,7 @@ def test_a_run_that_only_loads_is_told_and_changes_nothing(saved: Path) -> None:
         tracker.require_settled(saved)
     assert (saved / FOUR / "weights").read_text() == "second, in part"
     shutil.rmtree(saved / FOUR)
-    (saved / f"{FOUR}.before").rename(saved / FOUR)
-    (saved / tracker.NAME).write_text("4")
+    tracker.recover(saved)
     tracker.require_settled(saved)
 
 

@@ -19,7 +19,9 @@ from typing import Any
 from megatron_muon import digest
 
 NAME = "latest_checkpointed_iteration.txt"
-_ASIDE = "{name}.before"  # the checkpoint that the tracker named, while it is saved anew
+# While the checkpoint that the tracker names is saved anew: where it is, and an empty file that is
+# there from before it is moved until the tracker is written again, or names it as it was.
+_ASIDE, _MARK = "{name}.before", "{name}.anew"
 
 _first: Callable[[], None] | None = None  # called before the tracker is written
 
@@ -72,8 +74,8 @@ def _written(path: Path) -> Iterator[io.StringIO]:
     if _first is not None:
         _first()
     digest.write_text(path, text.getvalue())
-    for aside in _set_aside(path.parent):
-        shutil.rmtree(aside, ignore_errors=True)
+    for name in _marked(path.parent):
+        _clear(path.parent, name)
 
 
 @contextmanager
@@ -156,14 +158,16 @@ def move_back(save_dir: Path, folder: str) -> str | None:
     earlier = [n for n in others if f"iter_{n:07d}" < folder]
     aside = save_dir / _ASIDE.format(name=folder)
     shutil.rmtree(aside, ignore_errors=True)
-    os.rename(save_dir / folder, aside)
+    digest.write_text(save_dir / _MARK.format(name=folder), "")
     said = f"{save_dir / folder} is saved anew: until then the checkpoint there is in {aside}"
-    if not others:
+    if others:
+        number = (earlier or others)[-1]
+        digest.write_text(save_dir / NAME, str(number))
+        said = f"{said}, and {NAME} names iteration {number}"
+    else:
         (save_dir / NAME).unlink(missing_ok=True)
-        return said
-    number = (earlier or others)[-1]
-    digest.write_text(save_dir / NAME, str(number))
-    return f"{said}, and {NAME} names iteration {number}"
+    os.rename(save_dir / folder, aside)
+    return said
 
 
 def recover(save_dir: Path) -> str | None:
@@ -178,18 +182,17 @@ def recover(save_dir: Path) -> str | None:
         OSError: the folder cannot be written.
         ValueError: see ``named_by``.
     """
-    for aside in _set_aside(save_dir):
-        name = aside.name.removesuffix(_ASIDE.format(name=""))
-        folder = save_dir / name
+    for name in _marked(save_dir):
+        folder, aside = save_dir / name, save_dir / _ASIDE.format(name=name)
         if folder.is_dir() and named_by(save_dir) == name:  # that was written last
-            shutil.rmtree(aside, ignore_errors=True)
+            _clear(save_dir, name)
             continue
-        if not _is_complete(folder):
+        if aside.is_dir() and not _is_complete(folder):
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(aside, folder)
         text = "release" if name == "release" else str(int(name.removeprefix("iter_")))
         digest.write_text(save_dir / NAME, text)
-        shutil.rmtree(aside, ignore_errors=True)
+        _clear(save_dir, name)
         return f"the last save into {folder} was stopped: {NAME} names it as it was, complete"
     return None
 
@@ -202,8 +205,8 @@ def require_settled(load_dir: Path) -> None:
     """
     if (load_dir / NAME).exists():
         return
-    for aside in _set_aside(load_dir):
-        name = aside.name.removesuffix(_ASIDE.format(name=""))
+    for name in _marked(load_dir):
+        aside = load_dir / _ASIDE.format(name=name)
         raise ValueError(
             f"{load_dir / name} is being saved anew, or that was stopped; the checkpoint from "
             f"before is in {aside}: wait for the run that saves there or start it again, which "
@@ -211,8 +214,15 @@ def require_settled(load_dir: Path) -> None:
         )
 
 
-def _set_aside(save_dir: Path) -> list[Path]:
-    return sorted(save_dir.glob(_ASIDE.format(name="*")))
+def _marked(save_dir: Path) -> list[str]:
+    """Names of what is saved anew."""
+    suffix = _MARK.format(name="")
+    return sorted(path.name.removesuffix(suffix) for path in save_dir.glob(f"*{suffix}"))
+
+
+def _clear(save_dir: Path, name: str) -> None:
+    shutil.rmtree(save_dir / _ASIDE.format(name=name), ignore_errors=True)
+    (save_dir / _MARK.format(name=name)).unlink(missing_ok=True)
 
 
 def _is_complete(folder: Path) -> bool:
