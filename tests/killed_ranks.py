@@ -240,7 +240,7 @@ def through_training(spec: Spec, plan: Plan, folder: str, watch: Watch) -> None:
     assert megatron_muon.meter(built.optimizer) is not None
     args.consumed_train_samples = 0
     iteration = 0
-    if Path(folder, TRACKER).exists() or any(Path(folder).glob("*.before")):
+    if Path(folder, TRACKER).exists() or any(Path(folder).glob("*.anew")):
         fill(built, -1)
         iteration, *_ = checkpointing.load_checkpoint(built.chunks, built.optimizer, None)
         say(watch.tell, loaded=iteration, wrong=differences(built, iteration)[:3])
@@ -275,6 +275,7 @@ def through_core(spec: Spec, plan: Plan, folder: str, watch: Watch) -> None:
     saving._as_in_its_day()
     format = saving.formats()[0]
     numbers = sorted(int(path.name.removeprefix("iter_")) for path in Path(folder).iterdir())
+    torch.distributed.barrier()  # a rank that is ahead makes the next folder
     if numbers:
         last = f"{folder}/iter_{numbers[-1]:07d}"
         fill(built, -1)
