@@ -123,8 +123,14 @@ def test_ordered_shards_cut_fewer_and_take_no_padding(topology: Topology) -> Non
 
 @needs_layouts
 @pytest.mark.parametrize("format", formats())
-@pytest.mark.parametrize("other", [BF16, ALIGNED], ids=["stock", "aligned"])
-@pytest.mark.parametrize("dp", [3, 2])
+@pytest.mark.parametrize(
+    ("other", "dp"),
+    [
+        pytest.param(ALIGNED, 2, id="aligned-2"),
+        pytest.param(BF16, 3, id="stock-3", marks=pytest.mark.slow),
+        pytest.param(BF16, 2, id="stock-2", marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoints_load_in_another_order(
     format: str, other: Case, dp: int, tmp_path: Path
 ) -> None:
