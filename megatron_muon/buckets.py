@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from megatron_muon.ordering import shard_order, starts
+from megatron_muon.ordering import ALIGNMENT, away, shard_order, starts
 
-# What Megatron aligns to with the distributed optimizer (``_ParamAndGradBuffer``), in elements.
-_PARAMETER, _BUCKET = 64, 128
+_BUCKET = 128  # elements that Megatron rounds a bucket up to, and to its shards
 # Fewer buckets are taken where they cost at most this multiple of the least.
 SLACK = 1.05
 _GRAD, _PARAM, _PIECE = 4, 2, 2  # bytes of an element in a reduction, an all-gather, the exchange
@@ -110,9 +109,9 @@ def cost(buffers: Sequence[Buffer], bucket_size: int, *, ordered: bool = False) 
             buckets += 1
             elements = bucket.size
             for start, stop in _in_order(bucket, size) if ordered else bucket.muon:
-                away = _away(start, stop, bucket.size // size)
-                boundary += away > 0
-                exchanged += 2 * _PIECE * away // size  # there and back
+                moved = away(start, stop - start, bucket.size // size)
+                boundary += moved > 0
+                exchanged += 2 * _PIECE * moved // size  # there and back
         waited += (_GRAD + _PARAM) * elements * (size - 1) // size
     return Cost(buckets, boundary, waited, exchanged)
 
@@ -142,7 +141,7 @@ def _buckets(buffer: Buffer, bucket_size: int) -> Iterator[_Bucket]:
     position, muon, weights = 0, [], []
     multiple = lcm(buffer.dp_size, _BUCKET)
     for number, weight in enumerate(reversed(buffer.weights), 1):
-        start = -(-position // _PARAMETER) * _PARAMETER
+        start = -(-position // ALIGNMENT) * ALIGNMENT
         position = start + weight.numel
         weights.append(weight)
         if weight.muon:
@@ -150,15 +149,6 @@ def _buckets(buffer: Buffer, bucket_size: int) -> Iterator[_Bucket]:
         if position >= bucket_size or number == len(buffer.weights):
             yield _Bucket(-(-position // multiple) * multiple, tuple(weights), tuple(muon))
             position, muon, weights = 0, [], []
-
-
-def _away(start: int, stop: int, shard: int) -> int:
-    """Elements of [start, stop) that are not in the shard that has most of them."""
-    numel = stop - start
-    first = min(shard - start % shard, numel)
-    last = min((stop - 1) % shard + 1, numel)
-    between = (stop - 1) // shard - start // shard - 1
-    return numel - (shard if between > 0 else max(first, last))
 
 
 def _numbers(most: int) -> list[int]:

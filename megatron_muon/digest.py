@@ -190,12 +190,13 @@ def complete_iterations(folder: Path) -> list[int]:
     found = []
     for path in folder.glob("iter_*"):
         number = _ITERATION.match(path.name)
-        if number and _says_complete(path):
+        if number and says_complete(path):
             found.append(int(number[1]))
     return sorted(found)
 
 
-def _says_complete(folder: Path) -> bool:
+def says_complete(folder: Path) -> bool:
+    """Whether a folder has an intact digest of a save that came to its end. No file is hashed."""
     try:
         digest = read(folder)
     except (DigestError, OSError):

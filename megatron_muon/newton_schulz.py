@@ -117,11 +117,12 @@ def standard_iteration(x: Tensor, steps: tuple[Triple, ...], products: Products)
         products: of x's device.
     """
     for a, b, c in steps:
-        gram = products.rounded(products.mirrored(x, x.mT))
+        gram = products.rounded(products.symmetric(x, x.mT, in_panels=False))
         if c == 0:
             x = products.rounded(products.product(gram, x, x, beta=a, alpha=b))
             continue
-        polynomial = products.rounded(products.mirrored(gram, gram, gram, beta=b, alpha=c))
+        square = products.symmetric(gram, gram, gram, beta=b, alpha=c, in_panels=False)
+        polynomial = products.rounded(square)
         x = products.rounded(products.product(polynomial, x, x, beta=a))
     return x
 

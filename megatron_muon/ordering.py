@@ -49,7 +49,7 @@ def cut_off(
 ) -> int:
     """Elements that are not in the shard which has most of their parameter."""
     return sum(
-        _cut_off(start, sizes[index], shard)
+        away(start, sizes[index], shard)
         for index, start in zip(order, starts(order, sizes), strict=True)
         if is_whole[index]
     )
@@ -65,10 +65,11 @@ def _next(
     indifferent = {index for index in left if not is_whole[index]}
     if indifferent:
         return min(indifferent, key=lambda index: (-sizes[index], index))
-    return min(left, key=lambda index: (_cut_off(position, sizes[index], shard), index))
+    return min(left, key=lambda index: (away(position, sizes[index], shard), index))
 
 
-def _cut_off(start: int, numel: int, shard: int) -> int:
+def away(start: int, numel: int, shard: int) -> int:
+    """Elements of [start, start + numel) that are not in the shard that has most of them."""
     first = min(shard - start % shard, numel)
     last = min((start + numel - 1) % shard + 1, numel)
     between = (start + numel - 1) // shard - start // shard - 1

@@ -96,24 +96,13 @@ class Products:
         *,
         beta: float = 1.0,
         alpha: float = 1.0,
+        in_panels: bool = True,
     ) -> Tensor:
         """``product`` where the result is known to be symmetric, ``linear`` too; not rounded."""
-        if self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
-            return _lower_and_mirrored(left, right, linear, beta, alpha)
-        return self.mirrored(left, right, linear, beta=beta, alpha=alpha)
-
-    def mirrored(
-        self,
-        left: Tensor,
-        right: Tensor,
-        linear: Tensor | None = None,
-        *,
-        beta: float = 1.0,
-        alpha: float = 1.0,
-    ) -> Tensor:
-        """``symmetric`` by the library's kernel where there is one, else in one plain product."""
         if self.kernel is not None and left.size(-2) > _KERNEL_TILE:
             return self.kernel(left, right, linear, beta, alpha)
+        if in_panels and self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
+            return _lower_and_mirrored(left, right, linear, beta, alpha)
         return self.product(left, right, linear, beta=beta, alpha=alpha)
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run
 
-from megatron_muon.buckets import SLACK, Buffer, Weight, _away, choose, cost
+from megatron_muon.buckets import SLACK, Buffer, Weight, choose, cost
+from megatron_muon.ordering import away
 from megatron_muon.training.bucketing import buffers, choose_buckets
 
 # Whole: what is reckoned with is parameters, not the matrices in them.
@@ -47,7 +48,7 @@ def test_the_cost_is_that_of_megatrons_buckets_and_the_plan(dp: int, bucket_size
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 30))
 def test_what_is_away_is_all_but_the_largest_piece(start: int, numel: int, shard: int) -> None:
     pieces = Counter(element // shard for element in range(start, start + numel))
-    assert _away(start, start + numel, shard) == numel - max(pieces.values())
+    assert away(start, numel, shard) == numel - max(pieces.values())
 
 
 @given(

@@ -187,7 +187,7 @@ def recover(save_dir: Path) -> str | None:
         if folder.is_dir() and named_by(save_dir) == name:  # that was written last
             _clear(save_dir, name)
             continue
-        if aside.is_dir() and not _is_complete(folder):
+        if aside.is_dir() and not digest.says_complete(folder):
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(aside, folder)
         text = "release" if name == "release" else str(int(name.removeprefix("iter_")))
@@ -223,11 +223,3 @@ def _marked(save_dir: Path) -> list[str]:
 def _clear(save_dir: Path, name: str) -> None:
     shutil.rmtree(save_dir / _ASIDE.format(name=name), ignore_errors=True)
     (save_dir / _MARK.format(name=name)).unlink(missing_ok=True)
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        found = digest.read(folder)
-    except (digest.DigestError, OSError):
-        return False
-    return found is not None and bool(found["complete"])
