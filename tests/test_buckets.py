@@ -124,7 +124,7 @@ def test_llama_3_8b_keeps_the_overlap_at_less_than_half_of_stock_buckets_exchang
 
 
 def test_the_number_does_not_depend_on_the_ranks() -> None:
-    """A dp_reshardable checkpoint loads at another DP size, but not into other buckets."""
+    """AdamW's dp_reshardable loads at another DP size, but not into other buckets."""
     numbers = set()
     for world_size in (2, 8, 512):
         args = Namespace(**{**vars(LLAMA_3_8B), "world_size": world_size})

@@ -95,6 +95,28 @@ def test_killed_before_it_is_set_aside(tmp_path: Path) -> None:
     assert _is_whole(tmp_path, SIX, "six")
 
 
+def test_killed_while_an_old_one_is_cleared_away_after_another_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A re-save of 4 was stopped; another run wrote 6 without loading, and was killed in turn."""
+    _checkpoint(tmp_path / FOUR, "four")
+    (tmp_path / tracker.NAME).write_text("4")
+    tracker.move_back(tmp_path, FOUR)
+    _checkpoint(tmp_path / FOUR, "four, in part", digested=False)
+    _checkpoint(tmp_path / SIX, "six")
+
+    def killed(folder: Path, **options: bool) -> None:
+        (folder / "weights").unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tracker.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt), tracker._written(tmp_path / tracker.NAME) as text:
+        text.write("6")
+    monkeypatch.undo()
+    tracker.recover(tmp_path)
+    assert tracker.named_by(tmp_path) == SIX
+
+
 def test_killed_while_it_is_put_back(tmp_path: Path) -> None:
     _checkpoint(tmp_path / FOUR, "four")
     _checkpoint(tmp_path / SIX, "six")

@@ -1,9 +1,9 @@
 """Refuse to load what a torch_dist checkpoint's metadata says cannot be: cut otherwise, or of
 another dtype.
 
-dp_reshardable keeps a tensor for each bucket of each model-parallel rank, dp_zero_gather_scatter a
-blob for each such rank. Both load where TP, PP, virtual pipeline and EP are the same, the first
-where buckets are, too. torch casts what it reads to the dtype that it is asked for, in silence.
+dp_reshardable keeps the tensors of each model-parallel rank apart, dp_zero_gather_scatter a blob
+for each such rank. Both load where TP, PP, virtual pipeline and EP are the same. torch casts what
+it reads to the dtype that it is asked for, in silence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from megatron_muon.mcore.checkpoint_groups import RECORD
 from megatron_muon.mcore.shards import device_of
 
 _RANKS_OWN = re.compile(r"(?:^|\.)optimizer\.distributed\.dp_group_idx_\d+\.(.+)$")
-_OF_A_BUCKET = re.compile(r"gbuf_idx_\d+\..*\.bucket_idx_\d+\.[^.]+$")
 _MODEL_SPACE = re.compile(r"(chained_\d+\.)?optimizer\.state\.")
 
 
@@ -108,8 +107,15 @@ def _other_cut(wanted: Tensors, found: Tensors) -> str | None:
             there = found[key]
             if tensor is not None and there is not None and there.size != tensor.size:
                 return f"{key} has {there.size} elements there, {tensor.size} here. {OTHER_CUT}"
-        elif _OF_A_BUCKET.match(own) or own == RECORD:
+        elif own == RECORD:
             return f"it has no {key}. {OTHER_CUT}"
+        elif own.startswith(f"{RECORD}.param.") and not any(
+            f".{RECORD}.param." in k for k in found
+        ):
+            return (
+                "its main parameters are by bucket, as a megatron_muon before this one wrote them: "
+                "save it there as fully_reshardable, or load the model alone (--no-load-optim)"
+            )
         elif own.startswith(f"{RECORD}.{MOMENTUM}.") and _under_another(own, found):
             return f"it has {own} under another model-parallel rank than {key}. {OTHER_CUT}"
     return None

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from megatron_muon.buckets import Buffer, Weight, choose, cost, stock_bucket_size
 from megatron_muon.training.flag_values import value_given
 
-# The number must not depend on how many ranks there are: checkpoints in dp_reshardable load at
-# another DP size, but not into other buckets. With few ranks the exchange costs most.
+# The number must not depend on how many ranks there are: AdamW's checkpoints in dp_reshardable,
+# which a run may come from, load at another DP size, but not into other buckets. With few ranks the
+# exchange costs most.
 REFERENCE_DP_SIZE = 8
 
 

@@ -221,5 +221,6 @@ def _marked(save_dir: Path) -> list[str]:
 
 
 def _clear(save_dir: Path, name: str) -> None:
-    shutil.rmtree(save_dir / _ASIDE.format(name=name), ignore_errors=True)
+    """The mark first: what it stands for is put back, whatever is left of it."""
     (save_dir / _MARK.format(name=name)).unlink(missing_ok=True)
+    shutil.rmtree(save_dir / _ASIDE.format(name=name), ignore_errors=True)
