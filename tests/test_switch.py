@@ -12,6 +12,7 @@ import torch
 from gpt import Case, Topology, held, lr_at, muon_weights, start, take_step, whole_grad
 from ranks import RankError, run
 from saving import formats, load, save, spoil, unequal
+from torch_adam import apexs_loop
 
 from megatron_muon import MuonConfig
 from megatron_muon.mcore.adamw_after_muon import YOUNG, go_on_after_muon, reading_muon
@@ -168,6 +169,21 @@ def test_adamw_goes_on_from_muon(format: str, shape: str, tmp_path: Path) -> Non
         (tmp_path / name).mkdir()
     adam = replace(case, optimizer="adam")
     for found in run(_to_adamw, topology.world_size, adam, topology, format, str(tmp_path)):
+        assert found == []
+
+
+def _to_adamw_with_apexs_loop(*args: Any) -> list[str]:
+    with apexs_loop():
+        return _to_adamw(*args)
+
+
+def test_apexs_adam_goes_on_from_muon(tmp_path: Path) -> None:
+    case, topology = SHAPES["dp3"]
+    for name in ("muon", "adamw"):
+        (tmp_path / name).mkdir()
+    adam = replace(case, optimizer="adam")
+    format, size = formats()[0], topology.world_size
+    for found in run(_to_adamw_with_apexs_loop, size, adam, topology, format, str(tmp_path)):
         assert found == []
 
 

@@ -1,11 +1,14 @@
-"""Megatron as it is where neither Transformer Engine nor Apex is installed."""
+"""Megatron with other Adams than Transformer Engine's: torch's own, and one as Apex's goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from megatron_muon.cpu import FusedAdam
 
 
 @contextmanager
@@ -30,3 +33,34 @@ def torchs_own_adam() -> Iterator[None]:
     finally:
         for (module, name, _), value in zip(changes, before, strict=True):
             setattr(module, name, value)
+
+
+class ApexsLoop(FusedAdam):
+    """Goes through its groups beside its list of master weights, as Apex's FusedAdam does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.param_groups_master: list[dict[str, Any]] = [
+            {"params": [None for _ in group["params"]]} for group in self.param_groups
+        ]
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        groups = self.param_groups
+        pairs = zip(groups, self.param_groups_master, strict=False)
+        self.param_groups = [group for group, _ in pairs]
+        try:
+            return super().step(*args, **kwargs)
+        finally:
+            self.param_groups = groups
+
+
+@contextmanager
+def apexs_loop() -> Iterator[None]:
+    """Within it Megatron builds its optimizers around an Adam that goes on as Apex's does."""
+    from megatron.core import optimizer as mcore_optimizer
+
+    before, mcore_optimizer.Adam = mcore_optimizer.Adam, ApexsLoop
+    try:
+        yield
+    finally:
+        mcore_optimizer.Adam = before

@@ -120,6 +120,7 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
             if step is not None:
                 group["step"] = step
         self.optimizer.param_groups[:] = old
+        _as_many_masters(self.optimizer)
         self._shift_steps(self.behind)
         self._is_whole = True
 
@@ -137,6 +138,7 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
             self.optimizer.param_groups.append(
                 {**group, "params": theirs, "step": step, _OF: number}
             )
+        _as_many_masters(self.optimizer)
         self._shift_steps(-self.behind)
 
     def _shift_steps(self, by: int) -> None:
@@ -204,6 +206,18 @@ def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
             part.__class__ = AdamWAfterMuon
             part.former = MuonConfig(**former)
             part._split()
+
+
+def _as_many_masters(adam: Any) -> None:
+    """Give Apex's Adam an entry for each group in its list of master weights, which has none.
+
+    It goes through groups and list side by side, and a group without an entry takes no step
+    (https://github.com/NVIDIA/apex/blob/6424da3b4faa/apex/optimizers/fused_adam.py#L171).
+    """
+    if hasattr(adam, "param_groups_master"):
+        adam.param_groups_master[:] = [
+            {"params": [None] * len(group["params"])} for group in adam.param_groups
+        ]
 
 
 def _step(part: Any) -> int:
