@@ -16,7 +16,13 @@ from torch import Tensor
 from megatron_muon.coefficients import Triple
 from megatron_muon.config import MuonConfig
 from megatron_muon.iteration import Segments, schedule_of, segments, takes_gram
-from megatron_muon.products import Products, plan_device, products_on, travel_dtype
+from megatron_muon.products import (
+    Products,
+    fp32_is_fp32,
+    plan_device,
+    products_on,
+    travel_dtype,
+)
 
 
 def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
@@ -85,10 +91,11 @@ def _entered(matrix: Tensor, config: MuonConfig) -> Tensor:
 
 def _iterated(x: Tensor, config: MuonConfig) -> Tensor:
     products, device = products_on(x.device, config.ns_dtype), plan_device(x.device)
-    if takes_gram(x.size(-2), x.size(-1), config, device):
-        x = gram_iteration(x, segments(config, device), products)
-    else:
-        x = standard_iteration(x, schedule_of(config), products)
+    with fp32_is_fp32(x.device):
+        if takes_gram(x.size(-2), x.size(-1), config, device):
+            x = gram_iteration(x, segments(config, device), products)
+        else:
+            x = standard_iteration(x, schedule_of(config), products)
     return x.to(travel_dtype(config))
 
 

@@ -1,17 +1,21 @@
 """The matrix products of Newton-Schulz, and what they round to, in one place.
 
 A product accumulates in fp32, takes its linear term in the same pass and rounds once. On CUDA the
-matmul does that by itself, as accurately as ``torch.backends.cuda.matmul`` lets it (TF32 and
-reduced-precision reductions are the process's choice), and so does a CPU with bf16 instructions,
-in bf16. Elsewhere the operands, exact in fp32, are held and multiplied there: without such
-instructions torch's kernels are tens of times slower.
+matmul does that by itself (that the sums of a product cut along its inner dim may be added in bf16
+is the process's choice, ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``), and
+so does a CPU with bf16 instructions, in bf16. Elsewhere the operands, exact in fp32, are held and
+multiplied there: without such instructions torch's kernels are tens of times slower. Products in
+fp32 are that also where the process lets its others be TF32, as some container images do, or bf16:
+the Gram iteration's restarts are known for fp32 only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +30,10 @@ _TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
     "fp32": torch.float32,
 }
 SymmetricKernel = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]
-# quack's kernel works on tiles of this many rows; smaller matrices are torch's.
-_KERNEL_TILE = 256
+# quack's kernel works on tiles of this many rows; smaller matrices are torch's. Rows begin at
+# multiples of 16 bytes.
+_KERNEL_TILE, _KERNEL_ALIGNMENT = 256, 8
+_KERNEL_CAPABILITY = (9, 0)  # Hopper; every release that has the kernel has it from there on
 
 
 def torch_dtype(ns_dtype: NsDtype) -> torch.dtype:
@@ -99,7 +105,7 @@ class Products:
         in_panels: bool = True,
     ) -> Tensor:
         """``product`` where the result is known to be symmetric, ``linear`` too; not rounded."""
-        if self.kernel is not None and left.size(-2) > _KERNEL_TILE:
+        if self.kernel is not None and _fits_kernel(left):
             return self.kernel(left, right, linear, beta, alpha)
         if in_panels and self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
             return _lower_and_mirrored(left, right, linear, beta, alpha)
@@ -130,9 +136,55 @@ def products_on(device: torch.device, ns_dtype: NsDtype) -> Products:
     dtype, kind = torch_dtype(ns_dtype), plan_device(device)
     held = torch_dtype(held_dtype(ns_dtype, kind))
     if kind == "cuda":
-        kernel = _quack() if dtype != torch.float32 else None
+        kernel = _quack_on(device) if dtype != torch.float32 else None
         return Products(dtype, squares=held, held=held, kernel=kernel)
     return Products(dtype, squares=held, held=held, blocked=True)
+
+
+@contextmanager
+def fp32_is_fp32(device: torch.device) -> Iterator[None]:
+    """Within it, products of fp32 are made in fp32, whatever the process allows others.
+
+    It sets what the host reads when it starts a product, so a GPU is not waited for.
+    """
+    backend: Any = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
+    matmul: Any = getattr(backend, "matmul", None)
+    if hasattr(matmul, "fp32_precision"):
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
+    else:  # torch before 2.9
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+def try_products(device: torch.device, ns_dtype: NsDtype) -> None:
+    """Make a product with the library's kernel, where there is one, before a step needs it.
+
+    Raises:
+        RuntimeError: it is installed and does not work; with what it said, and the way out.
+    """
+    try:
+        products = products_on(device, ns_dtype)
+        if products.kernel is not None:
+            rows = 2 * _KERNEL_TILE
+            x = torch.zeros(rows, rows, dtype=products.held, device=device)
+            products.symmetric(x, x.mT)
+            products.symmetric(x, x, x)
+            torch.cuda.synchronize(device)
+    except Exception as error:  # whatever it is: a compiler of its own is in it
+        raise RuntimeError(
+            "quack-kernels is installed, for the symmetric products of Newton-Schulz, and fails: "
+            f"{type(error).__name__}: {error}. Install a release of it that fits this GPU and "
+            "torch, or uninstall it: torch's matmul takes its place"
+        ) from error
 
 
 def said_of_products(device: torch.device, ns_dtype: NsDtype, iteration: NsIteration) -> str:
@@ -162,6 +214,17 @@ def _lower_and_mirrored(
             )
         out[:start, start:stop].copy_(out[start:stop, :start].mT)
     return out
+
+
+def _fits_kernel(x: Tensor) -> bool:
+    rows, cols = x.shape[-2:]
+    return rows > _KERNEL_TILE and rows % _KERNEL_ALIGNMENT == 0 and cols % _KERNEL_ALIGNMENT == 0
+
+
+def _quack_on(device: torch.device) -> SymmetricKernel | None:
+    if torch.cuda.get_device_capability(device) < _KERNEL_CAPABILITY:
+        return None
+    return _quack()
 
 
 @cache

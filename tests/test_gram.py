@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_muon import products as products_module
 from megatron_muon.cli import main
 from megatron_muon.cli.newton_schulz_inputs import exactly, inputs
 from megatron_muon.coefficients import SETS, NsDtype, schedule
@@ -29,12 +30,14 @@ from megatron_muon.products import (
     products_on,
     said_of_products,
     travel_dtype,
+    try_products,
 )
 
 PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restarts]
 DTYPES = get_args(NsDtype)
 FLOAT64 = Products(torch.float64, squares=torch.float64, held=torch.float64)
-CPU = plan_device(torch.device("cpu"))
+CPU_DEVICE = torch.device("cpu")
+CPU = plan_device(CPU_DEVICE)
 PANELS = Products(torch.float64, squares=torch.float64, held=torch.float64, blocked=True)
 
 
@@ -84,7 +87,7 @@ def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
 
     2⁻²⁴ × √inner off, against 2⁻⁹ of the rounding: one element in a thousand goes to its neighbour.
     """
-    products = products_on(torch.device("cpu"), "bf16")
+    products = products_on(CPU_DEVICE, "bf16")
     left = products.enter(_matrix(rows, inner))
     linear = products.enter(_matrix(rows, rows) + _matrix(rows, rows).mT)
     for make in (products.product, products.symmetric):
@@ -106,7 +109,7 @@ def test_gram_is_as_accurate_as_standard(name: Any, steps: int, dtype: Any) -> N
         pytest.skip("refused")
     allowed = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-10}[dtype]
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}[dtype]
-    parts, products = segments(config, CPU), products_on(torch.device("cpu"), dtype)
+    parts, products = segments(config, CPU), products_on(CPU_DEVICE, dtype)
     for what, matrix in inputs(32, 160):
         x = products.enter(normalize(matrix.float()))
         exact = exactly(matrix, schedule_of(config))
@@ -153,7 +156,7 @@ def test_fp16_is_more_accurate_than_bf16() -> None:
     """By its three more digits; but directions travel in bf16, so the last rounding is left out."""
     errors = {}
     for dtype in ("bf16", "fp16"):
-        products = products_on(torch.device("cpu"), dtype)
+        products = products_on(CPU_DEVICE, dtype)
         x = products.enter(normalize(_matrix(64, 200)))
         triples = schedule("simple", 5, dtype)
         exact = exactly(_matrix(64, 200), triples)
@@ -209,7 +212,7 @@ def test_recorded_restarts_are_found_again(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> None:
-    """Of matrices of more than one of its tiles; the kernel's part is played by torch's matmul."""
+    """Of more than one of its tiles and aligned; the kernel's part is played by torch's matmul."""
     shapes: list[tuple[int, ...]] = []
 
     def kernel(
@@ -226,16 +229,49 @@ def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> 
     plain = Products(torch.float32, squares=torch.float32, held=torch.float32)
     own = dataclasses.replace(plain, kernel=kernel)
     config = _config("simple", 5, "fp32", "gram")
-    for rows, used in ((257, True), (256, False)):
-        x = normalize(torch.randn(rows, 300, generator=torch.Generator().manual_seed(0)))
+    squares, whole = (264, 264), (264, 304)
+    for rows, cols, used in (
+        (264, 304, {whole, squares}),
+        (264, 300, {squares}),
+        (257, 304, set()),
+        (256, 304, set()),
+    ):
+        x = normalize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)))
         for run in (
             lambda x, products: standard_iteration(x, schedule_of(config), products),
             lambda x, products: gram_iteration(x, segments(config, "cuda"), products),
         ):
             shapes.clear()
-            bound = 2 * 486 * 300 * 2.0**-24  # see test_newton_schulz.test_fp32_equals_float64
+            bound = 2 * 486 * 304 * 2.0**-24  # see test_newton_schulz.test_fp32_equals_float64
             assert (run(x, own) - run(x, plain)).norm() <= bound
-            assert bool(shapes) == used and {shape[0] for shape in shapes} <= {rows}
+            assert set(shapes) == used
+
+
+def test_a_librarys_kernel_that_fails_is_an_error_before_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> torch.Tensor:
+        raise AttributeError("no such instruction")
+
+    own = dataclasses.replace(products_on(CPU_DEVICE, "bf16"), kernel=fails)
+    monkeypatch.setattr(products_module, "products_on", lambda *_: own)
+    with pytest.raises(RuntimeError, match=r"AttributeError: no such instruction.*uninstall it"):
+        try_products(CPU_DEVICE, "bf16")
+
+
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])  # both are multiplied in fp32 on a CPU
+def test_the_process_cannot_make_fp32_less(dtype: NsDtype, iteration: NsIteration) -> None:
+    """As container images do for GPUs; on CPUs with bf16 it is "medium" that would."""
+    matrix = torch.randn(256, 512)
+    config = _config("simple", 5, dtype, iteration)
+    expected = orthogonalize(matrix, config)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(orthogonalize(matrix, config), expected)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize(
@@ -243,4 +279,4 @@ def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> 
     [("standard", "plain matmul"), ("gram", "diagonal"), ("auto", "in the Gram iteration")],
 )
 def test_the_log_says_who_makes_them(iteration: NsIteration, said: str) -> None:
-    assert said_of_products(torch.device("cpu"), "bf16", iteration).endswith(said)
+    assert said_of_products(CPU_DEVICE, "bf16", iteration).endswith(said)

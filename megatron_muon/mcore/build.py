@@ -34,7 +34,7 @@ from megatron_muon.mcore.survey import survey
 from megatron_muon.newton_schulz import at_once_on
 from megatron_muon.optimizer import DistributedMuon
 from megatron_muon.phases import phases
-from megatron_muon.products import plan_device, said_of_products, travel_dtype
+from megatron_muon.products import plan_device, said_of_products, travel_dtype, try_products
 from megatron_muon.report import newton_schulz_line, start_line
 
 
@@ -55,7 +55,8 @@ def make_muons(
         SeamError: an optimizer lacks an attribute that the plugin needs.
         PlanMismatchError: ranks disagree about the settings, or those of a stage about the plan.
         ValueError, NotImplementedError: a parameter cannot be routed, or a group is missing.
-        RuntimeError: on ranks that have no error themselves when another has.
+        RuntimeError: a kernel library that is installed does not work; or, on ranks that have no
+            error themselves, when another has one.
     """
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)
@@ -131,6 +132,7 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     found: Found = []
     error: Exception | None = None
     try:
+        try_products(stage.device, config.ns_dtype)
         found = muon_parameters(
             dist_opt.model_chunks, dist_opt.buffers, stage.sizes.tp, stage.sizes.expert_tp, config
         )
