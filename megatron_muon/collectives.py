@@ -24,6 +24,10 @@ from torch.profiler import record_function
 
 Group = dist.ProcessGroup
 
+# Errors of this rank's own device, which surface wherever the host looks next. torch 2.4 has the
+# first in torch.cuda, 2.8 is the first to have the second.
+_OWN_FAULT = (torch.cuda.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError))
+
 
 class PhaseError(RuntimeError):
     """A collective did not come about: another rank was stopped or killed, or raised."""
@@ -207,7 +211,7 @@ def _named(name: str, group: Group | None, part: str = "collective") -> Iterator
     try:
         with record_function(f"{name}/{part}"):
             yield
-    except torch.OutOfMemoryError:
+    except _OWN_FAULT:
         raise
     except RuntimeError as error:
         raise PhaseError(

@@ -31,6 +31,7 @@ from torch import Tensor
 from megatron_muon import collectives
 from megatron_muon.collectives import Group
 from megatron_muon.exchange import assemble, stage
+from megatron_muon.mcore.shards import device_of
 from megatron_muon.optimizer import DistributedMuon, ParamGroups, State
 from megatron_muon.plan import ExchangePlan, Segment
 from megatron_muon.products import travel_dtype
@@ -137,6 +138,7 @@ class PaperMuon(DistributedMuon):
     dp_group: Group
     tp_group: Group
     rank: int
+    device: torch.device
     buckets: list[BucketRoutes]
 
     @staticmethod
@@ -152,7 +154,7 @@ class PaperMuon(DistributedMuon):
         muon.__class__ = PaperMuon
         assert isinstance(muon, PaperMuon)
         muon.rank, muon.tp_group, muon.dp_group = rank, tp_group, dist_opt.data_parallel_group
-        muon.buckets = routes(muon.plan, rank)
+        muon.device, muon.buckets = device_of(dist_opt.model_chunks), routes(muon.plan, rank)
 
     @torch.no_grad()
     def step(self, groups: ParamGroups, state: State, step_adamw: Any) -> None:
@@ -181,17 +183,15 @@ class PaperMuon(DistributedMuon):
             span = segment.elements.shift(-local[segment.parameter].start)
             return pieces[segment.parameter][span.start : span.stop]
 
-        like = next(iter(self.main_params.values()), torch.empty(0))
-        dtype = travel_dtype(self.config)
+        like = torch.empty(0, dtype=travel_dtype(self.config), device=self.device)
         with self._phase("muon/dp_gather"):
             staged = {
-                index: like.new_empty(self.plan.matrices[index].numel, dtype=dtype)
-                for index in bucket.matrices
+                index: like.new_empty(self.plan.matrices[index].numel) for index in bucket.matrices
             }
             for segment in bucket.kept:
                 _part(staged, segment).copy_(own(segment))
             if not bucket.silent:
-                sent = _joined([own(s) for to in bucket.send_to for s in to], like, dtype)
+                sent = _joined([own(s) for to in bucket.send_to for s in to], like)
                 received = collectives.start_all_to_all(
                     "muon/dp_gather",
                     sent,
@@ -205,7 +205,7 @@ class PaperMuon(DistributedMuon):
                 here = bucket.slices[self.tp_group.rank()]
                 slices = collectives.all_gather_flat(
                     "muon/tp_gather",
-                    _joined([_part(staged, s) for s in here], like, dtype),
+                    _joined([_part(staged, s) for s in here], like),
                     self.tp_group,
                 )
                 for tp_rank, elements in enumerate(slices):
@@ -232,8 +232,8 @@ def _numel(segments: Sequence[Segment]) -> int:
     return sum(segment.elements.size for segment in segments)
 
 
-def _joined(tensors: Sequence[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.cat(list(tensors)) if tensors else like.new_empty(0, dtype=dtype)
+def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(list(tensors)) if tensors else like.new_empty(0)
 
 
 def _distribute(
