@@ -12,7 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from megatron_muon.ordering import ALIGNMENT, away, shard_order, starts
+from megatron_muon.arrangement import Bucket, Ranks, orders, sent_bytes
+from megatron_muon.config import MuonConfig
+from megatron_muon.layout import Parameter
+from megatron_muon.ordering import ALIGNMENT, away, starts
 
 _BUCKET = 128  # elements that Megatron rounds a bucket up to, and to its shards
 # Fewer buckets are taken where they cost at most this multiple of the least.
@@ -22,18 +25,30 @@ _GRAD, _PARAM, _PIECE = 4, 2, 2  # bytes of an element in a reduction, an all-ga
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter as a rank has it: its elements, and whether they are Muon's."""
+    """A parameter as a rank has it.
+
+    Attributes:
+        numel: its elements on a rank.
+        muon: what is in it, in any place; None for AdamW's.
+    """
 
     numel: int
-    muon: bool
+    muon: Parameter | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Parameters in Megatron's order that share a grad buffer, cut into ``dp_size`` shards."""
+    """Parameters in Megatron's order that share a grad buffer.
+
+    Attributes:
+        weights: of one rank.
+        dp_size: shards of it.
+        tp_size: ranks that have slices of the same weights.
+    """
 
     weights: tuple[Weight, ...]
     dp_size: int
+    tp_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +59,18 @@ class Cost:
         buckets: in all buffers.
         boundary: parameters of Muon's on more than one rank.
         waited: bytes of the last buckets' gradients and parameters that a rank sends.
-        exchanged: bytes that Muon's exchange sends on an average rank, with each parameter at the
-            rank that has most of it; where one holds several matrices they send somewhat less.
+        cut: bytes that Muon's exchange sends on an average rank for what is not on the rank that
+            has most of its parameter. What TP and balanced homes add depends little on buckets.
     """
 
     buckets: int
     boundary: int
     waited: int
-    exchanged: int
+    cut: int
 
     @property
     def total(self) -> int:
-        return self.waited + self.exchanged
+        return self.waited + self.cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,62 +108,65 @@ def choose(buffers: Sequence[Buffer]) -> Choice | None:
     return Choice(number, several[number], stock)
 
 
-def cost(buffers: Sequence[Buffer], bucket_size: int, *, ordered: bool = False) -> Cost:
+def cost(buffers: Sequence[Buffer], bucket_size: int) -> Cost:
     """What it comes to if a bucket is closed as soon as it has ``bucket_size`` elements.
 
     Args:
         buffers: of a rank.
         bucket_size: in elements.
-        ordered: the parameters of each bucket are in the order of ``ordering.shard_order``.
     """
-    buckets = boundary = waited = exchanged = 0
+    found = boundary = waited = cut = 0
     for buffer in buffers:
-        size = buffer.dp_size
-        elements = 0
-        for bucket in _buckets(buffer, bucket_size):
-            buckets += 1
-            elements = bucket.size
-            for start, stop in _in_order(bucket, size) if ordered else bucket.muon:
-                moved = away(start, stop - start, bucket.size // size)
-                boundary += moved > 0
-                exchanged += 2 * _PIECE * moved // size  # there and back
+        size, elements = buffer.dp_size, 0
+        for bucket in in_buckets(buffer, bucket_size):
+            found += 1
+            elements = bucket.numel
+            for start, numel, muon in zip(
+                starts(bucket.own(), bucket.sizes), bucket.sizes, bucket.muons, strict=True
+            ):
+                elsewhere = away(start, numel, bucket.numel // size) if muon else 0
+                boundary += elsewhere > 0
+                cut += 2 * _PIECE * elsewhere // size  # there and back
         waited += (_GRAD + _PARAM) * elements * (size - 1) // size
-    return Cost(buckets, boundary, waited, exchanged)
+    return Cost(found, boundary, waited, cut)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Its elements with padding, its parameters and the ranges of Muon's in it."""
+def exchanged(
+    buffers: Sequence[Buffer], bucket_size: int, config: MuonConfig, *, ordered: bool = False
+) -> int:
+    """Bytes that Muon's exchange sends on an average rank in a step, by plans of each buffer.
 
-    size: int
-    weights: tuple[Weight, ...]
-    muon: tuple[tuple[int, int], ...]
+    Args:
+        buffers: of a rank; those of experts as if its EP rank were the only one.
+        bucket_size: in elements.
+        config: homes, the two speeds and what Newton-Schulz costs matter.
+        ordered: the parameters of each bucket are in the order of ``arrangement.orders``.
+    """
+    total = 0
+    for buffer in buffers:
+        ranks = Ranks(buffer.dp_size, buffer.tp_size)
+        buckets = list(in_buckets(buffer, bucket_size))
+        own = [bucket.own() for bucket in buckets]
+        by_bucket = orders(buckets, ranks, config) if ordered else own
+        sent = sent_bytes(buckets, by_bucket, ranks, config)
+        total += sent // (buffer.dp_size * buffer.tp_size)
+    return total
 
 
-def _in_order(bucket: _Bucket, shards: int) -> list[tuple[int, int]]:
-    """The ranges of Muon's parameters in the order in which shards cut few."""
-    sizes = [weight.numel for weight in bucket.weights]
-    order = shard_order(sizes, [weight.muon for weight in bucket.weights], bucket.size // shards)
-    return [
-        (start, start + sizes[index])
-        for index, start in zip(order, starts(order, sizes), strict=True)
-        if bucket.weights[index].muon
-    ]
-
-
-def _buckets(buffer: Buffer, bucket_size: int) -> Iterator[_Bucket]:
+def in_buckets(buffer: Buffer, bucket_size: int) -> Iterator[Bucket]:
     """As Megatron fills them: from the last parameter to the first."""
-    position, muon, weights = 0, [], []
+    position, weights = 0, []
     multiple = lcm(buffer.dp_size, _BUCKET)
     for number, weight in enumerate(reversed(buffer.weights), 1):
-        start = -(-position // ALIGNMENT) * ALIGNMENT
-        position = start + weight.numel
+        position = -(-position // ALIGNMENT) * ALIGNMENT + weight.numel
         weights.append(weight)
-        if weight.muon:
-            muon.append((start, position))
         if position >= bucket_size or number == len(buffer.weights):
-            yield _Bucket(-(-position // multiple) * multiple, tuple(weights), tuple(muon))
-            position, muon, weights = 0, [], []
+            yield Bucket(
+                -(-position // multiple) * multiple,
+                tuple(one.numel for one in weights),
+                tuple(one.muon for one in weights),
+            )
+            position, weights = 0, []
 
 
 def _numbers(most: int) -> list[int]:

@@ -7,29 +7,34 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from gpt import Case, Topology, distributed_optimizers, muon_weights, start
+from gpt import Case, Topology, distributed_optimizers, start
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run
 
-from megatron_muon.buckets import SLACK, Buffer, Weight, choose, cost
+from megatron_muon.arrangement import UNPLACED
+from megatron_muon.buckets import SLACK, Buffer, Weight, choose, cost, exchanged
+from megatron_muon.config import MuonConfig
+from megatron_muon.layout import Parameter, whole_matrix
 from megatron_muon.ordering import away
 from megatron_muon.training.bucketing import buffers, choose_buckets
 
-# Whole: what is reckoned with is parameters, not the matrices in them.
-CASE = Case(layers=4, muon=(("homes", "local"), ("split_qkv", False)))
+LOCAL = Case(layers=4, muon=(("homes", "local"),))
+WHOLE = Case(layers=4, muon=(*LOCAL.muon, ("split_qkv", False)))  # what is cut is parameters
+BALANCED = Case(layers=4, muon=(("homes", "balanced"),))
 
 
-def _built(topology: Topology) -> tuple[int, int, int, Any]:
+def _built(case: Case, topology: Topology) -> tuple[int, int, int, Any]:
     """Buckets, boundary parameters and bytes that all ranks send, and what Megatron cut."""
-    built = start(CASE, topology)
+    built = start(case, topology)
     (megatron,) = distributed_optimizers(built.optimizer)
     plan = megatron.muon.plan
     buckets = sum(len(buffer.buckets) for buffer in megatron.buffers)
     (buffer,) = megatron.buffers
     names = {param: name for name, param in built.params.items()}
     order = [names[param] for param in reversed(buffer.param_index_map)]  # the first comes last
-    weights = [Weight(built.params[name].numel(), name in muon_weights(CASE)) for name in order]
+    muons = {parameter.name: parameter for parameter in plan.parameters}
+    weights = [Weight(built.params[name].numel(), muons.get(name)) for name in order]
     return buckets, len(plan.boundary_parameters()), sum(plan.sent_bytes()), weights
 
 
@@ -37,18 +42,34 @@ def _built(topology: Topology) -> tuple[int, int, int, Any]:
 @pytest.mark.parametrize("dp", [2, 3])
 def test_the_cost_is_that_of_megatrons_buckets_and_the_plan(dp: int, bucket_size: int) -> None:
     topology = Topology(dp=dp, overlap=True, bucket_size=bucket_size)
-    for buckets, boundary, sent, weights in run(_built, dp, topology):
+    for buckets, boundary, sent, weights in run(_built, dp, WHOLE, topology):
         found = cost([Buffer(tuple(weights), dp)], bucket_size)
         assert (found.buckets, found.boundary) == (buckets, boundary)
         # of each parameter the bytes are divided by the ranks, and rounded down
-        assert sent / dp - len(weights) <= found.exchanged <= sent / dp
+        assert sent / dp - len(weights) <= found.cut <= sent / dp
         assert buckets > 1 and boundary > 1 and sent > 0
+
+
+@pytest.mark.parametrize("case", [LOCAL, BALANCED], ids=["local", "balanced"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_exchanged_is_what_the_plan_sends(tp: int, case: Case) -> None:
+    topology = Topology(tp=tp, dp=2, overlap=True, bucket_size=20_000)
+    config = MuonConfig(**dict(case.muon))
+    for *_, sent, weights in run(_built, topology.world_size, case, topology):
+        buffer = Buffer(tuple(weights), 2, tp)
+        assert exchanged([buffer], 20_000, config) == sent // topology.world_size > 0
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 30))
 def test_what_is_away_is_all_but_the_largest_piece(start: int, numel: int, shard: int) -> None:
     pieces = Counter(element // shard for element in range(start, start + numel))
     assert away(start, numel, shard) == numel - max(pieces.values())
+
+
+def _weight(numel: int, muon: bool = True) -> Weight:
+    matrices, blocks = whole_matrix("", (1, numel), 0, 1)
+    parameter = Parameter("", (1, numel), 0, UNPLACED, UNPLACED, 0, matrices, blocks)
+    return Weight(numel, parameter if muon else None)
 
 
 @given(
@@ -58,7 +79,7 @@ def test_what_is_away_is_all_but_the_largest_piece(start: int, numel: int, shard
 def test_no_number_costs_much_less_and_the_overlap_stays(
     weights: list[tuple[int, bool]], dp_size: int
 ) -> None:
-    buffer = Buffer(tuple(Weight(*weight) for weight in weights), dp_size)
+    buffer = Buffer(tuple(_weight(*weight) for weight in weights), dp_size)
     chosen = choose([buffer])
     if chosen is None:
         return
@@ -74,9 +95,9 @@ def test_no_number_costs_much_less_and_the_overlap_stays(
 
 
 def test_a_small_model_is_left_alone() -> None:
-    assert choose([Buffer((Weight(30_000_000, True),) * 30, 8)]) is not None
-    assert choose([Buffer((Weight(30_000_000, True),) * 3, 8)]) is None  # two buckets either way
-    assert choose([Buffer((Weight(10_000_000, True),) * 3, 8)]) is None
+    assert choose([Buffer((_weight(30_000_000),) * 30, 8)]) is not None
+    assert choose([Buffer((_weight(30_000_000),) * 3, 8)]) is None  # two buckets either way
+    assert choose([Buffer((_weight(10_000_000),) * 3, 8)]) is None
     assert choose([]) is None
 
 
@@ -119,7 +140,7 @@ def test_llama_3_8b_keeps_the_overlap_at_less_than_half_of_stock_buckets_exchang
     assert chosen is not None
     assert 1 < chosen.cost.buckets < chosen.stock.buckets
     assert chosen.cost.boundary <= 7 * chosen.cost.buckets < chosen.stock.boundary
-    assert chosen.cost.exchanged < chosen.stock.exchanged / 2
+    assert chosen.cost.cut < chosen.stock.cut / 2
     assert chosen.cost.waited < 1.1 * chosen.stock.waited
 
 

@@ -90,7 +90,7 @@ def test_llama_8bs_busiest_rank_is_within_the_limit_and_sends_no_more_for_it(dp_
 
 def test_a_slow_link_keeps_holders_and_a_fast_one_balances() -> None:
     slow, fast = _llama(8, link_gbytes=4.0), _llama(8, link_gbytes=4000.0)
-    assert sum(slow.sent_bytes()) <= 0.8 * sum(fast.sent_bytes())
+    assert sum(slow.sent_bytes()) <= 0.85 * sum(fast.sent_bytes())
     assert _over_ideal(fast) <= HOME_SLACK < _over_ideal(slow) <= HOME_LIMIT
 
 

@@ -17,8 +17,8 @@ TIERS = [
     (
         "integers",
         [
-            *("buckets", "coefficients", "config", "digest", "homes", "iteration", "layout"),
-            *("ordering", "plan", "report", "rounds"),
+            *("arrangement", "buckets", "coefficients", "config", "digest", "homes", "iteration"),
+            *("layout", "ordering", "plan", "report", "rounds"),
         ],
     ),
     ("tensors", ["checksum", "newton_schulz", "products", "update"]),

@@ -55,8 +55,10 @@ def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
 
 
 MOE = Case(moe=True, gated=True)
+ALIGNED = Case(layers=4, muon=(("align_shards", True),))
 CASES = [
     (Case(), Topology(2, 2, 2)),
+    *([(ALIGNED, Topology(1, 1, 3, overlap=True))] if VERSION >= (0, 18) else []),
     (Case(gated=True), Topology(2, 1, 2, overlap=True)),
     (MOE, Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)),
     (Case(layers=4), Topology(1, 2, 1, chunks=2)),
@@ -98,6 +100,16 @@ def test_what_is_printed_is_what_a_run_does(
     said = sorted(line for result in results for line in result["lines"])
     stages = [line for stage in found["stages"] for line in stage["lines"]]
     assert said == sorted(found["lines"] + stages)
+
+
+def test_the_number_of_buckets_is_a_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the model, as run through bucketing in test_buckets."""
+    flags = [*LLAMA_3_8B, "--overlap-grad-reduce", "--world-size", "8"]
+    found = routes_json(flags, capsys)
+    assert "; 8 bucket(s), " in found["stages"][0]["lines"][0]
+    assert any("about 8 buckets in place of 98" in note for note in found["notes"])
+    stock = routes_json([*flags, "--muon-dp-layout", "bucketed"], capsys)
+    assert "; 98 bucket(s), " in stock["stages"][0]["lines"][0]
 
 
 def test_tp_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpt import Case, Topology, check, distributed_optimizers, start
@@ -18,6 +20,7 @@ from test_checkpoint import FROZEN_STAGE
 from test_checkpoint import check as check_resumed
 from whole import differences, whole
 
+from megatron_muon.config import HomePolicy
 from megatron_muon.mcore.checkpoint_switch import reading_adamw
 
 BF16 = Case(steps=4, clip=0.0)
@@ -100,25 +103,36 @@ def test_shards_that_cut_few_change_no_bit(case: Case, topology: Topology) -> No
     check(case, topology)
 
 
-def _cut(case: Case, topology: Topology) -> tuple[int, list[int]]:
-    """Parameters of Muon's on several ranks, and elements of the buckets with padding."""
+def _moved(case: Case, topology: Topology) -> tuple[int, int, list[int]]:
+    """Parameters of Muon's on several ranks, bytes that all ranks send in a step, and elements of
+    the buckets with padding."""
     built = start(case, topology)
     sizes = [bucket.grad_data.numel() for buffer in built.buffers() for bucket in buffer.buckets]
-    parts = distributed_optimizers(built.optimizer)
-    return sum(len(part.muon.plan.boundary_parameters()) for part in parts), sizes
+    plans = [part.muon.plan for part in distributed_optimizers(built.optimizer)]
+    cut = sum(len(plan.boundary_parameters()) for plan in plans)
+    return cut, sum(sum(plan.sent_bytes()) for plan in plans), sizes
+
+
+def _stock_and_ordered(topology: Topology, homes: HomePolicy) -> Iterator[tuple[Any, Any]]:
+    stock = replace(ALIGNED, layers=4, muon=(("homes", homes),))
+    case = replace(stock, muon=(*stock.muon, *ALIGNED.muon))
+    one, two = (run(_moved, topology.world_size, each, topology) for each in (stock, case))
+    return zip(one, two, strict=True)
 
 
 @needs_layouts
 @pytest.mark.parametrize("topology", [Topology(dp=3), Topology(dp=4)], ids=str)
 def test_ordered_shards_cut_fewer_and_take_no_padding(topology: Topology) -> None:
-    case = replace(ALIGNED, layers=4)
-    world = topology.world_size
-    for (few, sizes), (many, stock) in zip(
-        run(_cut, world, case, topology),
-        run(_cut, world, replace(case, muon=()), topology),
-        strict=True,
-    ):
-        assert few < many and sizes == stock
+    for (many, more, stock), (few, less, sizes) in _stock_and_ordered(topology, "local"):
+        assert few < many and less < more and sizes == stock
+
+
+@needs_layouts
+@pytest.mark.parametrize("topology", [Topology(dp=3), Topology(dp=4)], ids=str)
+def test_shards_are_ordered_only_where_that_sends_less(topology: Topology) -> None:
+    """Balanced homes move whole weights where few are cut."""
+    for (_, stock, _), (_, ours, _) in _stock_and_ordered(topology, "balanced"):
+        assert ours <= stock
 
 
 @needs_layouts

@@ -107,6 +107,19 @@ def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
     return config_class(**options)
 
 
+def validated(flags: Namespace, ranks: Ranks) -> Namespace:
+    """The flags as a run has them once Megatron-LM has validated them and Muon is turned on."""
+    _require(flags, "num_layers", "hidden_size", "num_attention_heads")
+    sizes = {
+        "padded_vocab_size": padded_vocab(flags),
+        "world_size": ranks.world,
+        "expert_tensor_parallel_size": ranks.expert_tp,
+        "virtual_pipeline_model_parallel_size": ranks.chunks,
+        "muon_split_qkv": not flags.muon_no_split_qkv,
+    }
+    return Namespace(**{**vars(flags), **_sizes(flags), **sizes})
+
+
 def _dtype(flags: Namespace) -> torch.dtype:
     """Of the parameters."""
     if flags.fp16:

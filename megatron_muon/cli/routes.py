@@ -47,8 +47,10 @@ def main(argv: Sequence[str]) -> int:
             megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
         from megatron.core.transformer import TransformerConfig
 
+        from megatron_muon.cli.model import ranks_of, validated
         from megatron_muon.cli.stages import routes
         from megatron_muon.cli.table import as_json, as_text
+        from megatron_muon.training.bucketing import choose_buckets
 
     parser = _parser(TransformerConfig)
     known, unknown = split_known(parser, argv)
@@ -57,15 +59,25 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         notes.append(not_read(parser, unknown, TransformerConfig))
     for note in notes:
-        print(f"megatron-muon routes: {note}", file=sys.stderr)
+        _note(note)
     try:
         config = _muon_config(flags)
         with megatron_is_quiet():
+            chosen = choose_buckets(args := validated(flags, ranks_of(flags)))
+            flags.ddp_num_buckets = args.ddp_num_buckets
             found = routes(flags, config)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         parser.error(_said(error))
-    print(as_json(found, config, notes) if flags.json else as_text(found, every=flags.all))
+    for line in chosen:
+        _note(line)
+    print(
+        as_json(found, config, [*notes, *chosen]) if flags.json else as_text(found, every=flags.all)
+    )
     return 0
+
+
+def _note(text: str) -> None:
+    print(f"megatron-muon routes: {text}", file=sys.stderr)
 
 
 @contextmanager
@@ -112,6 +124,13 @@ def _add_muon_flags(group: argparse._ArgumentGroup) -> None:
             help="of parameter names (*, ?, []); may be given several times",
         )
     group.add_argument("--muon-no-split-qkv", action="store_true", help="fused QKV is one matrix")
+    group.add_argument(
+        "--muon-dp-layout",
+        choices=("contiguous", "bucketed"),
+        default="contiguous",
+        help="how buckets are cut where reduction overlaps, and from core 0.18 on in which order "
+        "they are filled; %(default)s",
+    )
     add_home_flags(group)
     group.add_argument(
         "--muon-scale-mode",
@@ -130,12 +149,15 @@ def _add_muon_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _muon_config(flags: Namespace) -> MuonConfig:
+    from megatron_muon.training.bucketing import aligns_shards
+
     return MuonConfig(
         muon_include=tuple(flags.muon_include),
         muon_exclude=tuple(flags.muon_exclude),
         split_qkv=not flags.muon_no_split_qkv,
         matched_adamw_rms=flags.muon_matched_adamw_rms,
         scale_mode=flags.muon_scale_mode,
+        align_shards=aligns_shards(flags),
         **homes_of(flags),
         **newton_schulz_of(flags),
     )
@@ -146,16 +168,6 @@ def _notes(flags: Namespace) -> list[str]:
     notes = []
     if not flags.use_distributed_optimizer:
         notes.append("shown as with --use-distributed-optimizer, which a run with Muon needs")
-    if (
-        flags.overlap_grad_reduce
-        and flags.ddp_num_buckets is None
-        and flags.ddp_bucket_size is None
-    ):
-        notes.append(
-            "shown with Megatron's own buckets, as with --muon-dp-layout bucketed; a run with "
-            "--overlap-grad-reduce asks for fewer where the model is large, so other weights are "
-            "cut and homes can differ: it says how many, and --ddp-num-buckets shows that"
-        )
     if flags.transformer_impl != "local":
         notes.append(_transformer_engine(flags))
     return notes

@@ -12,6 +12,7 @@ from megatron_muon.cli import world
 from megatron_muon.cli.chunks import build_chunks, optimizer_config
 from megatron_muon.cli.model import Ranks, ranks_of, transformer_config
 from megatron_muon.config import MuonConfig
+from megatron_muon.mcore import ordered
 from megatron_muon.mcore.groups import Sizes
 from megatron_muon.mcore.matrices import matrices_of
 from megatron_muon.mcore.routing import local_experts, muon_parameters, on_every_ep_rank
@@ -128,7 +129,7 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
     stages = []
     for number, rank in enumerate(world.first_ranks(ranks)):
         with world.as_rank(rank, ranks):
-            chunks = _built(flags, ranks)
+            chunks = _built(flags, config, ranks)
             stages.append(_stage(flags, config, ranks, number, chunks))
             patterns = [*config.muon_include, *config.muon_exclude]
             for weight in weights(chunks):
@@ -143,8 +144,8 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
     return Routes(tuple(stages), tuple(lines), ranks)
 
 
-def _built(flags: Namespace, ranks: Ranks) -> list[Any]:
-    with world.without_memory(), world.without_inference_layers():
+def _built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
+    with world.without_memory(), world.without_inference_layers(), ordered.as_in_run(config):
         chunks = build_chunks(flags, transformer_config(flags, ranks))
     refuse_unsupported(optimizer_config(flags), chunks)
     return chunks

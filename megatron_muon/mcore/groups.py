@@ -118,6 +118,20 @@ def stage_of(
     )
 
 
+def tp_sizes(model_chunk: Any, pg_collection: Any) -> tuple[int, int]:
+    """Numbers of TP ranks that share a dense weight, and an expert's.
+
+    Args:
+        model_chunk: wrapped or not.
+        pg_collection: as given to Megatron; None for its global groups.
+
+    Raises:
+        ValueError: the collection lacks a group.
+    """
+    moe = _is_moe([model_chunk])
+    return _tp(pg_collection).size(), _expert_tp(pg_collection).size() if moe else 1
+
+
 def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:
     """The ranks on which something trains, or those on which nothing does; None for the world.
 

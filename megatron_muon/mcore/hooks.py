@@ -137,6 +137,13 @@ HOOKS = (
         since=(0, 18),
     ),
     Hook(
+        "megatron.core.distributed",
+        "DistributedDataParallel.__init__",
+        ("module", "pg_collection", "full_param_layout"),
+        "takes the layouts or makes them; wrapped, with align_shards, to order them by its model",
+        since=(0, 18),
+    ),
+    Hook(
         "megatron.core.dist_checkpointing",
         "save",
         ("sharded_state_dict", "checkpoint_dir"),

@@ -52,7 +52,7 @@ def install(config: MuonConfig | None = None) -> None:
                 _replace(hook.name, _originals[hook.name], _WRAPPERS[hook.name])
     wanted = config or _config or MuonConfig()
     if wanted.align_shards:
-        ordered.put_in()
+        ordered.put_in(wanted)
     else:
         ordered.take_out()
     _config = wanted

@@ -1,86 +1,171 @@
 """Giving Megatron a layout of its grad buffers in which shards cut few weights: from core 0.18 on.
 
-Buckets keep their parameters and their sizes; only the order inside a bucket is another one. It
-depends on the DP size, so checkpoints of it must be by parameter, as all of Muon's are.
+Buckets keep their parameters and their sizes; only the order inside a bucket is another one, where
+``arrangement.orders`` finds that less is sent. It depends on the DP size, so checkpoints of it must
+be by parameter, as all of Muon's are.
+
+A layout is given to DistributedDataParallel, or made by it, and there the names of weights are
+known. Megatron-LM makes layouts before that, which nothing else reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_muon.arrangement import Bucket, Ranks, orders
+from megatron_muon.config import MuonConfig
+from megatron_muon.layout import Parameter
+from megatron_muon.mcore.groups import tp_sizes
 from megatron_muon.mcore.hooks import megatron_version
-from megatron_muon.ordering import shard_order, starts
+from megatron_muon.mcore.routing import unplaced
+from megatron_muon.mcore.shards import device_of
+from megatron_muon.mcore.weights import weights, why_adamw
+from megatron_muon.ordering import starts
+from megatron_muon.products import plan_device
 
 SINCE = (0, 18)
-_NAME = "_compute_per_buffer_param_layout"
+_LAYOUT = "_compute_per_buffer_param_layout"
 _original: Callable[..., Any] | None = None  # None while Megatron's own is in place
+_original_init: Callable[..., None] | None = None
+_config: MuonConfig | None = None
+_wrapped: _Model | None = None  # the model that DistributedDataParallel is making a layout of
 
 
-def put_in() -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Model:
+    """Muon's parameters of a model chunk, without places, and how many ranks share them."""
+
+    muons: Mapping[Any, Parameter]
+    tp_size: int
+    expert_tp_size: int
+    device: Any
+
+
+def put_in(config: MuonConfig) -> None:
     """Order the parameters of all buckets that are laid out from now on. Idempotent.
+
+    Args:
+        config: what an order sends depends on it.
 
     Raises:
         NotImplementedError: this Megatron takes no layout.
     """
-    global _original
+    global _original, _original_init, _config
     text, version = megatron_version()
     if version < SINCE:
         raise NotImplementedError(
             f"align_shards needs megatron-core 0.18 or later, which takes a layout of its buffers; "
             f"here is {text}: leave it out"
         )
+    _config = config
     if _original is None:
-        _original = getattr(DistributedOptimizer, _NAME)
-        setattr(DistributedOptimizer, _NAME, staticmethod(_in_order))
+        _original = getattr(DistributedOptimizer, _LAYOUT)
+        setattr(DistributedOptimizer, _LAYOUT, staticmethod(_laid_out))
+        _original_init = DistributedDataParallel.__init__
+        DistributedDataParallel.__init__ = functools.wraps(_original_init)(_init)
 
 
 def take_out() -> None:
     """Megatron's own order again."""
-    global _original
+    global _original, _original_init
     if _original is not None:
-        setattr(DistributedOptimizer, _NAME, staticmethod(_original))
-        _original = None
+        setattr(DistributedOptimizer, _LAYOUT, staticmethod(_original))
+        DistributedDataParallel.__init__ = _original_init
+        _original = _original_init = None
 
 
-def _in_order(*args: Any, **kwargs: Any) -> Any:
-    """Megatron's layout of one grad buffer, with each bucket's parameters in another order."""
+@contextmanager
+def as_in_run(config: MuonConfig) -> Iterator[None]:
+    """Within it layouts are those of a run with these settings; nothing is installed before."""
+    if config.align_shards:
+        put_in(config)
+    try:
+        yield
+    finally:
+        take_out()
+
+
+def _init(self: Any, *args: Any, **kwargs: Any) -> None:
+    """DistributedDataParallel's: what it lays out, or is given, is ordered."""
+    global _wrapped
+    assert _original_init is not None
+    call = inspect.signature(_original_init).bind(self, *args, **kwargs)
+    model = _model(call.arguments["module"], call.arguments.get("pg_collection"))
+    given = call.arguments.get("full_param_layout")
+    if given is not None and model is not None:
+        layouts = {key: _in_order(layout, model) for key, layout in given.layouts.items()}
+        call.arguments["full_param_layout"] = dataclasses.replace(given, layouts=layouts)
+    _wrapped = model
+    try:
+        _original_init(*call.args, **call.kwargs)
+    finally:
+        _wrapped = None
+
+
+def _laid_out(*args: Any, **kwargs: Any) -> Any:
+    """Megatron's layout of one grad buffer, ordered where its model is known."""
     assert _original is not None
     layout = _original(*args, **kwargs)
-    in_bucket: dict[int, list[Any]] = {}
-    for param, (_, _, bucket) in layout.param_index_map.items():
-        in_bucket.setdefault(bucket, []).append(param)
-    places: dict[Any, tuple[int, int, int]] = {}
+    return layout if _wrapped is None else _in_order(layout, _wrapped)
+
+
+def _model(module: Any, pg_collection: Any) -> _Model | None:
+    """None where a weight cannot be routed: the optimizer says so, on all ranks together."""
+    assert _config is not None
+    try:
+        tp_size, expert_tp_size = tp_sizes(module, pg_collection)
+        muons = {
+            weight.param: unplaced(weight, expert_tp_size if weight.is_expert else tp_size, _config)
+            for weight in weights([module])
+            if weight.param.requires_grad and why_adamw(weight, _config) is None
+        }
+    except (ValueError, NotImplementedError):
+        return None
+    return _Model(muons, tp_size, expert_tp_size, plan_device(device_of([module])))
+
+
+def _in_order(layout: Any, model: _Model) -> Any:
+    """A layout of one grad buffer, with each bucket's parameters in another order."""
+    assert _config is not None
+    in_bucket: list[list[Any]] = [[] for _ in layout.bucket_indices]
+    for param, (_, _, number) in layout.param_index_map.items():
+        in_bucket[number].append(param)
+    buckets = [
+        _bucket(params, stop - start, model)
+        for params, (start, stop) in zip(in_bucket, layout.bucket_indices, strict=True)
+    ]
+    found = orders(buckets, _ranks(layout, model), _config)
+    places = dict(layout.param_index_map)
     unpadded = list(layout.per_bucket_numel_unpadded)
-    for bucket, params in in_bucket.items():
-        start, stop = layout.bucket_indices[bucket]
-        found = _places(params, start, stop, layout.num_optimizer_shards)
-        if found is None:
-            found = {param: layout.param_index_map[param][:2] for param in params}
-        places |= {param: (*span, bucket) for param, span in found.items()}
-        last = max(stop for _, stop in found.values())
-        unpadded[bucket] = last - layout.bucket_indices[bucket][0]
+    for number, (bucket, order) in enumerate(zip(buckets, found, strict=True)):
+        if order != bucket.own():
+            first, _ = layout.bucket_indices[number]
+            begun = starts(order, bucket.sizes)
+            for index, start in zip(order, begun, strict=True):
+                stop = start + bucket.sizes[index]
+                places[in_bucket[number][index]] = (first + start, first + stop, number)
+            unpadded[number] = begun[-1] + bucket.sizes[order[-1]]
+    in_place = sorted(places.items(), key=lambda item: item[1][0])  # as Megatron has them
     return dataclasses.replace(
-        layout, param_index_map=places, per_bucket_numel_unpadded=unpadded
+        layout, param_index_map=dict(in_place), per_bucket_numel_unpadded=unpadded
     )  # param_indices, which only fp8 needs, are as Megatron numbers its parameters
 
 
-def _places(
-    params: list[Any], start: int, stop: int, shards: int
-) -> dict[Any, tuple[int, int]] | None:
-    """Each parameter's span, in the order of the buffer; None where it would need more padding."""
-    sizes = [param.data.nelement() for param in params]
-    order = shard_order(sizes, [_may_be_muons(p) for p in params], (stop - start) // shards)
-    found = {
-        params[index]: (start + at, start + at + sizes[index])
-        for index, at in zip(order, starts(order, sizes), strict=True)
-    }
-    return found if max(end for _, end in found.values()) <= stop else None
+def _bucket(params: Sequence[Any], numel: int, model: _Model) -> Bucket:
+    sizes = tuple(param.data.nelement() for param in params)
+    return Bucket(numel, sizes, tuple(model.muons.get(param) for param in params))
 
 
-def _may_be_muons(param: Any) -> bool:
-    """Without names, which Megatron does not hand over here: nothing but bytes depends on it."""
-    return param.dim() > 1 and not getattr(param, "is_embedding_or_output_parameter", False)
+def _ranks(layout: Any, model: _Model) -> Ranks:
+    """Those of dense or of experts' weights; a buffer has either."""
+    experts = any(not getattr(param, "allreduce", True) for param in layout.param_index_map)
+    tp_size = model.expert_tp_size if experts else model.tp_size
+    return Ranks(layout.num_optimizer_shards, tp_size, model.device)

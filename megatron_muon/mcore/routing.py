@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_muon.arrangement import UNPLACED
 from megatron_muon.config import MuonConfig
 from megatron_muon.layout import MatrixShape, Parameter, Span
 from megatron_muon.mcore.matrices import matrices_of
-from megatron_muon.mcore.weights import expert_name, weights, why_adamw
+from megatron_muon.mcore.weights import Weight, expert_name, weights, why_adamw
 
 Found = list[tuple[torch.nn.Parameter, Parameter]]
 
@@ -43,23 +44,38 @@ def muon_parameters(
     }
     found = []
     for weight in weights(model_chunks):
-        if weight.param not in places or why_adamw(weight, config) is not None:
-            continue
-        index, span, bucket = places[weight.param]
-        holding = matrices_of(weight, expert_tp_size if weight.is_expert else tp_size, config)
-        matrices, blocks = holding.matrices
-        parameter = Parameter(
-            name=weight.name,
-            shape=holding.shape,
-            partition_dim=holding.partition_dim,
-            bucket=bucket,
-            span=span,
-            buffer=index,
-            matrices=matrices,
-            blocks=blocks,
-        )
-        found.append((weight.param, parameter))
+        if weight.param in places and why_adamw(weight, config) is None:
+            index, span, bucket = places[weight.param]
+            size = expert_tp_size if weight.is_expert else tp_size
+            parameter = unplaced(weight, size, config)
+            placed = replace(parameter, bucket=bucket, span=span, buffer=index)
+            found.append((weight.param, placed))
     return found
+
+
+def unplaced(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:
+    """A weight of Muon's before it has a place in a grad buffer.
+
+    Args:
+        weight: Muon's.
+        tp_size: number of TP ranks that share it.
+        config: the settings.
+
+    Raises:
+        ValueError, NotImplementedError: it is not what its name promises.
+    """
+    holding = matrices_of(weight, tp_size, config)
+    matrices, blocks = holding.matrices
+    return Parameter(
+        name=weight.name,
+        shape=holding.shape,
+        partition_dim=holding.partition_dim,
+        bucket=UNPLACED,
+        span=UNPLACED,
+        buffer=0,
+        matrices=matrices,
+        blocks=blocks,
+    )
 
 
 def on_every_ep_rank(

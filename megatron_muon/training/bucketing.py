@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from megatron_muon.buckets import Buffer, Weight, choose, cost, stock_bucket_size
+from megatron_muon.arrangement import UNPLACED
+from megatron_muon.buckets import Buffer, Weight, choose, cost, exchanged, stock_bucket_size
+from megatron_muon.layout import Parameter, interleaved_rows, whole_matrix
 from megatron_muon.training.flag_values import value_given
+from megatron_muon.training.flags import muon_config
 
 # The number must not depend on how many ranks there are: AdamW's checkpoints in dp_reshardable,
 # which a run may come from, load at another DP size, but not into other buckets. With few ranks the
@@ -70,16 +74,17 @@ def aligns_shards(args: Namespace) -> bool:
 
 def _reason(args: Namespace, number: int) -> str:
     dp_size, expert_dp_size = _dp_sizes(args)
-    here = buffers(args, dp_size, expert_dp_size)
+    here, config = buffers(args, dp_size, expert_dp_size), muon_config(args)
     total = sum(weight.numel for buffer in here for weight in buffer.weights)
-    ordered = aligns_shards(args)
-    ours = cost(here, total // number, ordered=ordered)
-    stock = cost(here, stock_bucket_size(dp_size))
-    how = ", each in an order in which shards cut few weights" if ordered else ""
+    ordered, stock_size = aligns_shards(args), stock_bucket_size(dp_size)
+    ours, stock = cost(here, total // number), cost(here, stock_size)
+    sent = exchanged(here, total // number, config, ordered=ordered)
+    stock_sent = exchanged(here, stock_size, config)
+    how = ", in an order in which shards cut few weights where that sends less" if ordered else ""
     return (
         f"--muon-dp-layout contiguous: about {ours.buckets} buckets in place of {stock.buckets} on "
-        f"the first pipeline stage, the fewest that keep the overlap{how}: a rank sends "
-        f"{_gb(ours.exchanged)} a step for Muon in place of {_gb(stock.exchanged)}, and "
+        f"the first pipeline stage, the fewest that keep the overlap{how}: with {config.homes} "
+        f"homes a rank sends about {_gb(sent)} a step for Muon in place of {_gb(stock_sent)}, and "
         f"{_gb(ours.waited)} in place of {_gb(stock.waited)} of Megatron's own with no backward "
         "pass left to hide it. --ddp-num-buckets or --ddp-bucket-size sets another number, "
         "--muon-dp-layout bucketed leaves it to Megatron"
@@ -102,24 +107,53 @@ def _dp_sizes(args: Namespace) -> tuple[int, int]:
 def buffers(args: Namespace, dp_size: int, expert_dp_size: int) -> list[Buffer]:
     """The grad buffers of the first pipeline stage's first model chunk on a rank, but for what is
     small (norms, biases, routers) and the layers of multi-token prediction. Of them only a number
-    of buckets comes.
+    of buckets comes, and what is printed of it.
 
     Args:
         args: Megatron's, validated.
         dp_size, expert_dp_size: their shards.
     """
+    tp = args.tensor_model_parallel_size
+    expert_tp = args.expert_tensor_parallel_size or tp
     vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
-    embedding = vocabulary * args.hidden_size // args.tensor_model_parallel_size
-    dense, experts = [Weight(embedding, False)], []
+    embedding = Weight(vocabulary * args.hidden_size // tp)
+    dense, experts = [embedding], []
     for number in range(_layers(args)):
-        dense += [Weight(numel, True) for numel in _attention(args)]
         of_layer, of_experts = _feed_forward(args, number)
-        dense += [Weight(numel, True) for numel in of_layer]
-        experts += [Weight(numel, True) for numel in of_experts]
+        dense += [weight.of(tp) for weight in (*_attention(args), *of_layer)]
+        experts += [weight.of(expert_tp) for weight in of_experts]
     if args.pipeline_model_parallel_size == 1 and args.untie_embeddings_and_output_weights:
-        dense.append(Weight(embedding, False))
-    found = [Buffer(tuple(dense), dp_size), Buffer(tuple(experts), expert_dp_size)]
+        dense.append(embedding)
+    found = [Buffer(tuple(dense), dp_size, tp), Buffer(tuple(experts), expert_dp_size, expert_tp)]
     return [buffer for buffer in found if buffer.weights]
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A weight over all TP ranks.
+
+    Attributes:
+        rows, cols: of it.
+        partition_dim: that TP splits; None where its ranks hold replicas.
+        parts: of a fused query, key and value: rows of each in a group.
+    """
+
+    rows: int
+    cols: int
+    partition_dim: int | None
+    parts: tuple[tuple[str, int], ...] = ()
+
+    def of(self, tp_size: int) -> Weight:
+        """On one of so many TP ranks."""
+        rows = self.rows // tp_size if self.partition_dim == 0 else self.rows
+        cols = self.cols // tp_size if self.partition_dim == 1 else self.cols
+        shape, dim = (rows, cols), self.partition_dim
+        if self.parts and rows % sum(count for _, count in self.parts) == 0:
+            matrices, blocks = interleaved_rows("", shape, tp_size, self.parts)
+        else:  # a group over several ranks, too, of which little depends
+            matrices, blocks = whole_matrix("", shape, dim, tp_size)
+        muon = Parameter("", shape, dim, UNPLACED, UNPLACED, 0, matrices, blocks)
+        return Weight(rows * cols, muon)
 
 
 def _layers(args: Namespace) -> int:
@@ -129,34 +163,37 @@ def _layers(args: Namespace) -> int:
     return max(1, int(first or args.num_layers // stages) // chunks)
 
 
-def _attention(args: Namespace) -> Iterator[int]:
-    """Elements of a layer's projections on a rank, in Megatron's order."""
-    hidden, tp = args.hidden_size, args.tensor_model_parallel_size
-    heads = args.num_attention_heads
+def _attention(args: Namespace) -> Iterator[_Whole]:
+    """A layer's projections, in Megatron's order.
+
+    Multi-latent attention's down projections are taken for replicated, as Transformer Engine's are.
+    """
+    hidden, heads = args.hidden_size, args.num_attention_heads
     if args.multi_latent_attention:
         query, rope = args.qk_head_dim + args.qk_pos_emb_head_dim, args.qk_pos_emb_head_dim
-        yield hidden * heads * args.v_head_dim // tp
+        yield _Whole(hidden, heads * args.v_head_dim, 1)
         if args.q_lora_rank:
-            yield hidden * args.q_lora_rank
-        yield (args.q_lora_rank or hidden) * heads * query // tp
-        yield hidden * (args.kv_lora_rank + rope)
-        yield args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim) // tp
+            yield _Whole(args.q_lora_rank, hidden, None)
+        yield _Whole(heads * query, args.q_lora_rank or hidden, 0)
+        yield _Whole(args.kv_lora_rank + rope, hidden, None)
+        yield _Whole(heads * (args.qk_head_dim + args.v_head_dim), args.kv_lora_rank, 0)
         return
-    groups = args.num_query_groups if args.group_query_attention else heads
-    yield hidden * heads * args.kv_channels // tp
-    yield hidden * (heads + 2 * groups) * args.kv_channels // tp
+    groups, size = args.num_query_groups if args.group_query_attention else heads, args.kv_channels
+    yield _Whole(hidden, heads * size, 1)
+    parts = (("q", heads // groups * size), ("k", size), ("v", size))
+    whole = getattr(args, "muon_split_qkv", None) is False
+    yield _Whole((heads + 2 * groups) * size, hidden, 0, () if whole else parts)
 
 
-def _feed_forward(args: Namespace, layer: int) -> tuple[list[int], list[int]]:
-    """Elements of a layer's dense weights, and of its experts', on a rank."""
-    tp, expert_tp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+def _feed_forward(args: Namespace, layer: int) -> tuple[list[_Whole], list[_Whole]]:
+    """A layer's dense weights, and those of a rank's experts."""
     if not args.num_experts or not _has_experts(args.moe_layer_freq, layer):
-        return list(_two(args, args.ffn_hidden_size, tp)), []
-    shared = list(_two(args, args.moe_shared_expert_intermediate_size or 0, tp))
-    one = list(_two(args, args.moe_ffn_hidden_size or args.ffn_hidden_size, expert_tp or tp))
+        return list(_two(args, args.ffn_hidden_size)), []
+    shared = list(_two(args, args.moe_shared_expert_intermediate_size or 0))
+    one = list(_two(args, args.moe_ffn_hidden_size or args.ffn_hidden_size))
     count = args.num_experts // args.expert_model_parallel_size
     if args.moe_grouped_gemm:  # their weights are by kind, not by expert
-        return shared, [numel for numel in one for _ in range(count)]
+        return shared, [weight for weight in one for _ in range(count)]
     return shared, one * count
 
 
@@ -166,8 +203,8 @@ def _has_experts(frequency: int | list[int], layer: int) -> bool:
     return bool(frequency[layer % len(frequency)])
 
 
-def _two(args: Namespace, ffn: int, tp: int) -> Iterator[int]:
+def _two(args: Namespace, ffn: int) -> Iterator[_Whole]:
     if ffn:
         gated = args.swiglu or getattr(args, "quick_geglu", False)
-        yield args.hidden_size * ffn * (2 if gated else 1) // tp
-        yield args.hidden_size * ffn // tp
+        yield _Whole(ffn * (2 if gated else 1), args.hidden_size, 0)
+        yield _Whole(args.hidden_size, ffn, 1)
