@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_muon import products as products_module
 from megatron_muon.cli import main
 from megatron_muon.cli.newton_schulz_inputs import exactly, inputs
-from megatron_muon.coefficients import SETS, NsDtype, schedule
+from megatron_muon.cli.newton_schulz_restarts import find_restarts, why_unstable
+from megatron_muon.coefficients import SETS, NsDtype, Restarts, schedule
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.iteration import Device, ns_flops, panels, schedule_of, segments, takes_gram
 from megatron_muon.newton_schulz import (
@@ -208,7 +209,35 @@ def test_recorded_restarts_are_found_again(capsys: pytest.CaptureFixture[str]) -
     line = ["bench", "newton-schulz", "--find-restarts", "--coefficients", "aol", "--steps", "4"]
     assert main(line) == 0
     said = capsys.readouterr().out
-    assert "The method." in said and "(as recorded)" in said
+    assert "The method." in said and "fp32=()) (as recorded)" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps"), PAIRS)
+def test_every_recorded_pair_is_found_again(name: Any, steps: int) -> None:
+    assert find_restarts(name, steps) == SETS[name].restarts[steps]
+
+
+def test_cans_has_no_restarts_by_the_method(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the only set that is unstable near rank 1, and the command says why."""
+    assert not SETS["cans"].restarts
+    assert main(["bench", "newton-schulz", "--find-restarts", "--coefficients", "cans"]) == 0
+    method, found = capsys.readouterr().out.split("cans, 5 steps: ")
+    assert "unstable near rank 1 even in float64 has no list" in method
+    assert found.startswith("none, unstable near rank 1") and "1e+57" in found
+    assert found.endswith("(as recorded)\n")
+    for name, steps in PAIRS:
+        assert why_unstable(name, steps) is None
+
+
+def test_restarts_that_are_not_as_recorded_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = Restarts(bf16=(3,), fp16=(2,), fp32=())  # found: (2,) in bf16
+    monkeypatch.setitem(SETS["aol"].restarts, 4, wrong)
+    line = ["bench", "newton-schulz", "--find-restarts", "--coefficients", "aol", "--steps", "4"]
+    assert main(line) == 0
+    assert f"(NOT as recorded: {wrong})" in capsys.readouterr().out
 
 
 def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> None:

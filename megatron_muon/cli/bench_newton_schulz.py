@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_muon.cli import newton_schulz_accuracy as accuracy
 from megatron_muon.cli import newton_schulz_restarts
 from megatron_muon.cli.newton_schulz_peers import peers
-from megatron_muon.coefficients import SETS, NsDtype, parse
+from megatron_muon.coefficients import SETS, NsDtype, Restarts, parse
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.iteration import ns_flops
 from megatron_muon.newton_schulz import orthogonalize, orthogonalize_at_once
@@ -108,10 +108,17 @@ def _restarts(given: argparse.Namespace) -> dict[str, Any]:
     for name in _names(given.coefficients):
         for steps in [given.steps] if given.steps else sorted(SETS[name].restarts) or [5]:
             lists = newton_schulz_restarts.find_restarts(name, steps)
-            same = "as recorded" if SETS[name].restarts.get(steps) == lists else "NOT as recorded"
-            print(f"{name}, {steps} steps: {lists} ({same})", flush=True)
+            recorded = newton_schulz_restarts.recorded(name, steps)
+            same = "as recorded" if lists == recorded else f"NOT as recorded: {_said(recorded)}"
+            why = newton_schulz_restarts.why_unstable(name, steps)
+            said = _said(lists) + (f", {why}" if why else "")
+            print(f"{name}, {steps} steps: {said} ({same})", flush=True)
             found[f"{name} {steps}"] = lists._asdict()
     return found
+
+
+def _said(lists: Restarts) -> str:
+    return "none" if lists == newton_schulz_restarts.NONE else str(lists)
 
 
 def _speeds(given: argparse.Namespace) -> dict[str, Any]:
