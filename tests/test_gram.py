@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon import products as products_module
-from megatron_muon.cli import main
+from megatron_muon.cli import main, newton_schulz_peers
 from megatron_muon.cli.newton_schulz_inputs import exactly, inputs
 from megatron_muon.cli.newton_schulz_restarts import find_restarts, why_unstable
 from megatron_muon.coefficients import SETS, NsDtype, Restarts, schedule
@@ -210,6 +210,25 @@ def test_recorded_restarts_are_found_again(capsys: pytest.CaptureFixture[str]) -
     assert main(line) == 0
     said = capsys.readouterr().out
     assert "The method." in said and "fp32=()) (as recorded)" in said
+
+
+def test_a_peer_that_lacks_the_set_loses_its_row_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As emerging_optimizers v0.1.0 without cubic5: it says so once it is called."""
+
+    def lacks(*_: Any) -> torch.Tensor:
+        raise ValueError("Invalid coefficient type: cubic5\nmore")
+
+    monkeypatch.setitem(newton_schulz_peers._PEERS, "emerging_optimizers", lambda *_: lacks)
+    file = tmp_path / "speed.json"
+    line = "bench newton-schulz --rounds 1 --shapes 16x64 --coefficients cubic5 --json"
+    assert main([*line.split(), str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "emerging_optimizers has no row: Invalid coefficient type: cubic5\n" in said
+    names = {row["name"] for row in json.loads(file.read_text())["rows"]}
+    assert {"standard", "gram", "torch.optim.Muon"} <= names
+    assert "emerging_optimizers" not in names
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_muon.cli import newton_schulz_accuracy as accuracy
 from megatron_muon.cli import newton_schulz_restarts
-from megatron_muon.cli.newton_schulz_peers import peers
+from megatron_muon.cli.newton_schulz_peers import Run, peers
 from megatron_muon.coefficients import SETS, NsDtype, Restarts, parse
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.iteration import ns_flops
@@ -133,14 +133,18 @@ def _speeds(given: argparse.Namespace) -> dict[str, Any]:
         f"{torch.get_num_threads()} thread(s); symmetric products: "
         f"{said_of_products(device, given.dtype, 'auto')}\n"
     )
-    for name, peer in peers(coefficients, steps, device):
-        if isinstance(peer, Exception):
+    others: dict[str, Run] = {}
+    dtype = travel_dtype(MuonConfig(**settings))
+    for name, peer in peers(coefficients, steps, device, dtype):
+        if isinstance(peer, str):
             print(f"{name} has no row: {peer}")
+        else:
+            others[name] = peer
     heads = ["shape", "row", "ms: median (min, max)", "× standard", "Gflop", "Gflop/s"]
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
     rows = []
     for shape in given.shapes or [(512, 512), (512, 1024), (512, 2048), (512, 4096)]:
-        for row in _timed(shape, given.batch, settings, device, given.rounds):
+        for row in _timed(shape, given.batch, settings, others, device, given.rounds):
             rows.append(row)
             ms, flops = row["ms"], row["flops"]
             work = (
@@ -157,6 +161,7 @@ def _timed(
     shape: tuple[int, int],
     count: int,
     settings: dict[str, Any],
+    others: dict[str, Run],
     device: torch.device,
     rounds: int,
 ) -> list[dict[str, Any]]:
@@ -172,11 +177,10 @@ def _timed(
         runs[iteration] = _one_by_one(partial(orthogonalize, config=config)), flops
         if count > 1:
             runs[f"{iteration}, at once"] = partial(orthogonalize_at_once, config=config), flops
-    for name, peer in peers(settings["ns_coefficients"], settings["ns_steps"], device):
-        if not isinstance(peer, Exception):
-            runs[name] = _one_by_one(peer), None
-            if count > 1 and _takes_batches(peer, device):
-                runs[f"{name}, at once"] = peer, None
+    for name, peer in others.items():
+        runs[name] = _one_by_one(peer), None
+        if count > 1 and _takes_batches(peer, device):
+            runs[f"{name}, at once"] = peer, None
     matrices = torch.randn(count, *shape, generator=generator).to(device, travel_dtype(config))
     times = interleaved([run for run, _ in runs.values()], matrices, rounds)
     standard = times[list(runs).index("standard")]

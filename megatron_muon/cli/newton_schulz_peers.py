@@ -15,17 +15,23 @@ Run = Callable[[Tensor], object]
 
 
 def peers(
-    coefficients: Coefficients, steps: int, device: torch.device
-) -> Iterator[tuple[str, Run | Exception]]:
-    """(name, iteration of one matrix) of each, or why it is not here or has not these steps.
+    coefficients: Coefficients, steps: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, Run | str]]:
+    """(name, iteration of one matrix) of each, or why it is not here or does not do these.
 
-    torch's takes one triple for all steps, dion's has five steps of its own: as much work.
+    torch's takes one triple for all steps, dion's has five steps of its own: as much work. Each is
+    tried on a small matrix of ``dtype``: which sets and how many steps one has is its own, and its
+    releases differ.
     """
     for name, make in _PEERS.items():
         try:
-            yield name, make(coefficients, steps, device)
-        except (ImportError, AttributeError, NotImplementedError) as reason:
-            yield name, reason
+            run = make(coefficients, steps, device)
+            run(torch.ones(8, 16, device=device, dtype=dtype))
+        except Exception as reason:  # whatever it says: the other rows do not depend on it
+            lines = str(reason).strip().splitlines() or [type(reason).__name__]
+            yield name, lines[0]
+        else:
+            yield name, run
 
 
 def _torchs(coefficients: Coefficients, steps: int, device: torch.device) -> Run:
