@@ -200,6 +200,7 @@ def test_the_bench_prints_times_and_errors(
     assert "cans, bf16, gram: refused: " in said and "NOT FINITE" not in said
     found = [row for row in json.loads(file.read_text())["rows"] if isinstance(row, dict)]
     assert {row["dtype"] for row in found} == set(DTYPES)
+    assert {row["shape"] for row in found} == {"8x24"}
     assert {"condition 1e+08", "entries at 1e-30", "entries at 1e30", "rank 1"} <= {
         row["input"] for row in found
     }
@@ -210,6 +211,59 @@ def test_recorded_restarts_are_found_again(capsys: pytest.CaptureFixture[str]) -
     assert main(line) == 0
     said = capsys.readouterr().out
     assert "The method." in said and "fp32=()) (as recorded)" in said
+
+
+def test_accuracy_is_of_the_dtype_and_of_every_shape_that_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "errors.json"
+    line = "bench newton-schulz --accuracy --coefficients aol --dtype fp16 --shapes 8x24 40x10"
+    assert main([*line.split(), "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert {(row["dtype"], row["shape"]) for row in found["rows"]} == {
+        ("fp16", "8x24"),
+        ("fp16", "10x40"),
+    }
+    assert "| aol | 4 | fp16 | gram | 10x40 | rank 1 | " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--rounds 0", "argument --rounds: must be a whole number of at least 1, got 0"),
+        ("--steps 0", "argument --steps: must be a whole number of at least 1, got 0"),
+        ("--batch -1", "argument --batch: must be a whole number of at least 1, got -1"),
+        ("--steps 7 --coefficients cubic5", "'cubic5' are for 5 steps, and ns_steps is 7"),
+        ("--accuracy --steps 7 --coefficients cubic5", "'cubic5' are for 5 steps"),
+        ("--find-restarts --coefficients 1,2,3", "--coefficients 1,2,3: one of simple, "),
+        ("--accuracy --batch 2", "--batch has no meaning with --accuracy"),
+        ("--accuracy --rounds 2", "--rounds has no meaning with --accuracy"),
+        ("--find-restarts --dtype fp16", "--dtype has no meaning with --find-restarts"),
+        ("--device cuda:99", "--device cuda:99: torch sees "),
+        ("--device meta", "--device meta: cpu, cuda or cuda:N"),
+        ("--device nowhere", "--device nowhere: cpu, cuda or cuda:N"),
+        ("--json /no/such/folder/x", "--json /no/such/folder/x: there is no folder /no/such"),
+        ("--json .", "--json .: this is a folder"),
+    ],
+)
+def test_wrong_arguments_are_one_line_before_any_work(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "newton-schulz", *arguments.split()])
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "error: " in err.splitlines()[-1] and said in err.splitlines()[-1]
+
+
+def test_cuda_is_refused_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "newton-schulz", "--device", "cuda"])
+    assert "--device cuda: torch sees no GPU here\n" in capsys.readouterr().err
 
 
 def test_a_peer_that_lacks_the_set_loses_its_row_only(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +18,9 @@ from torch import Tensor
 from megatron_muon.cli import newton_schulz_accuracy as accuracy
 from megatron_muon.cli import newton_schulz_restarts
 from megatron_muon.cli.newton_schulz_peers import Run, peers
-from megatron_muon.coefficients import SETS, NsDtype, Restarts, parse
+from megatron_muon.coefficients import SETS, CoefficientName, NsDtype, Restarts, parse, schedule
 from megatron_muon.config import MuonConfig, NsIteration
-from megatron_muon.iteration import ns_flops
+from megatron_muon.iteration import ns_flops, schedule_of
 from megatron_muon.newton_schulz import orthogonalize, orthogonalize_at_once
 from megatron_muon.products import plan_device, said_of_products, travel_dtype
 
@@ -29,6 +30,13 @@ emerging_optimizers, dion and gram-newton-schulz: the same input and number of s
 other in rounds whose order rotates. A ratio is the median, over the rounds, of standard's time over
 the row's: above 1 is faster than standard. With --batch N it is N matrices, one after the other;
 in the rows "at once" together, as --muon-ns-batch N takes them, or as the other package does."""
+_DTYPE: NsDtype = "bf16"
+_ROUNDS = 9
+# What a mode has no use for.
+_WITHOUT = {
+    "accuracy": ("batch", "rounds"),
+    "find_restarts": ("shapes", "dtype", "batch", "rounds", "device"),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,11 +51,12 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     given = parser.parse_args(argv)
     try:
-        report = _report(given)
+        measure = _planned(given)
     except ValueError as error:
         parser.error(str(error))
-    if given.json:
-        Path(given.json).write_text(json.dumps(report, indent=1) + "\n")
+    report = measure()
+    if given.json is not None:
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
@@ -70,43 +79,94 @@ def _parser() -> argparse.ArgumentParser:
         type=shape_of,
         default=None,
         metavar="ROWSxCOLS",
-        help="default 512x512 to 512x4096; accuracy: 64x256",
+        help="default 512x512 to 512x4096; accuracy: 64x256, the short side first",
     )
-    parser.add_argument("--coefficients", default=None, help="a set's name or numbers")
-    parser.add_argument("--steps", type=int, default=None, help="default the set's own")
-    parser.add_argument("--dtype", choices=get_args(NsDtype), default="bf16", help="%(default)s")
     parser.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="matrices of a shape, %(default)s"
+        "--coefficients",
+        metavar="SET",
+        help="a set's name, or numbers: a,b,c;a,b,c;... (default simple; accuracy, restarts: all)",
     )
-    parser.add_argument("--rounds", type=int, default=9, help="%(default)s")
-    parser.add_argument("--device", default="cpu", help="torch's name of it, %(default)s")
-    parser.add_argument("--json", metavar="FILE", help="write what is printed there, too")
+    numbers: dict[str, Any] = {"type": _at_least_1, "metavar": "N"}
+    parser.add_argument("--steps", **numbers, help="default the set's own")
+    parser.add_argument(
+        "--dtype", choices=get_args(NsDtype), help=f"default {_DTYPE}; accuracy: all"
+    )
+    parser.add_argument("--batch", **numbers, help="matrices of a shape (default 1)")
+    parser.add_argument("--rounds", **numbers, help=f"default {_ROUNDS}")
+    parser.add_argument("--device", help="torch's name of it (default cpu)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write what is printed there, too"
+    )
     return parser
 
 
-def _report(given: argparse.Namespace) -> dict[str, Any]:
+def _planned(given: argparse.Namespace) -> Callable[[], dict[str, Any]]:
+    """What to run; wrong arguments are a ValueError here, before any of it."""
+    for mode, without in _WITHOUT.items():
+        for flag in without:
+            if getattr(given, mode) and getattr(given, flag) is not None:
+                raise ValueError(
+                    f"--{flag} has no meaning with --{mode.replace('_', '-')}: leave it out"
+                )
+    if given.json is not None:
+        _check_file(given.json)
+    device = device_of(given.device or "cpu")
     if given.find_restarts:
-        return _restarts(given)
+        return partial(_restarts, _names(given), given.steps)
     if given.accuracy:
-        names = _names(given.coefficients)
-        shape = min((given.shapes or [(64, 256)])[0]), max((given.shapes or [(64, 256)])[0])
-        found = list(accuracy.measured(names, given.steps, shape, given.device))
-        print(accuracy.table(found))
-        return {"shape": shape, "rows": accuracy.as_json(found)}
-    return _speeds(given)
+        shapes = [(min(shape), max(shape)) for shape in given.shapes or [(64, 256)]]
+        dtypes = [given.dtype] if given.dtype else list(get_args(NsDtype))
+        return partial(_errors, _names(given), given.steps, shapes, dtypes, device)
+    coefficients = parse(given.coefficients or "simple")
+    own = SETS[coefficients].steps if isinstance(coefficients, str) else 5
+    config = MuonConfig(
+        ns_coefficients=coefficients, ns_steps=given.steps or own, ns_dtype=given.dtype or _DTYPE
+    )
+    schedule_of(config)  # a set may be for one number of steps only
+    return partial(_speeds, given, config, device)
 
 
-def _names(text: str | None) -> list[Any]:
-    if text is not None and text not in SETS:
-        raise ValueError(f"--coefficients {text}: one of {', '.join(SETS)} here")
-    return [text] if text else list(SETS)
+def _check_file(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ValueError(f"--json {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"--json {path}: this is a folder, and a file is written")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--json {path}: it cannot be written")
 
 
-def _restarts(given: argparse.Namespace) -> dict[str, Any]:
+def _names(given: argparse.Namespace) -> list[CoefficientName]:
+    name = given.coefficients
+    if name is None:
+        return list(SETS)
+    if name not in SETS:
+        raise ValueError(f"--coefficients {name}: one of {', '.join(SETS)} here")
+    schedule(name, given.steps or SETS[name].steps, "fp32")  # as above
+    return [name]
+
+
+def _errors(
+    names: Sequence[CoefficientName],
+    steps: int | None,
+    shapes: Sequence[tuple[int, int]],
+    dtypes: Sequence[NsDtype],
+    device: torch.device,
+) -> dict[str, Any]:
+    found = list(accuracy.measured(names, steps, shapes, dtypes, device))
+    print(accuracy.table(found))
+    return {"shapes": shapes, "rows": accuracy.as_json(found)}
+
+
+def _restarts(names: Sequence[CoefficientName], given_steps: int | None) -> dict[str, Any]:
     print((newton_schulz_restarts.__doc__ or "").strip() + "\n", flush=True)
     found: dict[str, Any] = {}
-    for name in _names(given.coefficients):
-        for steps in [given.steps] if given.steps else sorted(SETS[name].restarts) or [5]:
+    for name in names:
+        for steps in [given_steps] if given_steps else sorted(SETS[name].restarts) or [5]:
+            try:
+                schedule(name, steps, "fp32")
+            except ValueError as refusal:
+                print(f"{name}, {steps} steps: refused: {refusal}", flush=True)
+                continue
             lists = newton_schulz_restarts.find_restarts(name, steps)
             recorded = newton_schulz_restarts.recorded(name, steps)
             same = "as recorded" if lists == recorded else f"NOT as recorded: {_said(recorded)}"
@@ -121,21 +181,17 @@ def _said(lists: Restarts) -> str:
     return "none" if lists == newton_schulz_restarts.NONE else str(lists)
 
 
-def _speeds(given: argparse.Namespace) -> dict[str, Any]:
-    coefficients = parse(given.coefficients or "simple")
-    steps = given.steps or (SETS[coefficients].steps if isinstance(coefficients, str) else 5)
-    settings = {"ns_coefficients": coefficients, "ns_steps": steps, "ns_dtype": given.dtype}
-    if given.batch < 1:
-        raise ValueError(f"--batch must be at least 1, got {given.batch}")
-    device = torch.device(given.device)
+def _speeds(given: argparse.Namespace, config: MuonConfig, device: torch.device) -> dict[str, Any]:
+    coefficients, steps, dtype = config.ns_coefficients, config.ns_steps, config.ns_dtype
+    settings = {"ns_coefficients": coefficients, "ns_steps": steps, "ns_dtype": dtype}
+    batch, rounds = given.batch or 1, given.rounds or _ROUNDS
     print(
-        f"{given.coefficients or 'simple'}, {steps} steps, {given.dtype}, {device}, "
+        f"{given.coefficients or 'simple'}, {steps} steps, {dtype}, {device}, "
         f"{torch.get_num_threads()} thread(s); symmetric products: "
-        f"{said_of_products(device, given.dtype, 'auto')}\n"
+        f"{said_of_products(device, dtype, 'auto')}\n"
     )
     others: dict[str, Run] = {}
-    dtype = travel_dtype(MuonConfig(**settings))
-    for name, peer in peers(coefficients, steps, device, dtype):
+    for name, peer in peers(config.ns_coefficients, steps, device, travel_dtype(config)):
         if isinstance(peer, str):
             print(f"{name} has no row: {peer}")
         else:
@@ -144,7 +200,7 @@ def _speeds(given: argparse.Namespace) -> dict[str, Any]:
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
     rows = []
     for shape in given.shapes or [(512, 512), (512, 1024), (512, 2048), (512, 4096)]:
-        for row in _timed(shape, given.batch, settings, others, device, given.rounds):
+        for row in _timed(shape, batch, settings, others, device, rounds):
             rows.append(row)
             ms, flops = row["ms"], row["flops"]
             work = (
@@ -154,7 +210,7 @@ def _speeds(given: argparse.Namespace) -> dict[str, Any]:
             cells = [row["shape"], row["name"], times, f"{row['ratio']:.2f}", *work]
             print(f"| {' | '.join(cells)} |", flush=True)
     where = {"device": str(device), "threads": torch.get_num_threads()}
-    return {**settings, **where, "batch": given.batch, "rows": rows}
+    return {**settings, **where, "batch": batch, "rows": rows}
 
 
 def _timed(
@@ -239,6 +295,36 @@ def interleaved(
             wait()
             times[index].append((clock() - start) * 1e3)
     return times
+
+
+def device_of(text: str) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        ValueError: it is not one that iterations are timed on, or not here.
+    """
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {text}: cpu, cuda or cuda:N, as torch names them")
+    found = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= found:
+        count = f"{found} GPU(s)" if found else "no GPU"
+        raise ValueError(f"--device {text}: torch sees {count} here")
+    return device
+
+
+def _at_least_1(text: str) -> int:
+    """A number of things, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return number
 
 
 def shape_of(text: str) -> tuple[int, int]:
