@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_muon.cli import newton_schulz_accuracy as accuracy
 from megatron_muon.cli import newton_schulz_restarts
+from megatron_muon.cli.newton_schulz_ceiling import ceiling_on
 from megatron_muon.cli.newton_schulz_peers import Run, peers
 from megatron_muon.coefficients import SETS, CoefficientName, NsDtype, Restarts, parse, schedule
 from megatron_muon.config import MuonConfig, NsIteration
@@ -29,7 +30,12 @@ Time the Newton-Schulz iterations and, where they can be imported, those of torc
 emerging_optimizers, dion and gram-newton-schulz: the same input and number of steps, one after the
 other in rounds whose order rotates. A ratio is the median, over the rounds, of standard's time over
 the row's: above 1 is faster than standard. With --batch N it is N matrices, one after the other;
-in the rows "at once" together, as --muon-ns-batch N takes them, or as the other package does."""
+in the rows "at once" together, as --muon-ns-batch N takes them, or as the other package does.
+
+The ceiling is a plain matmul of two square matrices in the same rounds, device, threads and dtype
+(fp32 on a CPU without instructions for that), a row by itself; "of ceiling" is the median, over the
+rounds, of a row's flop/s over the ceiling's, where a row's flops are known. A library's symmetric
+products are counted as plain ones, so a row with them can be above 1."""
 _DTYPE: NsDtype = "bf16"
 _ROUNDS = 9
 # What a mode has no use for.
@@ -197,32 +203,43 @@ def _speeds(given: argparse.Namespace, config: MuonConfig, device: torch.device)
         else:
             others[name] = peer
     heads = ["shape", "row", "ms: median (min, max)", "× standard", "Gflop", "Gflop/s"]
+    heads.append("of ceiling")
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
     rows = []
+    ceiling = ceiling_on(device, dtype)
     for shape in given.shapes or [(512, 512), (512, 1024), (512, 2048), (512, 4096)]:
-        for row in _timed(shape, batch, settings, others, device, rounds):
-            rows.append(row)
-            ms, flops = row["ms"], row["flops"]
-            work = (
-                [f"{flops / 1e9:.2f}", f"{flops / ms['median'] / 1e6:.0f}"] if flops else ["", ""]
-            )
-            times = f"{ms['median']:.2f} ({ms['min']:.2f}, {ms['max']:.2f})"
-            cells = [row["shape"], row["name"], times, f"{row['ratio']:.2f}", *work]
-            print(f"| {' | '.join(cells)} |", flush=True)
+        runs, matrices = _runs(shape, batch, settings, others, device)
+        runs[ceiling.name] = ceiling, ceiling.flops
+        times = interleaved([run for run, _ in runs.values()], matrices, rounds)
+        flops = {name: work for name, (_, work) in runs.items()}
+        for row in _rows(dict(zip(runs, times, strict=True)), flops, ceiling.name):
+            rows.append({"shape": f"{shape[0]}x{shape[1]}", **row})
+            print(f"| {' | '.join(_cells(rows[-1]))} |", flush=True)
     where = {"device": str(device), "threads": torch.get_num_threads()}
-    return {**settings, **where, "batch": batch, "rows": rows}
+    return {**settings, **where, "batch": batch, "ceiling": ceiling.name, "rows": rows}
 
 
-def _timed(
+def _cells(row: dict[str, Any]) -> list[str]:
+    ms, flops = row["ms"], row["flops"]
+    times = f"{ms['median']:.2f} ({ms['min']:.2f}, {ms['max']:.2f})"
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    work = ["", "", ""]
+    if flops:
+        per_second = f"{flops / ms['median'] / 1e6:.0f}"
+        work = [f"{flops / 1e9:.2f}", per_second, f"{row['of_ceiling']:.2f}"]
+    return [row["shape"], row["name"], times, ratio, *work]
+
+
+def _runs(
     shape: tuple[int, int],
     count: int,
     settings: dict[str, Any],
     others: dict[str, Run],
     device: torch.device,
-    rounds: int,
-) -> list[dict[str, Any]]:
+) -> tuple[dict[str, tuple[Run, int | None]], Tensor]:
+    """Those of a shape with their flops, where known, and the matrices that all of them take."""
     generator = torch.Generator().manual_seed(0)
-    runs: dict[str, tuple[Callable[[Tensor], object], int | None]] = {}
+    runs: dict[str, tuple[Run, int | None]] = {}
     for iteration in get_args(NsIteration):
         try:
             config = MuonConfig(ns_iteration=iteration, **settings)
@@ -238,25 +255,35 @@ def _timed(
         if count > 1 and _takes_batches(peer, device):
             runs[f"{name}, at once"] = peer, None
     matrices = torch.randn(count, *shape, generator=generator).to(device, travel_dtype(config))
-    times = interleaved([run for run, _ in runs.values()], matrices, rounds)
-    standard = times[list(runs).index("standard")]
-    return [
-        {
-            "shape": f"{shape[0]}x{shape[1]}",
+    return runs, matrices
+
+
+def _rows(
+    times: dict[str, list[float]], flops: dict[str, int | None], ceiling: str
+) -> Iterator[dict[str, Any]]:
+    """For JSON, of each run's milliseconds; the ceiling's work is another, so it has no ratio."""
+    top = flops[ceiling]
+    for name, own in times.items():
+        work = flops[name]
+        yield {
             "name": name,
             "ms": {"median": statistics.median(own), "min": min(own), "max": max(own)},
-            "ratio": statistics.median(s / o for s, o in zip(standard, own, strict=True)),
-            "flops": flops,
+            "ratio": None if name == ceiling else _median_ratio(times["standard"], own),
+            "flops": work,
+            "of_ceiling": work and top and work / top * _median_ratio(times[ceiling], own),
         }
-        for (name, (_, flops)), own in zip(runs.items(), times, strict=True)
-    ]
 
 
-def _one_by_one(run: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+def _median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
+    """Over the rounds."""
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
+
+
+def _one_by_one(run: Run) -> Run:
     return lambda batch: [run(matrix) for matrix in batch]
 
 
-def _takes_batches(run: Callable[[Tensor], object], device: torch.device) -> bool:
+def _takes_batches(run: Run, device: torch.device) -> bool:
     small = torch.randn(2, 8, 16, device=device, dtype=torch.bfloat16)
     try:
         made = run(small)
@@ -266,7 +293,7 @@ def _takes_batches(run: Callable[[Tensor], object], device: torch.device) -> boo
 
 
 def interleaved(
-    runs: Sequence[Callable[[Tensor], object]],
+    runs: Sequence[Run],
     matrix: Tensor,
     rounds: int,
     clock: Callable[[], float] | None = None,
