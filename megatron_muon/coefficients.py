@@ -143,7 +143,9 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         band=(0.88, 1.12),
         # Each polynomial climbs steeply out of its interval (1.004 goes to 1e57), and rounding in
         # 16 bits gets there: so there is room, as Polar Express's authors leave it, and a band of
-        # (0.85, 1.12). Near rank 1 the Gram iteration is unstable in any precision: no restarts.
+        # (0.85, 1.12). Near rank 1, where the largest value is the norm, it is unstable even in
+        # float64, and no room is known to be enough for the Gram iteration, whose rounding grows
+        # from step to step: no restarts.
         headroom=1.01,
     ),
     "aol": CoefficientSet(

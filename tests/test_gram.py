@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon import products as products_module
-from megatron_muon.cli import main
 from megatron_muon.cli.newton_schulz_inputs import exactly, inputs
 from megatron_muon.coefficients import SETS, NsDtype, schedule
 from megatron_muon.config import MuonConfig, NsIteration
@@ -175,40 +172,6 @@ def test_auto_never_does_more_work(short: int, device: Any) -> None:
         )
         took = takes_gram(*shape, _config("simple", 5, "bf16", "auto"), device)
         assert auto == (gram if took else standard) <= standard
-
-
-def test_the_bench_prints_times_and_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "speed.json"
-    line = ["bench", "newton-schulz", "--rounds", "2", "--shapes", "16x64", "--json", str(file)]
-    assert main(line) == 0
-    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    assert {"standard", "gram", "auto", "torch.optim.Muon"} <= set(rows)
-    assert rows["gram"]["flops"] < rows["standard"]["flops"]
-    said = capsys.readouterr().out
-    assert "| 16x64 | standard | " in said and "symmetric products: torch, in panels" in said
-    assert main([*line, "--batch", "3"]) == 0
-    batch = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    assert batch["gram, at once"]["flops"] == batch["gram"]["flops"] == 3 * rows["gram"]["flops"]
-    assert "torch.optim.Muon, at once" not in batch  # it takes no batches
-    assert "| 16x64 | standard, at once | " in capsys.readouterr().out
-    accuracy = ["bench", "newton-schulz", "--accuracy", "--shapes", "8x24"]
-    assert main([*accuracy, "--coefficients", "cans", "--json", str(file)]) == 0
-    said = capsys.readouterr().out
-    assert "cans, bf16, gram: refused: " in said and "NOT FINITE" not in said
-    found = [row for row in json.loads(file.read_text())["rows"] if isinstance(row, dict)]
-    assert {row["dtype"] for row in found} == set(DTYPES)
-    assert {"condition 1e+08", "entries at 1e-30", "entries at 1e30", "rank 1"} <= {
-        row["input"] for row in found
-    }
-
-
-def test_recorded_restarts_are_found_again(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "newton-schulz", "--find-restarts", "--coefficients", "aol", "--steps", "4"]
-    assert main(line) == 0
-    said = capsys.readouterr().out
-    assert "The method." in said and "(as recorded)" in said
 
 
 def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> None:

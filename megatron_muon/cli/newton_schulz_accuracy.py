@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -40,6 +39,7 @@ class Accuracy:
     steps: int
     dtype: str
     iteration: str
+    shape: str
     input: str
     smallest: float
     largest: float
@@ -49,19 +49,26 @@ class Accuracy:
 
 
 def measured(
-    names: Sequence[CoefficientName], steps: int | None, shape: tuple[int, int], device: str
+    names: Sequence[CoefficientName],
+    steps: int | None,
+    shapes: Sequence[tuple[int, int]],
+    dtypes: Sequence[NsDtype],
+    device: torch.device,
 ) -> Iterator[Accuracy | str]:
-    """Every set, dtype and iteration on every input; where one is refused, why.
+    """Every set, dtype and iteration on every input of every shape; where one is refused, why.
 
     Args:
         names: of the sets.
         steps: for all of them; None: each set's own.
-        shape: short and long side.
-        device: torch's name of it.
+        shapes: short and long side of each.
+        dtypes: what matrices are multiplied in.
+        device: where.
     """
-    matrices = [(what, matrix, *_polar(matrix)) for what, matrix in inputs(*shape)]
+    matrices = [
+        (what, matrix, *_polar(matrix)) for shape in shapes for what, matrix in inputs(*shape)
+    ]
     for name in names:
-        for dtype in get_args(NsDtype):
+        for dtype in dtypes:
             for iteration in ("standard", "gram"):
                 try:
                     config = MuonConfig(
@@ -87,6 +94,7 @@ def _measured(config: MuonConfig, what: str, matrix: Tensor, polar: Tensor, rank
         steps=config.ns_steps,
         dtype=config.ns_dtype,
         iteration=config.ns_iteration,
+        shape=f"{matrix.size(0)}x{matrix.size(1)}",
         input=what,
         smallest=float(values.min()),
         largest=float(values.max()),
@@ -108,16 +116,16 @@ def in_float64(matrix: Tensor, config: MuonConfig) -> Tensor:
 
 def table(found: Sequence[Accuracy | str]) -> str:
     """In Markdown, with the refusals below."""
-    heads = ["set", "steps", "dtype", "iteration", "input", "singular values"]
-    lines = [[*heads, "to the polar factor", "to float64"], ["---"] * 8]
+    heads = ["set", "steps", "dtype", "iteration", "shape", "input", "singular values"]
+    lines = [[*heads, "to the polar factor", "to float64"], ["---"] * 9]
     for row in found:
         if isinstance(row, str):
             continue
         band = f"{row.smallest:.3f} to {row.largest:.3f}" if row.finite else "NOT FINITE"
         lines.append(
             [
-                *(row.coefficients, str(row.steps), row.dtype, row.iteration, row.input, band),
-                *(f"{row.polar:.1e}", f"{row.error:.1e}"),
+                *(row.coefficients, str(row.steps), row.dtype, row.iteration, row.shape),
+                *(row.input, band, f"{row.polar:.1e}", f"{row.error:.1e}"),
             ]
         )
     text = [f"| {' | '.join(line)} |" for line in lines]

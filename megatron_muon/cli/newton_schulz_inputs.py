@@ -45,11 +45,15 @@ def with_spectrum(spectrum: Tensor, long: int, generator: torch.Generator) -> Te
 def exactly(matrix: Tensor, steps: tuple[Triple, ...]) -> Tensor:
     """What the polynomials make of the singular values, in float64."""
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-    s = s / s.square().sum().sqrt()
-    for a, b, c in steps:
-        s = a * s + b * s**3 + c * s**5
-    made: Tensor = (u * s) @ v
+    made: Tensor = (u * polynomials(s / s.square().sum().sqrt(), steps)) @ v
     return made
+
+
+def polynomials(values: Tensor, steps: tuple[Triple, ...]) -> Tensor:
+    """What the steps make of singular values, in the dtype of these."""
+    for a, b, c in steps:
+        values = a * values + b * values**3 + c * values**5
+    return values
 
 
 def _first(rank: int, size: int, rest: float) -> Tensor:

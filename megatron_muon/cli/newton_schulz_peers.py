@@ -9,33 +9,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import Coefficients, schedule
+from megatron_muon.coefficients import Given, schedule
 
 Run = Callable[[Tensor], object]
 
 
 def peers(
-    coefficients: Coefficients, steps: int, device: torch.device
-) -> Iterator[tuple[str, Run | Exception]]:
-    """(name, iteration of one matrix) of each, or why it is not here or has not these steps.
+    coefficients: Given, steps: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, Run | str]]:
+    """(name, iteration of one matrix) of each, or why it is not here or does not do these.
 
-    torch's takes one triple for all steps, dion's has five steps of its own: as much work.
+    torch's takes one triple for all steps, dion's has five steps of its own: as much work. Each is
+    tried on a small matrix of ``dtype``: which sets and how many steps one has is its own, and its
+    releases differ.
     """
     for name, make in _PEERS.items():
         try:
-            yield name, make(coefficients, steps, device)
-        except (ImportError, AttributeError, NotImplementedError) as reason:
-            yield name, reason
+            run = make(coefficients, steps, device)
+            run(torch.ones(8, 16, device=device, dtype=dtype))
+        except Exception as reason:  # whatever it says: the other rows do not depend on it
+            lines = str(reason).strip().splitlines() or [type(reason).__name__]
+            yield name, lines[0]
+        else:
+            yield name, run
 
 
-def _torchs(coefficients: Coefficients, steps: int, device: torch.device) -> Run:
+def _torchs(coefficients: Given, steps: int, device: torch.device) -> Run:
     module = importlib.import_module("torch.optim._muon")
     iterate: Any = module._zeropower_via_newtonschulz
     triple = schedule(coefficients, steps, "fp32")[0]
     return lambda x: iterate(x, triple, steps, 1e-7)
 
 
-def _emergings(coefficients: Coefficients, steps: int, device: torch.device) -> Run:
+def _emergings(coefficients: Given, steps: int, device: torch.device) -> Run:
     name = "emerging_optimizers.orthogonalized_optimizers.muon_utils"
     iterate: Any = importlib.import_module(name).newton_schulz
     if not isinstance(coefficients, str):
@@ -52,7 +58,7 @@ def _emergings(coefficients: Coefficients, steps: int, device: torch.device) -> 
     return run
 
 
-def _dions(coefficients: Coefficients, steps: int, device: torch.device) -> Run:
+def _dions(coefficients: Given, steps: int, device: torch.device) -> Run:
     iterate: Any = importlib.import_module("dion.newton_schulz_triton").zeropower_via_newtonschulz5
     if steps != 5:
         raise NotImplementedError(f"it has 5 steps, not {steps}")
@@ -60,7 +66,7 @@ def _dions(coefficients: Coefficients, steps: int, device: torch.device) -> Run:
     return run
 
 
-def _grams(coefficients: Coefficients, steps: int, device: torch.device) -> Run:
+def _grams(coefficients: Given, steps: int, device: torch.device) -> Run:
     made: Any = importlib.import_module("gram_newton_schulz").GramNewtonSchulz(
         ns_use_kernels=device.type == "cuda",
         ns_coefficients=[list(triple) for triple in schedule(coefficients, steps, "fp32")],
@@ -70,7 +76,7 @@ def _grams(coefficients: Coefficients, steps: int, device: torch.device) -> Run:
     return lambda x: made(x.clone())
 
 
-_PEERS: dict[str, Callable[[Coefficients, int, torch.device], Run]] = {
+_PEERS: dict[str, Callable[[Given, int, torch.device], Run]] = {
     "torch.optim.Muon": _torchs,
     "emerging_optimizers": _emergings,
     "dion": _dions,

@@ -1,10 +1,17 @@
 """``megatron-muon bench newton-schulz --find-restarts``: where the Gram iteration has to restart.
 
-The method. For a coefficient set and a number of steps, every list of restarts is tried, the
-shortest first, on matrices of 96 × 96, 64 × 256 and 40 × 120: condition numbers 1 to 1e8, rank 1, 4
-and half the rows, rank 1 with 1e-3 and 1e-5 beside it, Gaussian. (All ones is left out: all of its
-entries round alike, so there is a size for every list at which 16 bits move it far, though not out
-of the band.) A list is accurate if on each
+The method. A set that is unstable near rank 1 even in float64 has no list in any dtype. There the
+largest singular value is the norm, 1 until X is rounded and up to 1 + 2⁻⁸ after that; a set is
+unstable if its polynomials make of a value between these, in float64 and without headroom, more
+than 5 % above the most that they make of values up to 1. Headroom, with which the standard
+iteration may do even so, does not count: it is for the rounding of X, and what rounding does to the
+square of X grows from step to step.
+
+For any other set and a number of steps every list of restarts is tried, the shortest first, on
+matrices of 96 × 96, 64 × 256 and 40 × 120: condition numbers 1 to 1e8, rank 1, 4 and half the rows,
+rank 1 with 1e-3 and 1e-5 beside it, Gaussian. (All ones is left out: all of its entries round
+alike, so there is a size for every list at which 16 bits move it far, though not out of the band.)
+A list is accurate if on each
 
 - the error, in Frobenius norm and relative to the exact polynomials of the singular values, is at
   most twice the standard iteration's in the same dtype, or ``_ALLOWED`` where that is more, and
@@ -14,8 +21,10 @@ standard's is the worst of three, with X as it is and scaled by one unit of the 
 and down, since some polynomials are so steep at 1 that one unit changes the result by half.
 
 Of the shortest accurate lists the one with the smallest worst error, as a fraction of what is
-allowed, is taken; one with more restarts than half the steps is none, since nothing is saved.
-Square matrices in fp32 serve X in any dtype, so their list has to be accurate for all three.
+allowed, is taken, or the recorded one where its worst error is at most 5 % larger: another order of
+sums, as another CPU has it, moves errors by as much. A list with more restarts than half the steps
+is none, since nothing is saved. Square matrices in fp32 serve X in any dtype, so their
+list has to be accurate for all three.
 """
 
 from __future__ import annotations
@@ -27,8 +36,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_muon.cli.newton_schulz_inputs import exactly, inputs
-from megatron_muon.coefficients import CoefficientName, NsDtype, Restarts, Triple, schedule
+from megatron_muon.cli.newton_schulz_inputs import exactly, inputs, polynomials
+from megatron_muon.coefficients import (
+    SETS,
+    CoefficientName,
+    NsDtype,
+    Restarts,
+    Triple,
+    schedule,
+)
 from megatron_muon.newton_schulz import gram_iteration, normalize, standard_iteration
 from megatron_muon.products import Products, torch_dtype
 
@@ -38,6 +54,9 @@ _SHAPES = ((96, 96), (64, 256), (40, 120))
 _ALLOWED: dict[NsDtype, float] = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-10}
 _NUDGE: dict[NsDtype, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 _TOP = 1.05
+_SAME = 1.05  # of worst errors
+
+NONE = Restarts(bf16=None, fp16=None, fp32=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +72,8 @@ class _Trial:
 
 def find_restarts(name: CoefficientName, steps: int) -> Restarts:
     """The lists of a coefficient set, as ``coefficients`` has them."""
+    if why_unstable(name, steps) is not None:
+        return NONE
     return Restarts(
         bf16=_shortest(name, steps, "bf16", ("bf16",)),
         fp16=_shortest(name, steps, "fp16", ("fp16",)),
@@ -60,9 +81,32 @@ def find_restarts(name: CoefficientName, steps: int) -> Restarts:
     )
 
 
+def recorded(name: CoefficientName, steps: int) -> Restarts:
+    """What ``coefficients`` has; a pair that it has not is one without lists."""
+    return SETS[name].restarts.get(steps, NONE)
+
+
+def why_unstable(name: CoefficientName, steps: int) -> str | None:
+    """In words, where the polynomials are unstable near rank 1 in float64; None where not."""
+    published = schedule(name, steps, "fp32")  # fp32 has no headroom
+    within, above = (
+        float(
+            polynomials(torch.linspace(*ends, 100_001, dtype=torch.float64), published).abs().max()
+        )
+        for ends in ((0.0, 1.0), (1.0, 1.0 + _NUDGE["bf16"]))
+    )
+    if above <= _TOP * within:  # NaN is not
+        return None
+    return (
+        f"unstable near rank 1 in float64: of singular values up to 1 at most {within:.2f}, "
+        f"up to 1 + 2⁻⁸ {above:.1e}"
+    )
+
+
 def _shortest(
     name: CoefficientName, steps: int, squares: NsDtype, dtypes: Sequence[NsDtype]
 ) -> tuple[int, ...] | None:
+    kept = getattr(recorded(name, steps), squares)
     trials = {
         dtype: list(_trials(schedule(name, steps, dtype), dtype, squares)) for dtype in dtypes
     }
@@ -70,18 +114,19 @@ def _shortest(
         found: list[tuple[float, tuple[int, ...]]] = []
         for restarts in itertools.combinations(range(1, steps), count):
             cuts = list(itertools.pairwise((0, *restarts, steps)))
-            best = min(found, default=(1.0, ()))[0]
+            stop = min(1.0, _SAME * min(found, default=(1.0, ()))[0])
             worst = 0.0
             for dtype, tried in trials.items():
                 triples = schedule(name, steps, dtype)
                 parts = tuple(triples[start:stop] for start, stop in cuts)
-                worst = max(worst, _worst(tried, parts, best))
-                if worst > best:
+                worst = max(worst, _worst(tried, parts, stop))
+                if worst > stop:
                     break
-            if worst <= best:
+            if worst <= stop:
                 found.append((worst, restarts))
         if found:
-            return min(found)[1]
+            best, first = min(found)
+            return kept if (kept in [r for w, r in found if w <= _SAME * best]) else first
     return None
 
 
