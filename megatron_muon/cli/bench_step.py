@@ -78,7 +78,8 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     """What to run, and why upstream's row is not in it."""
     from megatron_muon.cli.bench_measure import Job, measure
     from megatron_muon.cli.bench_ranks import Task, gpus_for, threads_for
-    from megatron_muon.cli.bench_rows import rows, why_no_upstream
+    from megatron_muon.cli.bench_rows import rows
+    from megatron_muon.cli.bench_upstream import why_no_upstream
     from megatron_muon.cli.model import ranks_of
 
     world = ranks_of(flags).world
@@ -90,7 +91,7 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
         round_bytes=round(given.muon_round_mib * (1 << 20)),
     )
     names = list(given.rows)
-    left_out = why_no_upstream() if "upstream-layerwise" in names else None
+    left_out = why_no_upstream(flags) if "upstream-layerwise" in names else None
     if left_out is not None:
         names.remove("upstream-layerwise")
     chosen = rows(config, names, given.exchange, given.muon_tp_mode)
