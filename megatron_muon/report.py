@@ -110,7 +110,8 @@ def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: Sequen
         f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: "
         f"{len(plan.matrices)} matrices in {len(plan.parameters)} parameters; "
         f"{sum(buckets)} bucket(s), {cut}{several}; "
-        f"the exchange sends {_amount(max(plan.sent_bytes()))}B a step on the busiest rank; "
+        f"the exchange sends {_amount(max(plan.sent_bytes()))}B a step on the busiest rank, "
+        f"in {len(plan.rounds)} round(s); "
         f"Newton-Schulz {_amount(sum(flops))}flop a step on the stage, "
         f"{max(flops) / mean if mean else 1:.2f} × the mean on the busiest rank"
     )

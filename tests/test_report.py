@@ -165,3 +165,15 @@ def test_several_buffers_are_counted_one_by_one() -> None:
     assert ": 1 bucket(s), 0 boundary parameter(s) (0 B per TP rank); " in line
     assert "; 3 bucket(s), 1 boundary parameter(s) (200 B per TP rank); the exchange" in line
     assert "by buffer" not in start_line(plan, stage=0, experts=False, buckets=[2])
+
+
+def test_the_start_line_says_in_how_many_rounds_the_exchange_is() -> None:
+    matrices, blocks = whole_matrix("a", (10, 10), 0, 1)
+    held = [
+        Parameter("a", (10, 10), 0, Span(0, 300), Span(at, at + 100), 0, matrices, blocks)
+        for at in (0, 100, 200)
+    ]
+    for round_bytes, rounds in ((1 << 20, 1), (1, 3)):
+        plan = make_plan(held, (((0, 1),),), MuonConfig(round_bytes=round_bytes))
+        line = start_line(plan, stage=0, experts=False, buckets=[1])
+        assert f"B a step on the busiest rank, in {rounds} round(s); " in line

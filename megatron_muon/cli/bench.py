@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         argv: its name and its own arguments.
 
     Returns:
-        The exit status: 0, or 2 where the arguments are wrong.
+        The exit status: 0, 1 where the measurement failed, 2 where the arguments are wrong.
     """
     lines = [f"  {name}  {purpose}" for name, (_, purpose) in BENCHES.items()]
     usage = "\n".join(["usage: megatron-muon bench WHAT ... (WHAT --help says more)", "", *lines])

@@ -53,6 +53,7 @@ class Found:
     Attributes:
         times: of each round.
         counted: of one step, and of one reduction of gradients before it.
+        exchange_rounds: of ours in a step, of its optimizers together.
         ns_flops_once: of the rank's pipeline stage, each matrix once; on one rank of each stage.
         state_bytes: fp32 main parameters and optimizer state.
         peak_bytes: of a step, on top of what was there before.
@@ -62,6 +63,7 @@ class Found:
 
     times: list[Times] = field(default_factory=list)
     counted: Counted = field(default_factory=Counted)
+    exchange_rounds: int = 0
     ns_flops_once: int = 0
     state_bytes: int = 0
     peak_bytes: int = 0
@@ -85,6 +87,8 @@ def measure(job: Job) -> list[Found]:
         _say(f"counting {row.name}")
         contender.count()
         contender.weigh()
+        if row.kind == "muon":
+            contender.found.exchange_rounds = contender.exchange_rounds()
         if job.traces is not None:
             contender.trace(job.traces / f"{row.name}.json")
     for number in range(job.rounds):
@@ -189,6 +193,10 @@ class _Contender:
             trace.export_chrome_trace(str(file))
         self.park()
 
+    def exchange_rounds(self) -> int:
+        muons = [getattr(part, "muon", None) for part in _parts(self._optimizer)]
+        return sum(len(muon.plan.rounds) for muon in muons if muon is not None)
+
     def _step(self) -> None:
         successful, _, _ = self._optimizer.step()
         assert successful, "Megatron skipped the step"
@@ -267,7 +275,7 @@ def _main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
     """(parameter, what the optimizer updates of it, the element of the parameter it begins at)."""
     from megatron_muon.mcore.shards import owned_shards
 
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         if part.is_stub_optimizer:
             continue
         if hasattr(part, "shard_fp32_from_float16_groups"):
@@ -280,20 +288,28 @@ def _main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
 
 
 def _states(optimizer: Any) -> Iterator[Tensor]:
-    for part in optimizer.chained_optimizers:
+    for part in _parts(optimizer):
         if part.is_stub_optimizer:
             continue
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
+def _parts(optimizer: Any) -> Iterator[Any]:
+    """Those of a chain, and of chains in it."""
+    for part in optimizer.chained_optimizers:
+        if hasattr(part, "chained_optimizers"):
+            yield from _parts(part)
+        else:
+            yield part
+
+
 def _flops_once(optimizer: Any) -> int:
     """Of the stage's matrices, on its first rank; 0 on others, and where the row has no plan."""
-    muons = [getattr(part, "muon", None) for part in optimizer.chained_optimizers]
     return sum(
-        sum(muon.plan.ns_flops())
-        for part, muon in zip(optimizer.chained_optimizers, muons, strict=True)
-        if muon is not None and part.stage_group.rank() == 0
+        sum(part.muon.plan.ns_flops())
+        for part in _parts(optimizer)
+        if getattr(part, "muon", None) is not None and part.stage_group.rank() == 0
     )
 
 

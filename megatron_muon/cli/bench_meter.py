@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+PARAM_GATHER = "params-all-gather"
 # What is sent inside a part of the step is of this kind; anywhere else it is "norm": the gradient
 # norm and the votes of all ranks, a few bytes.
 KINDS = {
@@ -25,7 +26,7 @@ KINDS = {
     "muon-scatter": "scatter",
     "muon-dp_gather": "dp_gather",
     "muon-tp_gather": "tp_gather",
-    "params-all-gather": "param_gather",
+    PARAM_GATHER: "param_gather",
     "grad-reduce": "grad_reduce",
 }
 EXCHANGE = ("muon-gather", "muon-scatter", "muon-dp_gather", "muon-tp_gather")

@@ -8,6 +8,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 
+def formats() -> list[str]:
+    """Suffixes that ``plot`` can write, without their dots."""
+    return sorted(Figure().canvas.get_supported_filetypes())
+
+
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draw each row's median step with its range, Newton-Schulz and the exchange inside it.
 
@@ -16,7 +21,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         path: its suffix says which format.
 
     Raises:
-        ValueError: matplotlib does not know the format.
+        ValueError: matplotlib does not know the format: it is none of ``formats``.
+        OSError: the file cannot be written.
     """
     rows = result["rows"]
     places = range(len(rows))

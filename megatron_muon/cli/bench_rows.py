@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import io
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,42 +60,36 @@ def rows(config: MuonConfig, names: list[str], exchanges: list[str], tp_mode: Tp
         tp_mode: of upstream.
     """
     equal = dataclasses.replace(config, ns_iteration="standard")
+    aligned = dataclasses.replace(equal, align_shards=_takes_layouts())
     found = [
         Row("adamw", "adamw", equal),
-        Row("muon-contiguous", "muon", equal),
+        Row("muon-contiguous", "muon", aligned),
         Row("muon-bucketed", "muon", equal, buckets=True),
         Row("muon-paper", "paper", equal, buckets=True),
         Row("upstream-layerwise", "upstream", equal, tp_mode=tp_mode),
     ]
     found = [row for row in found if row.name in names]
-    for exchange in exchanges:
+    for exchange in dict.fromkeys(exchanges):
         round_bytes = {"none": 1 << 62, "naive": 1}[exchange]
-        other = dataclasses.replace(equal, round_bytes=round_bytes)
+        other = dataclasses.replace(aligned, round_bytes=round_bytes)
         found.append(Row(f"muon-contiguous-{exchange}", "muon", other))
-    auto = dataclasses.replace(config, ns_iteration="auto")
     return found + [
-        Row(f"{row.name}-auto", "muon", auto, row.buckets)
+        dataclasses.replace(
+            row,
+            name=f"{row.name}-auto",
+            config=dataclasses.replace(row.config, ns_iteration="auto"),
+        )
         for row in found
         if row.name in ("muon-contiguous", "muon-bucketed")
     ]
 
 
-def why_no_upstream() -> str | None:
-    """Why Megatron's own Muon cannot be measured here; None where it can."""
+def _takes_layouts() -> bool:
+    """Whether a contiguous run's parameters are ordered, as ``training.bucketing`` has it."""
     from megatron_muon.mcore.hooks import megatron_version
+    from megatron_muon.mcore.ordered import SINCE
 
-    name, version = megatron_version()
-    if version < (0, 16):
-        return f"megatron-core {name} has no Muon of its own: 0.16 and 0.17 are known here"
-    if version >= (0, 18):
-        return f"how megatron-core {name} builds its own Muon is not known here: 0.16 and 0.17's is"
-    for package in ("absl", "emerging_optimizers"):
-        if importlib.util.find_spec(package) is None:
-            return (
-                f"{package} is not importable: Megatron's own Muon of core {name} needs absl-py "
-                "and v0.1.0 of https://github.com/NVIDIA-NeMo/Emerging-Optimizers on PYTHONPATH"
-            )
-    return None
+    return megatron_version()[1] >= SINCE
 
 
 def bucket_elements(flags: Namespace) -> int:
@@ -144,46 +138,55 @@ def build(row: Row, flags: Namespace, timers: Any) -> Built:
         own.ddp_bucket_size = bucket_elements(own)
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(own, ranks_of(own))
-    chunks = build_chunks(
-        own,
-        config,
-        distributed_optimizer=row.kind != "upstream",
-        device=torch.device(torch.cuda.current_device()),
-    )
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    device = torch.device(torch.cuda.current_device())
+    with contextlib.redirect_stdout(io.StringIO()) as printed, _installed(row):
+        chunks = build_chunks(own, config, device=device, **_wrapping(row))
         optimizer = _optimizer(row, own, chunks, timers)
+    if row.kind == "paper":
+        _make_papers(optimizer)
     return Built(chunks, optimizer, printed.getvalue().splitlines())
 
 
+def _wrapping(row: Row) -> dict[str, Any]:
+    """How ``build_chunks`` puts a row's model into its DDP."""
+    if row.kind != "upstream":
+        return {}
+    from megatron_muon.cli.bench_upstream import layouts, lays_out_buffers
+
+    return {"layouts": layouts} if lays_out_buffers() else {"distributed_optimizer": False}
+
+
+@contextlib.contextmanager
+def _installed(row: Row) -> Iterator[None]:
+    """Muon is ours within it, where it is so in the row; also as parameters are laid out."""
+    if row.kind not in ("muon", "paper"):
+        yield
+        return
+    megatron_muon.install(row.config)
+    try:
+        yield
+    finally:
+        megatron_muon.uninstall()
+
+
 def _optimizer(row: Row, flags: Namespace, chunks: list[Any], timers: Any) -> Any:
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    import megatron.core.optimizer as core
 
     if row.kind == "upstream":
         from megatron_muon.cli.bench_upstream import upstream_optimizer
 
         return upstream_optimizer(row, chunks, timers)
-    config = OptimizerConfig(
+    config = core.OptimizerConfig(
         optimizer="adam" if row.kind == "adamw" else "muon",
         lr=1e-3,
         weight_decay=0.1,
-        bf16=flags.bf16,
-        params_dtype=torch.bfloat16 if flags.bf16 else torch.float32,
+        bf16=True,
+        params_dtype=torch.bfloat16,
         use_distributed_optimizer=True,
         clip_grad=NO_CLIP,
     )
     config.timers = timers
-    if row.kind == "adamw":
-        return get_megatron_optimizer(config, chunks)
-    megatron_muon.install(row.config)
-    try:
-        import megatron.core.optimizer as hooked
-
-        optimizer = hooked.get_megatron_optimizer(config, chunks)
-    finally:
-        megatron_muon.uninstall()
-    if row.kind == "paper":
-        _make_papers(optimizer)
-    return optimizer
+    return core.get_megatron_optimizer(config, chunks)
 
 
 def _make_papers(optimizer: Any) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_muon.cli.bench_measure import Found
-from megatron_muon.cli.bench_meter import EXCHANGE, NEWTON_SCHULZ, Times
+from megatron_muon.cli.bench_meter import EXCHANGE, NEWTON_SCHULZ, PARAM_GATHER, Times
 
-AGAINST = ("adamw", "muon-contiguous", "muon-paper", "upstream-layerwise")
+UPSTREAM = "upstream-layerwise"
+OTHERS = ("adamw", "muon-paper", UPSTREAM)  # no row of theirs is on auto
+AGAINST = ("adamw", "muon-contiguous", "muon-paper", UPSTREAM)
 AUTO = "-auto"  # ends the name of a row of ours whose iteration is chosen by shape
 _EXCHANGED = ("gather", "scatter", "dp_gather", "tp_gather")
 _HEADER = (
@@ -43,6 +45,12 @@ class Line:
     def steps_ms(self) -> list[float]:
         """Of each round, on the slowest rank."""
         return [max(t.ms for t in times) for times in self._rounds()]
+
+    def ungathered_ms(self) -> list[float]:
+        """The same without what each rank spends in the all-gather of parameters."""
+        return [
+            max(t.ms - t.parts_ms.get(PARAM_GATHER, 0.0) for t in times) for times in self._rounds()
+        ]
 
     def parts_ms(self, *names: str) -> float:
         """Median over rounds of what the parts take on the rank where they take longest."""
@@ -83,7 +91,7 @@ class Line:
         return list(zip(*(found.times for found in self.ranks), strict=True))
 
 
-def as_json(lines: Sequence[Line], topology: dict[str, int]) -> dict[str, Any]:
+def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]) -> dict[str, Any]:
     """Times in ms; ``step_ms`` of the slowest rank in each round, ``exchange_ms`` and
     ``newton_schulz_ms`` medians of the rank where they take longest; lists are by rank.
 
@@ -91,13 +99,16 @@ def as_json(lines: Sequence[Line], topology: dict[str, int]) -> dict[str, Any]:
     ``tp_gather`` gather matrices in others; ``param_gather`` is of updated parameters; ``norm`` of
     the gradient norm and votes; ``grad_reduce`` of gradients, which is before the step and not in
     its time. ``peak_bytes`` are on top of what there was before the step. ``rounds_ms`` are the
-    steps that ``step_ms`` and the printed ratios, one of each round, are medians of;
+    steps that ``step_ms`` and the printed ratios, one of each round, are medians of, and
+    ``rounds_ungathered_ms`` the same without the all-gather of parameters;
     ``newton_schulz_cpu_ms_per_gflop`` is processor time over all ranks and rounds, None where there
-    is no Newton-Schulz.
+    is no Newton-Schulz; ``exchange_rounds`` those of our exchange in a step on the rank with most,
+    dense and experts' together, 0 for other optimizers. ``run`` says what was measured on what.
     """
     once = _flops_once(lines)
     return {
         "topology": topology,
+        "run": run,
         "rows": [
             {
                 "name": line.name,
@@ -115,6 +126,8 @@ def as_json(lines: Sequence[Line], topology: dict[str, int]) -> dict[str, Any]:
                 "peak_bytes": [found.peak_bytes for found in line.ranks],
                 "rounds_ms": line.steps_ms(),
                 "newton_schulz_cpu_ms_per_gflop": line.ns_cpu_ms_per_gflop(),
+                "rounds_ungathered_ms": line.ungathered_ms(),
+                "exchange_rounds": max(found.exchange_rounds for found in line.ranks),
             }
             for line in lines
         ],
@@ -168,23 +181,34 @@ def _mb(count: int) -> str:
 
 def _ratios(lines: Sequence[Line]) -> list[str]:
     """Each row to those of ``AGAINST``, twice where rows of ours on ``auto`` are there."""
-    names = {line.name for line in lines}
     equal = [line for line in lines if not line.name.endswith(AUTO)]
-    found = _ratios_to(equal, AGAINST)
-    if found:
-        found.insert(0, "step time to others', the same Newton-Schulz iteration in all rows:")
+    found = _block("step time to others', the same Newton-Schulz iteration in all rows:", equal)
     if len(equal) < len(lines):
-        faster = [line for line in lines if line.name + AUTO not in names]
-        against = [name + AUTO if name + AUTO in names else name for name in AGAINST]
-        ratios = _ratios_to(faster, against)
-        found += ["", "step time to others', ours on auto:", *ratios] if ratios else []
+        faster = [line for line in lines if line.name.endswith(AUTO) or line.name in OTHERS]
+        ratios = _block("step time to others', ours on auto:", faster)
+        found += ["", *ratios] if ratios else []
     return found
 
 
-def _ratios_to(lines: Sequence[Line], against: Sequence[str]) -> list[str]:
+def _block(title: str, lines: Sequence[Line]) -> list[str]:
+    """Ratios under a title; those to upstream's also without the gather of parameters."""
+    names = {line.name for line in lines}
+    against = [name + AUTO if name + AUTO in names else name for name in AGAINST]
+    found = _ratios_to(lines, against, Line.steps_ms)
+    if not found:
+        return []
+    ungathered = _ratios_to(lines, [UPSTREAM], Line.ungathered_ms)
+    if ungathered:
+        ungathered.insert(0, " without the gather of parameters in either:")
+    return [title, *found, *ungathered]
+
+
+def _ratios_to(
+    lines: Sequence[Line], against: Sequence[str], steps_of: Callable[[Line], list[float]]
+) -> list[str]:
     """Medians of the rounds' ratios, and their range."""
-    by_name = {line.name: line.steps_ms() for line in lines}
-    width = max(len(name) for name in by_name)
+    by_name = {line.name: steps_of(line) for line in lines}
+    width = max((len(name) for name in by_name), default=0)
     found = []
     for name, steps in by_name.items():
         parts = []
@@ -198,12 +222,33 @@ def _ratios_to(lines: Sequence[Line], against: Sequence[str]) -> list[str]:
     return found
 
 
+def notes(lines: Sequence[Line], *, broadcasts: bool) -> list[str]:
+    """What the figures of upstream's row are of, where it is there.
+
+    Args:
+        lines: the rows.
+        broadcasts: its gather of parameters is made of broadcasts for this benchmark.
+    """
+    if not any(line.name == UPSTREAM for line in lines):
+        return []
+    found = [
+        f'{UPSTREAM}: coefficients "simple" as the other rows, where its own default is "quintic", '
+        "which is as many products"
+    ]
+    if broadcasts:
+        found.append(
+            f"{UPSTREAM}: its gather of parameters, of unequal parts, is made of broadcasts that "
+            "are under way together, since gloo has none of such parts; the other rows' too"
+        )
+    return found
+
+
 def kernel_text(lines: Sequence[Line]) -> str:
     """Processor time of Newton-Schulz by its flops, which should not differ between rows of ours;
-    where a rank has several threads it is that of one of them."""
+    where a rank has several threads it is that of one of them. Empty where no row has any."""
     found = [(line.name, line.ns_cpu_ms_per_gflop()) for line in lines]
-    parts = [f"{name} {ms:.1f}" for name, ms in found if ms is not None]
-    return f"Newton-Schulz, processor ms per Gflop: {', '.join(parts)}"
+    parts = [f"{name} {ms:.2f}" for name, ms in found if ms is not None]
+    return f"\nNewton-Schulz, processor ms per Gflop: {', '.join(parts)}" if parts else ""
 
 
 def parts_text(lines: Sequence[Line]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def build_chunks(
     *,
     distributed_optimizer: bool = True,
     device: torch.device | None = None,
+    layouts: Callable[[Sequence[Any], Any], Sequence[dict[str, Any]]] | None = None,
 ) -> list[Any]:
     """This rank's model chunks in their DDP.
 
@@ -38,6 +39,8 @@ def build_chunks(
         config: Megatron's TransformerConfig.
         distributed_optimizer: that shards the grad buffers; else all-reduced gradients.
         device: that parameters are moved to; None: they stay where they are made.
+        layouts: of the chunks and Megatron's DistributedDataParallelConfig, makes further arguments
+            of each chunk's DDP.
     """
     chunks = config.virtual_pipeline_model_parallel_size
     stages: Sequence[int | None] = range(chunks) if chunks else [None]
@@ -49,14 +52,18 @@ def build_chunks(
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
     ddp_config = _ddp_config(flags, sum(p.nelement() for m in models for p in m.parameters()))
     ddp_config.use_distributed_optimizer = distributed_optimizer
+    if flags.fp16 or flags.bf16:
+        models = [Float16Module(config, model) for model in models]
+    further = [{} for _ in models] if layouts is None else layouts(models, ddp_config)
     return [
         DistributedDataParallel(
             config,
             ddp_config,
-            Float16Module(config, model) if flags.fp16 or flags.bf16 else model,
+            model,
             disable_bucketing=index > 0 or flags.overlap_param_gather_with_optimizer_step,
+            **options,
         )
-        for index, model in enumerate(models)
+        for index, (model, options) in enumerate(zip(models, further, strict=True))
     ]
 
 
