@@ -118,8 +118,8 @@ def stage_of(
     )
 
 
-def tp_sizes(model_chunk: Any, pg_collection: Any) -> tuple[int, int]:
-    """Numbers of TP ranks that share a dense weight, and an expert's.
+def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """How many TP ranks share a weight and how many shards its buffer has: dense, and experts'.
 
     Args:
         model_chunk: wrapped or not.
@@ -129,7 +129,30 @@ def tp_sizes(model_chunk: Any, pg_collection: Any) -> tuple[int, int]:
         ValueError: the collection lacks a group.
     """
     moe = _is_moe([model_chunk])
-    return _tp(pg_collection).size(), _expert_tp(pg_collection).size() if moe else 1
+    tp_sizes = _tp(pg_collection).size(), _expert_tp(pg_collection).size() if moe else 1
+    return tp_sizes, (_shards(pg_collection), _expert_shards(pg_collection) if moe else 1)
+
+
+def _shards(pg_collection: Any) -> int:
+    """Of a buffer of dense weights, inside one optimizer instance."""
+    if pg_collection is None:
+        return int(
+            parallel_state.get_data_parallel_world_size(
+                with_context_parallel=True, partial_data_parallel=True
+            )
+        )
+    inside: Group | None = getattr(pg_collection, "intra_dp_cp", None)
+    return (inside or _given(pg_collection, "dp_cp", "needs to know who shards a buffer")).size()
+
+
+def _expert_shards(pg_collection: Any) -> int:
+    """Of a buffer of experts' weights, inside one optimizer instance."""
+    if pg_collection is None:
+        return int(
+            parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True)
+        )
+    inside: Group | None = getattr(pg_collection, "intra_expt_dp", None)
+    return (inside or _given(pg_collection, "expt_dp", "needs to know who shards experts")).size()
 
 
 def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:

@@ -23,7 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_muon.arrangement import Bucket, Ranks, orders
 from megatron_muon.config import MuonConfig
 from megatron_muon.layout import Parameter
-from megatron_muon.mcore.groups import tp_sizes
+from megatron_muon.mcore.groups import sharing
 from megatron_muon.mcore.hooks import megatron_version
 from megatron_muon.mcore.routing import unplaced
 from megatron_muon.mcore.shards import device_of
@@ -41,12 +41,11 @@ _wrapped: _Model | None = None  # the model that DistributedDataParallel is maki
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Model:
-    """Muon's parameters of a model chunk, without places, and how many ranks share them."""
+    """Muon's parameters of a model chunk, without places, and the ranks that have them."""
 
     muons: Mapping[Any, Parameter]
-    tp_size: int
-    expert_tp_size: int
-    device: Any
+    dense: Ranks
+    experts: Ranks
 
 
 def put_in(config: MuonConfig) -> None:
@@ -121,7 +120,7 @@ def _model(module: Any, pg_collection: Any) -> _Model | None:
     """None where a weight cannot be routed: the optimizer says so, on all ranks together."""
     assert _config is not None
     try:
-        tp_size, expert_tp_size = tp_sizes(module, pg_collection)
+        (tp_size, expert_tp_size), dp_sizes = sharing(module, pg_collection)
         muons = {
             weight.param: unplaced(weight, expert_tp_size if weight.is_expert else tp_size, _config)
             for weight in weights([module])
@@ -129,7 +128,9 @@ def _model(module: Any, pg_collection: Any) -> _Model | None:
         }
     except (ValueError, NotImplementedError):
         return None
-    return _Model(muons, tp_size, expert_tp_size, plan_device(device_of([module])))
+    device, (dp_size, expert_dp_size) = plan_device(device_of([module])), dp_sizes
+    dense = Ranks(dp_size, tp_size, device)
+    return _Model(muons, dense, Ranks(expert_dp_size, expert_tp_size, device))
 
 
 def _in_order(layout: Any, model: _Model) -> Any:
@@ -142,7 +143,8 @@ def _in_order(layout: Any, model: _Model) -> Any:
         _bucket(params, stop - start, model)
         for params, (start, stop) in zip(in_bucket, layout.bucket_indices, strict=True)
     ]
-    found = orders(buckets, _ranks(layout, model), _config)
+    experts = any(not getattr(param, "allreduce", True) for param in layout.param_index_map)
+    found = orders(buckets, model.experts if experts else model.dense, _config)
     places = dict(layout.param_index_map)
     unpadded = list(layout.per_bucket_numel_unpadded)
     for number, (bucket, order) in enumerate(zip(buckets, found, strict=True)):
@@ -162,10 +164,3 @@ def _in_order(layout: Any, model: _Model) -> Any:
 def _bucket(params: Sequence[Any], numel: int, model: _Model) -> Bucket:
     sizes = tuple(param.data.nelement() for param in params)
     return Bucket(numel, sizes, tuple(model.muons.get(param) for param in params))
-
-
-def _ranks(layout: Any, model: _Model) -> Ranks:
-    """Those of dense or of experts' weights; a buffer has either."""
-    experts = any(not getattr(param, "allreduce", True) for param in layout.param_index_map)
-    tp_size = model.expert_tp_size if experts else model.tp_size
-    return Ranks(layout.num_optimizer_shards, tp_size, model.device)
