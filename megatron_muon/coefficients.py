@@ -81,7 +81,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(2e-3, 1.0),
         band=(0.68, 1.21),
         restarts={
-            5: Restarts(bf16=(3,), fp16=(3,), fp32=()),
+            5: Restarts(bf16=(2, 3), fp16=(3,), fp32=()),
             10: Restarts(bf16=(1, 3, 4, 6, 8), fp16=(2, 4, 7), fp32=(1, 4, 7)),
         },
     ),
@@ -101,7 +101,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(3e-3, 1.0),
         band=(0.97, 1.15),
         restarts={
-            5: Restarts(bf16=(2, 4), fp16=(3,), fp32=(2,)),
+            5: Restarts(bf16=(2, 4), fp16=(2, 3), fp32=(2,)),
         },
     ),
     "polar_express": CoefficientSet(
@@ -123,9 +123,9 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(1e-3, 1.0),
         band=(0.99, 1.01),
         restarts={
-            5: Restarts(bf16=(2, 3), fp16=(2, 3), fp32=(3,)),
-            8: Restarts(bf16=(2, 3, 6), fp16=(2, 4), fp32=(3,)),
-            10: Restarts(bf16=(2, 4, 6), fp16=(2, 4), fp32=(3,)),
+            5: Restarts(bf16=None, fp16=(1, 3), fp32=(3,)),
+            8: Restarts(bf16=(1, 3, 5), fp16=(2, 4), fp32=(3,)),
+            10: Restarts(bf16=(1, 3, 6), fp16=(2, 4), fp32=(3,)),
         },
     ),
     "cans": CoefficientSet(
@@ -166,7 +166,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         band=(0.86, 1.1),
         restarts={
             4: Restarts(bf16=(2,), fp16=(2,), fp32=()),
-            5: Restarts(bf16=(2, 3), fp16=(3,), fp32=(3,)),
+            5: Restarts(bf16=(2, 3), fp16=(1, 3), fp32=(3,)),
         },
     ),
     "deepseekv4": CoefficientSet(
@@ -178,7 +178,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(1e-4, 1.0),
         band=(0.99, 1.01),
         restarts={
-            10: Restarts(bf16=(3, 5, 7), fp16=(3, 6), fp32=(5,)),
+            10: Restarts(bf16=(2, 4, 6, 9), fp16=(3, 6), fp32=(5,)),
         },
     ),
     "cubic5": CoefficientSet(
@@ -196,7 +196,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(7e-3, 1.0),
         band=(0.77, 1.31),
         restarts={
-            5: Restarts(bf16=(3,), fp16=(3,), fp32=(3,)),
+            5: Restarts(bf16=(2, 4), fp16=(2,), fp32=(3,)),
         },
     ),
 }

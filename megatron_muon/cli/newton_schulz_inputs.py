@@ -25,9 +25,13 @@ def inputs(short: int, long: int) -> Iterator[tuple[str, Tensor]]:
     yield "entries at 1e30", gaussian * 1e30
     for rank in dict.fromkeys((1, 4, short // 2)):
         yield f"rank {rank}", with_spectrum(_first(rank, short, 0.0), long, generator)
-    for rest in (1e-3, 1e-5):
+    for rest in (1e-1, 3e-2, 1e-2, 1e-3, 1e-5):
         spectrum = _first(1, short, rest)
         yield f"rank 1 + {rest:.0e}", with_spectrum(spectrum, long, generator)
+    for rest in (1e-1, 1e-2):
+        alike = torch.randn(short, long, generator=generator, dtype=torch.float64) * rest
+        alike[:8] += torch.randn(1, long, generator=generator, dtype=torch.float64)
+        yield f"8 rows alike + {rest:.0e}", alike
     yield "all ones", torch.ones(short, long, dtype=torch.float64)
 
 

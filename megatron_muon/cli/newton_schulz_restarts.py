@@ -9,8 +9,9 @@ square of X grows from step to step.
 
 For any other set and a number of steps every list of restarts is tried, the shortest first, on
 matrices of 96 × 96, 64 × 256 and 40 × 120: condition numbers 1 to 1e8, rank 1, 4 and half the rows,
-rank 1 with 1e-3 and 1e-5 beside it, Gaussian. (All ones is left out: all of its entries round
-alike, so there is a size for every list at which 16 bits move it far, though not out of the band.)
+rank 1 with 1e-1 to 1e-5 beside it, eight rows alike but for 1e-1 and 1e-2, Gaussian. (All ones is
+left out: all of its entries round alike, so there is a size for every list at which 16 bits move it
+far, though not out of the band.)
 A list is accurate if on each
 
 - the error, in Frobenius norm and relative to the exact polynomials of the singular values, is at
