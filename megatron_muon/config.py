@@ -47,8 +47,9 @@ class MuonConfig:
             numbers of steps gram is known to be accurate for is in ``coefficients``; another is
             refused.
         ns_dtype: what matrices are orthogonalized in. They travel in bf16 (in fp32 with fp32).
-            Products accumulate in fp32 and round once, in each; on CUDA as far as torch's own
-            switches say so (``torch.backends.cuda.matmul``: TF32, reduced-precision reductions).
+            Products accumulate in fp32 and round once, in each (on CUDA parts of a sum may be added
+            in it, where ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` and
+            its like for fp16 are set, as they are by default); fp32 is never TF32.
             fp16 is finer than bf16 but ends at 6e-8 of a matrix's norm, where smaller entries
             become zero.
         ns_batch: on CUDA a home orthogonalizes so many matrices of one shape of a round at once, at

@@ -15,6 +15,7 @@ from gpt import (
     Topology,
     held,
     lr_at,
+    muon_weights,
     set_schedule,
     start,
     take_step,
@@ -22,6 +23,7 @@ from gpt import (
     trained,
     truth,
     whole_weight,
+    write_grads,
 )
 from ranks import run
 from whole import differences, whole
@@ -160,6 +162,35 @@ def test_groups_with_their_own_lr_and_decay_move_as_told() -> None:
     # Both ways are differences of fp32 weights: each is off by an ulp of the weight at most.
     ulp = 2.0**-23 * float((initial.abs() + 3 * way.abs()).max())
     torch.testing.assert_close(longer, 3 * way, rtol=2.0**-22, atol=4 * ulp)
+
+
+HUGE = 2.0**50  # times the gradients of all but one kind, whose norm is clipped to 1
+
+
+def _moved(case: Case, grads: float) -> dict[str, float]:
+    """How far one step takes each matrix, as a root mean square, with gradients so many times."""
+    built = start(case, Topology())
+    before = {name: param.detach().float().clone() for name, param in built.params.items()}
+    set_schedule(built, 0)
+    write_grads(built, 0)
+    for name, param in built.params.items():
+        param.main_grad.mul_(1.0 if "linear_fc1" in name else grads)
+    ok, norm, _ = built.optimizer.step()
+    assert ok and (grads == 1.0 or norm > 2.0**40)
+    return {
+        name: float((param.detach().float() - before[name]).square().mean().sqrt())
+        for name, param in built.params.items()
+        if name in muon_weights(case)
+    }
+
+
+def test_a_huge_global_norm_does_not_stall_muon() -> None:
+    """All gradients but fc1's are huge, so the clip takes fc1's below 1e-12; its update is as large
+    as ever. The clip's factor is no power of two, so directions differ by their rounding."""
+    case = replace(CASE, steps=1, clip=1.0, weight_decay=0.0, bf16=False)
+    (plain,), (clipped,) = run(_moved, 1, case, 1.0), run(_moved, 1, case, HUGE)
+    for name, way in plain.items():
+        assert clipped[name] == pytest.approx(way, rel=0.02), name
 
 
 # --- once per step ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -172,6 +173,41 @@ def test_auto_never_does_more_work(short: int, device: Any) -> None:
         )
         took = takes_gram(*shape, _config("simple", 5, "bf16", "auto"), device)
         assert auto == (gram if took else standard) <= standard
+
+
+def _near_rank_1() -> Iterator[torch.Tensor]:
+    """All or eight rows alike, or a block of ones, but for some noise; see the method's inputs."""
+    generator = torch.Generator().manual_seed(3)
+    for rows, cols in ((16, 64), (40, 120), (64, 256)):
+        for rest in (0.3, 0.1, 0.03, 0.01):
+            noise = rest * torch.randn(rows, cols, generator=generator)
+            row = torch.randn(1, cols, generator=generator)
+            block = torch.zeros(rows, cols)
+            block[:8, :24] = 1.0
+            alike = torch.zeros(rows, cols)
+            alike[:8] = row
+            yield from (noise + 1.0, noise + block, noise + row, noise + alike)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "dtype"),
+    [
+        (name, steps, dtype)
+        for name, steps in PAIRS
+        for dtype in DTYPES
+        if getattr(SETS[name].restarts[steps], dtype) is not None
+    ],
+)
+def test_nothing_blows_up_near_rank_1(name: Any, steps: int, dtype: NsDtype) -> None:
+    """What rounding leaves below zero in the square of X grows from step to step until a restart.
+    A list with one restart too few makes 10 to infinity of the largest value."""
+    standard, gram = (_config(name, steps, dtype, each) for each in ("standard", "gram"))
+    for matrix in _near_rank_1():
+        expected, found = (
+            torch.linalg.matrix_norm(orthogonalize(matrix, config).double(), 2)
+            for config in (standard, gram)
+        )
+        assert found <= 1.2 * expected
 
 
 def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> None:

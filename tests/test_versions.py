@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpt import Case, Topology, check, distributed_optimizers, start
+from gpt import Case, Topology, build, check, distributed_optimizers, error_of_optimizer, start
 from installed import VERSION
 from ranks import run
 from resharding import loaded, saved
@@ -154,6 +154,17 @@ def test_checkpoints_load_in_another_order(
     read = run(loaded, dp, other, there, format, str(tmp_path))
     for one, two in zip(zip(*wrote, strict=True), zip(*read, strict=True), strict=True):
         assert differences(whole(list(one)), whole(list(two))) == []
+
+
+def _installed_late(topology: Topology) -> str:
+    built = build(BF16, topology)
+    return error_of_optimizer(built, align_shards=True)
+
+
+@needs_layouts
+def test_a_model_that_was_laid_out_before_is_refused() -> None:
+    for error in run(_installed_late, 2, Topology(dp=2)):
+        assert error.startswith("ValueError: align_shards orders") and "install first" in error
 
 
 def _from_adamw(topology: Topology, format: str, folder: str) -> str:

@@ -28,6 +28,7 @@ from megatron_muon.mcore.distributed_optimizer import (
 from megatron_muon.mcore.groups import Stage
 from megatron_muon.mcore.hooks import SeamError, check_built
 from megatron_muon.mcore.loss_scale import share_loss_scale
+from megatron_muon.mcore.ordered import require_ordered
 from megatron_muon.mcore.routing import Found, local_experts, muon_parameters, on_every_ep_rank
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.mcore.survey import survey
@@ -133,6 +134,8 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     error: Exception | None = None
     try:
         try_products(stage.device, config.ns_dtype)
+        if config.align_shards:
+            require_ordered(dist_opt.model_chunks)
         found = muon_parameters(
             dist_opt.model_chunks, dist_opt.buffers, stage.sizes.tp, stage.sizes.expert_tp, config
         )

@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -36,6 +37,7 @@ _LAYOUT = "_compute_per_buffer_param_layout"
 _original: Callable[..., Any] | None = None  # None while Megatron's own is in place
 _original_init: Callable[..., None] | None = None
 _config: MuonConfig | None = None
+_ordered: WeakSet[Any] = WeakSet()  # DistributedDataParallel that were made while this is in
 _wrapped: _Model | None = None  # the model that DistributedDataParallel is making a layout of
 
 
@@ -92,6 +94,20 @@ def as_in_run(config: MuonConfig) -> Iterator[None]:
         take_out()
 
 
+def require_ordered(model_chunks: Sequence[Any]) -> None:
+    """Refuse what ``align_shards`` came too late for.
+
+    Raises:
+        ValueError: a chunk was wrapped before.
+    """
+    if not all(chunk in _ordered for chunk in model_chunks):
+        raise ValueError(
+            "align_shards orders parameters where DistributedDataParallel lays out their buffers, "
+            "and here it did before megatron_muon.install(): install first, or leave align_shards "
+            "out"
+        )
+
+
 def _init(self: Any, *args: Any, **kwargs: Any) -> None:
     """DistributedDataParallel's: what it lays out, or is given, is ordered."""
     global _wrapped
@@ -107,6 +123,7 @@ def _init(self: Any, *args: Any, **kwargs: Any) -> None:
         _original_init(*call.args, **call.kwargs)
     finally:
         _wrapped = None
+    _ordered.add(self)
 
 
 def _laid_out(*args: Any, **kwargs: Any) -> Any:

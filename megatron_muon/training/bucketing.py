@@ -48,7 +48,13 @@ def choose_buckets(args: Namespace) -> list[str]:
             "--muon-dp-layout contiguous: Megatron's own buckets, since what the layers of a "
             "hybrid model have is not known here; --ddp-num-buckets sets their number"
         ]
-    chosen = choose(buffers(args, REFERENCE_DP_SIZE, REFERENCE_DP_SIZE))
+    here = buffers(args, REFERENCE_DP_SIZE, REFERENCE_DP_SIZE)
+    chosen = choose(here)
+    if chosen is None and cost(here, stock_bucket_size(REFERENCE_DP_SIZE)).buckets <= len(here):
+        return [
+            "--muon-dp-layout contiguous: Megatron's own buckets, one a buffer on the first "
+            "pipeline stage: so small a model has nothing left to overlap"
+        ]
     if chosen is None:
         return [
             "--muon-dp-layout contiguous: Megatron's own buckets, of about 40 M elements: fewer "

@@ -219,8 +219,8 @@ def _values(config: MuonConfig, args: Namespace) -> list[tuple[str, object, obje
 
 # --- one setting each ------------------------------------------------------------------------
 
-# Emerging-Optimizers' newton_schulz turns matrices into bf16 with medium. high is TF32: torch's
-# own switches would have to be set, and they are the user's.
+# Emerging-Optimizers' newton_schulz turns matrices into bf16 with medium. high is TF32, which no
+# matrix is orthogonalized in here: restarts are not known for it.
 _PRECISIONS = {"medium": "bf16"}
 
 
