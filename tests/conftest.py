@@ -1,5 +1,6 @@
 """Same start for every test: tests/ importable by the rank workers, fixed seeds, one thread."""
 
+import fnmatch
 import os
 import random
 import sys
@@ -34,6 +35,17 @@ def _fixed_seeds() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--table", action="store_true", help="print what was verified, in Markdown")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m says
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark those of ``slow.txt``."""
+    with open(os.path.join(HERE, "slow.txt")) as file:
+        patterns = [line.strip() for line in file if not line.startswith("#")]
+    for item in items:
+        name = item.nodeid.rpartition("/")[2]
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            item.add_marker("slow")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,7 +2,8 @@
 # Runs the tests in an environment of their own. `bash tests/run.sh` runs all of them with the
 # megatron-core of requirements.txt, then those that every core is held to with each of cores.txt;
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
-# with another core.
+# with another core. Where it chooses the tests itself, two files run side by side: many wait for
+# one of their ranks, or have one process only. WORKERS=4 takes four; 0 runs one after another.
 # Makes .venv-tests/ at the first call (Python 3.10 or newer, about 450 MB of downloads with a CPU
 # build of torch); pip's own environment variables and configuration are honoured.
 set -euo pipefail
@@ -46,9 +47,10 @@ if (($#)); then
     run "${CORE:-}" "$@"
     exit
 fi
-run ""
+SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile)
+run "" "${SIDE_BY_SIDE[@]}"
 for core in $(grep -o '^megatron-core==[0-9.]*' tests/cores.txt); do
     echo "tests: with $core"
     # shellcheck disable=SC2086
-    run "${core#*==}" $HELD
+    run "${core#*==}" "${SIDE_BY_SIDE[@]}" $HELD
 done
