@@ -55,8 +55,6 @@ def flags_of(case: Case, topology: Topology) -> list[str]:
     words += ["--tensor-model-parallel-size", topology.tp, "--context-parallel-size", topology.cp]
     words += ["--pipeline-model-parallel-size", topology.pp, "--world-size", topology.world_size]
     words += ["--num-distributed-optimizer-instances", topology.instances]
-    aligned = dict(case.muon).get("align_shards", False)
-    words += ["--muon-dp-layout", "contiguous" if aligned else "bucketed"]
     words += ["--sequence-parallel"] * topology.sequence_parallel
     words += ["--swiglu"] * case.gated
     words += ["--untie-embeddings-and-output-weights"] * (not case.tied)

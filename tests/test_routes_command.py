@@ -77,7 +77,8 @@ def test_what_is_printed_is_what_a_run_does(
         pytest.skip(reason)
     if case.mtp and VERSION < (0, 13):  # Megatron's own assertion: a parameter in two buckets
         pytest.skip(f"megatron-core {NAME} cannot build this model's DistributedOptimizer")
-    found = routes_json(flags_of(case, topology), capsys)
+    layout = "contiguous" if dict(case.muon).get("align_shards") else "bucketed"
+    found = routes_json([*flags_of(case, topology), "--muon-dp-layout", layout], capsys)
     results = run(built_by_a_run, topology.world_size, case, topology)
     assert [stage["stage"] for stage in found["stages"]] == list(range(topology.pp))
     for result in results:
