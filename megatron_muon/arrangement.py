@@ -42,7 +42,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class Holders:
     """The ranks of a stage that have a buffer, on one EP rank, and what they run on."""
 
     dp_size: int
@@ -50,31 +50,31 @@ class Ranks:
     device: Device = "cuda"
 
 
-def orders(buckets: Sequence[Bucket], ranks: Ranks, config: MuonConfig) -> Orders:
+def orders(buckets: Sequence[Bucket], holders: Holders, config: MuonConfig) -> Orders:
     """The order of each bucket of a buffer: one in which shards cut few, where that sends less.
 
     Args:
         buckets: of the buffer, from its beginning.
-        ranks: that have it.
+        holders: that have it.
         config: homes, the two speeds and what Newton-Schulz costs matter.
     """
     own = [bucket.own() for bucket in buckets]
-    found = [_fitting(bucket, ranks.dp_size) for bucket in buckets]
+    found = [_fitting(bucket, holders.dp_size) for bucket in buckets]
     if found == own:
         return own
-    before, after = (sent_bytes(buckets, each, ranks, config) for each in (own, found))
+    before, after = (sent_bytes(buckets, each, holders, config) for each in (own, found))
     return found if after < before else own
 
 
 def sent_bytes(
-    buckets: Sequence[Bucket], by_bucket: Orders, ranks: Ranks, config: MuonConfig
+    buckets: Sequence[Bucket], by_bucket: Orders, holders: Holders, config: MuonConfig
 ) -> int:
     """What all these ranks together send in a step, pieces there and directions back."""
     grid = tuple(
-        tuple(range(tp_rank * ranks.dp_size, (tp_rank + 1) * ranks.dp_size))
-        for tp_rank in range(ranks.tp_size)
+        tuple(range(tp_rank * holders.dp_size, (tp_rank + 1) * holders.dp_size))
+        for tp_rank in range(holders.tp_size)
     )
-    plan = make_plan(parameters_in(buckets, by_bucket), (grid,), config, ranks.device)
+    plan = make_plan(parameters_in(buckets, by_bucket), (grid,), config, holders.device)
     return sum(plan.sent_bytes())
 
 

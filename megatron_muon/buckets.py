@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from megatron_muon.arrangement import Bucket, Ranks, orders, sent_bytes
+from megatron_muon.arrangement import Bucket, Holders, orders, sent_bytes
 from megatron_muon.config import MuonConfig
 from megatron_muon.layout import Parameter
 from megatron_muon.ordering import ALIGNMENT, away, starts
@@ -144,11 +144,11 @@ def exchanged(
     """
     total = 0
     for buffer in buffers:
-        ranks = Ranks(buffer.dp_size, buffer.tp_size)
+        holders = Holders(buffer.dp_size, buffer.tp_size)
         buckets = list(in_buckets(buffer, bucket_size))
         own = [bucket.own() for bucket in buckets]
-        by_bucket = orders(buckets, ranks, config) if ordered else own
-        sent = sent_bytes(buckets, by_bucket, ranks, config)
+        by_bucket = orders(buckets, holders, config) if ordered else own
+        sent = sent_bytes(buckets, by_bucket, holders, config)
         total += sent // (buffer.dp_size * buffer.tp_size)
     return total
 

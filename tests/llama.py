@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_muon.arrangement import UNPLACED, Ranks, orders, parameters_in
+from megatron_muon.arrangement import UNPLACED, Holders, orders, parameters_in
 from megatron_muon.buckets import Buffer, Weight, choose, in_buckets, stock_bucket_size
 from megatron_muon.config import MuonConfig
 from megatron_muon.layout import Parameter, interleaved_rows, whole_matrix
@@ -63,7 +63,7 @@ def llama_8b(
     """
     buckets = list(in_buckets(whole_buffer(dp_size), bucket_size))
     own = [bucket.own() for bucket in buckets]
-    found = own if ordered_for is None else orders(buckets, Ranks(dp_size), ordered_for)
+    found = own if ordered_for is None else orders(buckets, Holders(dp_size), ordered_for)
     return parameters_in(buckets, found), sum(bucket.numel for bucket in buckets)
 
 
@@ -91,9 +91,9 @@ def _cells(sizes: Sequence[int], config: MuonConfig, bucket_size: int | None, or
     for dp_size in sizes:
         size = stock_bucket_size(dp_size) if bucket_size is None else bucket_size
         plan, share = llama_plan(dp_size, config, size, ordered=ordered)
+        buckets = sum(1 for _ in in_buckets(whole_buffer(dp_size), size))
         flops = plan.ns_flops()
         busiest = max(flops) * dp_size / sum(flops)
-        buckets = len({parameter.bucket for parameter in plan.parameters})
         cells.append(f"{buckets:4} {share:7.2%} {busiest:5.2f}")
     return "   ".join(cells)
 
@@ -101,7 +101,7 @@ def _cells(sizes: Sequence[int], config: MuonConfig, bucket_size: int | None, or
 def main() -> None:
     """Bytes that Muon adds to AdamW's, and the busiest rank."""
     sizes = (8, 64, 512)
-    print("buckets with Muon's parameters, bytes over AdamW's on an average rank, Newton-Schulz of")
+    print("buckets, bytes over AdamW's on an average rank, Newton-Schulz of")
     print("the busiest rank over the mean; ordered: contiguous on megatron-core 0.18 and later")
     print(f"{'':33}" + "   ".join(f"{f'DP {size}':>18}" for size in sizes))
     few = contiguous_bucket_size()

@@ -9,7 +9,7 @@ from llama import WHOLE, contiguous_bucket_size, whole_buffer
 from megatron_muon.arrangement import (
     UNPLACED,
     Bucket,
-    Ranks,
+    Holders,
     orders,
     parameters_in,
     sent_bytes,
@@ -41,10 +41,10 @@ def test_an_order_is_kept_only_where_it_sends_less(
         muons = tuple(_muon(size, tp_size) if muon else None for size, muon in of_bucket)
         whole = starts(range(len(sizes)), sizes)[-1] + sizes[-1]
         buckets.append(Bucket(-(-whole // (128 * dp_size)) * 128 * dp_size, sizes, muons))
-    config, ranks = MuonConfig(homes=homes), Ranks(dp_size, tp_size)
-    found = orders(buckets, ranks, config)
+    config, holders = MuonConfig(homes=homes), Holders(dp_size, tp_size)
+    found = orders(buckets, holders, config)
     own = [bucket.own() for bucket in buckets]
-    before, after = (sent_bytes(buckets, each, ranks, config) for each in (own, found))
+    before, after = (sent_bytes(buckets, each, holders, config) for each in (own, found))
     assert after < before or found == own
     assert [sorted(order) for order in found] == own
     assert all(p.span.stop <= p.bucket.stop for p in parameters_in(buckets, found))
@@ -54,6 +54,6 @@ def test_llama_3_8b_is_ordered_in_one_bucket_only_where_homes_are_local() -> Non
     """Where none is cut, balance moves whole matrices: 1.34 % of AdamW's bytes, not 0.62 %."""
     balanced, local = MuonConfig(homes="balanced"), MuonConfig(homes="local")
     (bucket,) = one = list(in_buckets(whole_buffer(8), WHOLE))
-    assert orders(one, Ranks(8), balanced) == [bucket.own()] != orders(one, Ranks(8), local)
+    assert orders(one, Holders(8), balanced) == [bucket.own()] != orders(one, Holders(8), local)
     several = list(in_buckets(whole_buffer(8), contiguous_bucket_size()))
-    assert orders(several, Ranks(8), balanced) != [each.own() for each in several]
+    assert orders(several, Holders(8), balanced) != [each.own() for each in several]

@@ -113,7 +113,7 @@ def test_accuracy_is_of_the_dtype_and_of_every_shape_that_is_given(
         ("--device meta", "--device meta: cpu, cuda or cuda:N"),
         ("--device nowhere", "--device nowhere: cpu, cuda or cuda:N"),
         ("--json /no/such/folder/x", "--json /no/such/folder/x: there is no folder /no/such"),
-        ("--json .", "--json .: this is a folder"),
+        ("--json .", "--json . is a folder"),
     ],
 )
 def test_wrong_arguments_are_one_line_before_any_work(

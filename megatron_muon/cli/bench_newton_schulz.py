@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from megatron_muon.cli import newton_schulz_accuracy as accuracy
 from megatron_muon.cli import newton_schulz_restarts
+from megatron_muon.cli.files import require_writable
 from megatron_muon.cli.newton_schulz_ceiling import ceiling_on
 from megatron_muon.cli.newton_schulz_peers import Run, peers
 from megatron_muon.coefficients import SETS, CoefficientName, NsDtype, Restarts, parse, schedule
@@ -115,7 +115,7 @@ def _planned(given: argparse.Namespace) -> Callable[[], dict[str, Any]]:
                     f"--{flag} has no meaning with --{mode.replace('_', '-')}: leave it out"
                 )
     if given.json is not None:
-        _check_file(given.json)
+        require_writable("--json", given.json)
     device = device_of(given.device or "cpu")
     if given.find_restarts:
         return partial(_restarts, _names(given), given.steps)
@@ -130,15 +130,6 @@ def _planned(given: argparse.Namespace) -> Callable[[], dict[str, Any]]:
     )
     schedule_of(config)  # a set may be for one number of steps only
     return partial(_speeds, given, config, device)
-
-
-def _check_file(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise ValueError(f"--json {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise ValueError(f"--json {path}: this is a folder, and a file is written")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--json {path}: it cannot be written")
 
 
 def _names(given: argparse.Namespace) -> list[CoefficientName]:

@@ -59,8 +59,10 @@ def rows(config: MuonConfig, names: list[str], exchanges: list[str], tp_mode: Tp
             ``naive``, every parameter a round of its own.
         tp_mode: of upstream.
     """
+    from megatron_muon.mcore.ordered import takes_layouts
+
     equal = dataclasses.replace(config, ns_iteration="standard")
-    aligned = dataclasses.replace(equal, align_shards=_takes_layouts())
+    aligned = dataclasses.replace(equal, align_shards=takes_layouts())
     found = [
         Row("adamw", "adamw", equal),
         Row("muon-contiguous", "muon", aligned),
@@ -82,14 +84,6 @@ def rows(config: MuonConfig, names: list[str], exchanges: list[str], tp_mode: Tp
         for row in found
         if row.name in ("muon-contiguous", "muon-bucketed")
     ]
-
-
-def _takes_layouts() -> bool:
-    """Whether a contiguous run's parameters are ordered, as ``training.bucketing`` has it."""
-    from megatron_muon.mcore.hooks import megatron_version
-    from megatron_muon.mcore.ordered import SINCE
-
-    return megatron_version()[1] >= SINCE
 
 
 def bucket_elements(flags: Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import megatron_muon
 from megatron_muon.cli.bench_flags import command_parser, model_flags
+from megatron_muon.cli.files import require_writable
 from megatron_muon.cli.muon_flags import homes_of
 from megatron_muon.config import MuonConfig
 
@@ -125,19 +125,9 @@ def _check(given: Namespace, flags: Namespace) -> None:
         raise ValueError(f"--traces {given.traces}: there is no such folder")
     for name in ("json", "plot"):
         if getattr(given, name) is not None:
-            _check_file(name, getattr(given, name))
+            require_writable(f"--{name}", getattr(given, name))
     if given.plot is not None:
         _check_format(given.plot)
-
-
-def _check_file(name: str, path: Path) -> None:
-    """It can be written; nothing is, yet."""
-    if not path.parent.is_dir():
-        raise ValueError(f"--{name} {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise ValueError(f"--{name} {path} is a folder: give the name of a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--{name} {path} cannot be written: give a file in a folder of yours")
 
 
 def _check_format(path: Path) -> None:

@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = _muon_config(flags)
         with megatron_is_quiet():
-            chosen = choose_buckets(args := validated(flags, ranks_of(flags)))
+            args = validated(flags, ranks_of(flags))
+            chosen = choose_buckets(args)
             flags.ddp_num_buckets = args.ddp_num_buckets
             found = routes(flags, config)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:

@@ -21,7 +21,7 @@ from weakref import WeakSet
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.arrangement import Bucket, Ranks, orders
+from megatron_muon.arrangement import Bucket, Holders, orders
 from megatron_muon.config import MuonConfig
 from megatron_muon.layout import Parameter
 from megatron_muon.mcore.groups import sharing
@@ -46,8 +46,13 @@ class _Model:
     """Muon's parameters of a model chunk, without places, and the ranks that have them."""
 
     muons: Mapping[Any, Parameter]
-    dense: Ranks
-    experts: Ranks
+    dense: Holders
+    experts: Holders
+
+
+def takes_layouts() -> bool:
+    """Whether the installed Megatron takes a layout of its grad buffers."""
+    return megatron_version()[1] >= SINCE
 
 
 def put_in(config: MuonConfig) -> None:
@@ -60,11 +65,10 @@ def put_in(config: MuonConfig) -> None:
         NotImplementedError: this Megatron takes no layout.
     """
     global _original, _original_init, _config
-    text, version = megatron_version()
-    if version < SINCE:
+    if not takes_layouts():
         raise NotImplementedError(
             f"align_shards needs megatron-core 0.18 or later, which takes a layout of its buffers; "
-            f"here is {text}: leave it out"
+            f"here is {megatron_version()[0]}: leave it out"
         )
     _config = config
     if _original is None:
@@ -136,8 +140,8 @@ def _laid_out(*args: Any, **kwargs: Any) -> Any:
 def _model(module: Any, pg_collection: Any) -> _Model | None:
     """None where a weight cannot be routed: the optimizer says so, on all ranks together."""
     assert _config is not None
+    (tp_size, expert_tp_size), (dp_size, expert_dp_size) = sharing(module, pg_collection)
     try:
-        (tp_size, expert_tp_size), dp_sizes = sharing(module, pg_collection)
         muons = {
             weight.param: unplaced(weight, expert_tp_size if weight.is_expert else tp_size, _config)
             for weight in weights([module])
@@ -145,9 +149,9 @@ def _model(module: Any, pg_collection: Any) -> _Model | None:
         }
     except (ValueError, NotImplementedError):
         return None
-    device, (dp_size, expert_dp_size) = plan_device(device_of([module])), dp_sizes
-    dense = Ranks(dp_size, tp_size, device)
-    return _Model(muons, dense, Ranks(expert_dp_size, expert_tp_size, device))
+    device = plan_device(device_of([module]))
+    dense = Holders(dp_size, tp_size, device)
+    return _Model(muons, dense, Holders(expert_dp_size, expert_tp_size, device))
 
 
 def _in_order(layout: Any, model: _Model) -> Any:

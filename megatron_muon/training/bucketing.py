@@ -70,12 +70,11 @@ def aligns_shards(args: Namespace) -> bool:
 
     Not where it may load a checkpoint of AdamW's, which most formats keep in Megatron's order.
     """
-    from megatron_muon.mcore.hooks import megatron_version
-    from megatron_muon.mcore.ordered import SINCE
+    from megatron_muon.mcore.ordered import takes_layouts
 
     contiguous = (value_given(args, "muon_dp_layout") or "contiguous") == "contiguous"
     from_adamw = value_given(args, "muon_from_adamw") not in (None, "refuse")
-    return contiguous and not from_adamw and megatron_version()[1] >= SINCE
+    return contiguous and not from_adamw and takes_layouts()
 
 
 def _reason(args: Namespace, number: int) -> str:
