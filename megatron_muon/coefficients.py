@@ -29,14 +29,20 @@ _EMERGING = (
 
 
 class Restarts(NamedTuple):
-    """After which steps the Gram iteration begins anew, by the dtype of its square matrices.
+    """After which steps the Gram iteration begins anew.
 
     None: no list with fewer restarts than the standard iteration has steps keeps its accuracy.
+
+    Attributes:
+        bf16, fp16: X and the square matrices are in it.
+        fp32: X and the square matrices are in it; up to 8 times the standard iteration's error.
+        fp32_squares: X is in 16 bits, the square matrices are in fp32, as on most CPUs.
     """
 
     bf16: tuple[int, ...] | None
     fp16: tuple[int, ...] | None
     fp32: tuple[int, ...] | None
+    fp32_squares: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +87,10 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(2e-3, 1.0),
         band=(0.68, 1.21),
         restarts={
-            5: Restarts(bf16=(2, 3), fp16=(3,), fp32=()),
-            10: Restarts(bf16=(1, 3, 4, 6, 8), fp16=(2, 4, 7), fp32=(1, 4, 7)),
+            5: Restarts(bf16=(2, 3), fp16=(3,), fp32=(2, 3), fp32_squares=()),
+            10: Restarts(
+                bf16=(1, 3, 4, 6, 8), fp16=(1, 3, 5, 7), fp32=(2, 4, 6), fp32_squares=(1, 4, 7)
+            ),
         },
     ),
     "quintic": CoefficientSet(
@@ -101,7 +109,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(3e-3, 1.0),
         band=(0.97, 1.15),
         restarts={
-            5: Restarts(bf16=(2, 4), fp16=(2, 3), fp32=(2,)),
+            5: Restarts(bf16=(2, 4), fp16=(2, 3), fp32=(2, 3), fp32_squares=(2,)),
         },
     ),
     "polar_express": CoefficientSet(
@@ -123,9 +131,9 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(1e-3, 1.0),
         band=(0.99, 1.01),
         restarts={
-            5: Restarts(bf16=None, fp16=(1, 3), fp32=(3,)),
-            8: Restarts(bf16=(1, 3, 5), fp16=(2, 4), fp32=(3,)),
-            10: Restarts(bf16=(1, 3, 6), fp16=(2, 4), fp32=(3,)),
+            5: Restarts(bf16=None, fp16=(1, 3), fp32=(2, 3), fp32_squares=(3,)),
+            8: Restarts(bf16=(1, 3, 5), fp16=(2, 4), fp32=(2, 3, 4), fp32_squares=(3,)),
+            10: Restarts(bf16=(1, 3, 6), fp16=(2, 4), fp32=(2, 3, 4), fp32_squares=(3,)),
         },
     ),
     "cans": CoefficientSet(
@@ -165,8 +173,8 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(1e-2, 0.87),
         band=(0.86, 1.1),
         restarts={
-            4: Restarts(bf16=(2,), fp16=(2,), fp32=()),
-            5: Restarts(bf16=(2, 3), fp16=(1, 3), fp32=(3,)),
+            4: Restarts(bf16=(2,), fp16=(2,), fp32=(2,), fp32_squares=()),
+            5: Restarts(bf16=(2, 3), fp16=(1, 3), fp32=(2,), fp32_squares=(3,)),
         },
     ),
     "deepseekv4": CoefficientSet(
@@ -178,7 +186,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(1e-4, 1.0),
         band=(0.99, 1.01),
         restarts={
-            10: Restarts(bf16=(2, 4, 6, 9), fp16=(3, 6), fp32=(5,)),
+            10: Restarts(bf16=(2, 4, 6, 9), fp16=(3, 6), fp32=(3, 5), fp32_squares=(5,)),
         },
     ),
     "cubic5": CoefficientSet(
@@ -196,7 +204,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(7e-3, 1.0),
         band=(0.77, 1.31),
         restarts={
-            5: Restarts(bf16=(2, 4), fp16=(2,), fp32=(3,)),
+            5: Restarts(bf16=(2, 4), fp16=(2,), fp32=(2, 3), fp32_squares=(3,)),
         },
     ),
 }

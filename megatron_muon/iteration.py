@@ -57,7 +57,9 @@ def segments(config: MuonConfig, device: Device) -> Segments:
     """The steps' coefficients, cut where the Gram iteration restarts."""
     steps = schedule_of(config)
     lists = restarts_of(config.ns_coefficients, config.ns_steps)
-    restarts = getattr(lists, held_dtype(config.ns_dtype, device), None)
+    squares: str = held_dtype(config.ns_dtype, device)
+    kind = squares if squares == config.ns_dtype else "fp32_squares"
+    restarts = getattr(lists, kind, None)
     if restarts is None:  # where MuonConfig would have refused it
         raise ValueError(f"no restarts are known for ns_coefficients={config.ns_coefficients!r}")
     cuts = (0, *restarts, config.ns_steps)

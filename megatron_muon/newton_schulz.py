@@ -2,8 +2,9 @@
 
 Two iterations that differ in rounding only (``iteration`` says which a matrix gets): the standard
 one of arXiv 2502.16982 eq. 2-3 and https://kellerjordan.github.io/posts/muon, and the Gram one,
-both started from X = U/‖U‖. The order of operations is part of the definition, since bf16 shows
-every other order; what a product rounds to is in ``products``.
+both started from X = U/‖U‖. The Gram one's error is at most twice the standard one's in 16 bits and
+8 times in fp32, as ``coefficients.Restarts`` was found. The order of operations is part of the
+definition, since bf16 shows every other order; what a product rounds to is in ``products``.
 """
 
 from __future__ import annotations

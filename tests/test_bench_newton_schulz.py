@@ -60,7 +60,7 @@ def test_recorded_restarts_are_found_again(capsys: pytest.CaptureFixture[str]) -
     line = ["bench", "newton-schulz", "--find-restarts", "--coefficients", "aol", "--steps", "4"]
     assert main(line) == 0
     said = capsys.readouterr().out
-    assert "The method." in said and "fp32=()) (as recorded)" in said
+    assert "The method." in said and "fp32=(2,), fp32_squares=()) (as recorded)" in said
 
 
 def test_of_ceiling_is_the_median_of_the_rounds_rates() -> None:
@@ -176,7 +176,7 @@ def test_cans_has_no_restarts_by_the_method(capsys: pytest.CaptureFixture[str]) 
 def test_restarts_that_are_not_as_recorded_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = Restarts(bf16=(3,), fp16=(2,), fp32=())  # found: (2,) in bf16
+    wrong = Restarts(bf16=(3,), fp16=(2,), fp32=(2,), fp32_squares=())  # found: (2,) in bf16
     monkeypatch.setitem(SETS["aol"].restarts, 4, wrong)
     line = ["bench", "newton-schulz", "--find-restarts", "--coefficients", "aol", "--steps", "4"]
     assert main(line) == 0
