@@ -38,7 +38,7 @@ class MuonConfig:
             ``shape_scaling``: sqrt(max(1, rows / cols)).
         momentum: μ in M ← μM + G (Algorithm 1).
         nesterov: orthogonalize G + μM in place of M.
-        ns_steps: Newton-Schulz iterations; the paper found 10 no better than 5.
+        ns_steps: Newton-Schulz iterations, at most 100; the paper found 10 no better than 5.
         ns_coefficients: (a, b, c) of each step's X ← aX + (bA + cA²)X with A = XXᵀ: the name of a
             published set (``coefficients``), one triple for every step, or a tuple of triples,
             which starts over where ns_steps are more.
@@ -116,7 +116,7 @@ class MuonConfig:
         _require_number("momentum", self.momentum)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
-        _require_count("ns_steps", self.ns_steps)
+        _require_count("ns_steps", self.ns_steps, _MOST_STEPS)
         object.__setattr__(self, "ns_coefficients", canonical(self.ns_coefficients))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
@@ -133,6 +133,7 @@ class MuonConfig:
             _require_count(name, getattr(self, name))
 
 
+_MOST_STEPS = 100  # singular values are where they end long before; each step has a triple
 _SWITCHES = (
     *("nesterov", "weight_decay_all_params", "split_qkv", "align_shards", "checkpoint_digest"),
 )
@@ -151,11 +152,13 @@ def _require_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be above 0, got {value}")
 
 
-def _require_count(name: str, value: object) -> None:
+def _require_count(name: str, value: object, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
 def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, object]:

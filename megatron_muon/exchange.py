@@ -6,7 +6,7 @@ is started and, with other work in between, finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,32 @@ class Moving:
         return target
 
 
+@dataclass(slots=True)
+class Gathering:
+    """A round that is being gathered.
+
+    Attributes:
+        moving: its matrices, in staging order.
+        moves: 1 for each segment that has a gradient: those that are kept, then those that arrive.
+    """
+
+    moving: Moving
+    moves: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A matrix at its home.
+
+    Attributes:
+        elements: ``(rows, cols)`` contiguous, in the row and column order of TP = 1.
+        moves: bool scalar: a gradient of it is not zero in this step.
+    """
+
+    elements: Tensor
+    moves: Tensor
+
+
 class Exchange:
     """Runs a plan for one rank of the stage.
 
@@ -102,34 +128,64 @@ class Exchange:
         # The same on every rank of the stage: either all of them communicate in a round or none.
         self._silent = plan.silent_rounds()
         self._pieces = plan.pieces(rank)
+        self._places = [self._homes_of_segments(round) for round in range(len(plan.rounds))]
 
-    def start_gather(self, round: int, pieces: Mapping[int, Tensor]) -> Moving:
+    def start_gather(
+        self, round: int, pieces: Mapping[int, Tensor], grads: Mapping[int, Tensor]
+    ) -> Gathering:
         """Start to bring every matrix of a round to its home.
+
+        A message has, after the elements, a 1 or a 0 for each of its segments: whether there is a
+        gradient that is not zero.
 
         Args:
             round: its number.
             pieces: for each of its parameters with a piece here, the local elements, ``(n,)``.
+            grads: likewise, the gradients of this step.
         """
         matrices, routes = self._plan.matrices, self._routes[round]
         staged = {index: self._empty(matrices[index].numel) for index in self._homes[round]}
         for segment in routes.kept:
             _staged(staged, segment).copy_(self._local(pieces, segment))
-        moving = self._start(
-            "muon/gather",
-            round,
-            staged,
-            outgoing=self._by_rank(routes.gather_to, lambda s: self._local(pieces, s)),
-            incoming=self._by_rank(routes.gather_from, lambda s: _staged(staged, s)),
-        )
+        outgoing = self._by_rank(routes.gather_to, lambda s: self._local(pieces, s))
+        incoming = self._by_rank(routes.gather_from, lambda s: _staged(staged, s))
+        to_homes = [s for rank in sorted(routes.gather_to) for s in routes.gather_to[rank]]
+        here = self._moves(grads, [*routes.kept, *to_homes])
+        moves = self._empty(self._places[round].numel())
+        kept = len(routes.kept)
+        moves[:kept].copy_(here[:kept])
+        _append_runs(outgoing, here[kept:])
+        _append_runs(incoming, moves[kept:])
+        moving = self._start("muon/gather", round, staged, outgoing=outgoing, incoming=incoming)
         self._meter.gather_bytes += moving.sent_bytes
-        return moving
+        return Gathering(moving, moves)
 
-    def finish_gather(self, moving: Moving) -> dict[int, Tensor]:
-        """For each matrix of the round whose home this rank is, ``(rows, cols)`` contiguous, in the
-        row and column order of TP = 1."""
-        staged = moving.finish()
-        matrices = self._plan.matrices
-        return {index: assemble(staged.pop(index), matrices[index]) for index in list(staged)}
+    def finish_gather(self, round: int, gathering: Gathering) -> dict[int, Gathered]:
+        """Each matrix of the round whose home this rank is."""
+        staged, homes = gathering.moving.finish(), self._homes[round]
+        counts = gathering.moves.new_zeros(len(homes))
+        counts.index_add_(0, self._places[round], gathering.moves)
+        moves = dict(zip(homes, (counts > 0).unbind(), strict=True))
+        return {
+            index: Gathered(assemble(staged.pop(index), self._plan.matrices[index]), moves[index])
+            for index in list(staged)
+        }
+
+    def _moves(self, grads: Mapping[int, Tensor], segments: Sequence[Segment]) -> Tensor:
+        """1 for each segment whose gradient is not all zero, ``(len(segments),)``."""
+        if not segments:
+            return self._empty(0)
+        parts = [self._local(grads, segment) for segment in segments]
+        norms = torch.stack(torch._foreach_norm(parts, float("inf")))
+        return (norms != 0).to(self._dtype)
+
+    def _homes_of_segments(self, round: int) -> Tensor:
+        """For each segment that is kept or arrives, the place of its matrix among the homes."""
+        routes, homes = self._routes[round], self._homes[round]
+        place = {index: at for at, index in enumerate(homes)}
+        arriving = [s for rank in sorted(routes.gather_from) for s in routes.gather_from[rank]]
+        places = [place[segment.matrix] for segment in (*routes.kept, *arriving)]
+        return torch.tensor(places, dtype=torch.int64, device=self._device)
 
     def start_scatter(self, round: int, directions: dict[int, Tensor]) -> Moving:
         """Start to send the directions of a round to the ranks that hold pieces of its matrices.
@@ -189,6 +245,14 @@ class Exchange:
     def _local(self, pieces: Mapping[int, Tensor], segment: Segment) -> Tensor:
         elements = segment.elements.shift(-self._pieces[segment.parameter].start)
         return pieces[segment.parameter][elements.start : elements.stop]
+
+
+def _append_runs(tensors_by_rank: list[list[Tensor]], flags: Tensor) -> None:
+    """Give each rank's tensors the run of flags that is theirs: one for each of them."""
+    runs = torch.split(flags, [len(tensors) for tensors in tensors_by_rank])
+    for tensors, run in zip(tensors_by_rank, runs, strict=True):
+        if tensors:
+            tensors.append(run)
 
 
 def _sizes(tensors_by_rank: list[list[Tensor]]) -> list[int]:

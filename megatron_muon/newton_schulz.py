@@ -26,13 +26,14 @@ from megatron_muon.products import (
 )
 
 
-def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
+def orthogonalize(matrix: Tensor, config: MuonConfig, moves: Tensor | None = None) -> Tensor:
     """The direction of a matrix: all its singular values brought near 1.
 
     Args:
         matrix: ``(rows, cols)``, any floating dtype. Any scale: it is normalised in fp32, by its
             largest entry first, so nothing over- or underflows. Zero gives zero.
         config: the settings whose names begin with ``ns_`` are read.
+        moves: a bool scalar on the matrix's device; where it is False the direction is zero.
 
     Returns:
         ``(rows, cols)`` in ``products.travel_dtype``.
@@ -43,11 +44,15 @@ def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
     if matrix.dim() != 2:
         raise ValueError(f"a matrix has 2 dims, got shape {tuple(matrix.shape)}")
     tall = matrix.size(0) > matrix.size(1)
-    x = _iterated(_entered(matrix, config), config)
+    x = _iterated(_entered(matrix, moves, config), config)
     return x.mT if tall else x
 
 
-def orthogonalize_at_once(matrices: Sequence[Tensor] | Tensor, config: MuonConfig) -> list[Tensor]:
+def orthogonalize_at_once(
+    matrices: Sequence[Tensor] | Tensor,
+    config: MuonConfig,
+    moves: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
     """The directions of matrices of one shape, each product one of a batch.
 
     A batch's products may round otherwise than those of one matrix; of one it is ``orthogonalize``.
@@ -55,6 +60,7 @@ def orthogonalize_at_once(matrices: Sequence[Tensor] | Tensor, config: MuonConfi
     Args:
         matrices: each ``(rows, cols)``, on one device.
         config: as there.
+        moves: of each, as there; None: all do.
 
     Returns:
         Each ``(rows, cols)`` in ``products.travel_dtype``.
@@ -62,12 +68,14 @@ def orthogonalize_at_once(matrices: Sequence[Tensor] | Tensor, config: MuonConfi
     Raises:
         ValueError: they are not 2-D or not of one shape.
     """
+    moves = [None] * len(matrices) if moves is None else moves
     if len(matrices) == 1:
-        return [orthogonalize(matrices[0], config)]
+        return [orthogonalize(matrices[0], config, moves[0])]
     shapes = {tuple(matrix.shape) for matrix in matrices}
     if len(shapes) != 1 or matrices[0].dim() != 2:
         raise ValueError(f"a batch is of 2-D matrices of one shape, got {sorted(shapes)}")
-    x = _iterated(torch.stack([_entered(matrix, config) for matrix in matrices]), config)
+    entered = [_entered(*each, config) for each in zip(matrices, moves, strict=True)]
+    x = _iterated(torch.stack(entered), config)
     tall = matrices[0].size(0) > matrices[0].size(1)
     return [direction.mT if tall else direction for direction in x]
 
@@ -83,11 +91,11 @@ def at_once_on(device: torch.device, config: MuonConfig) -> int:
     return config.ns_batch
 
 
-def _entered(matrix: Tensor, config: MuonConfig) -> Tensor:
+def _entered(matrix: Tensor, moves: Tensor | None, config: MuonConfig) -> Tensor:
     """A matrix as products take it: the short side first, normalised, rounded."""
     x = matrix.mT if matrix.size(0) > matrix.size(1) else matrix
     x = x.reshape(-1).view(x.shape)  # row-major, with a row's own strides where there is but one
-    return products_on(matrix.device, config.ns_dtype).enter(normalize(x))
+    return products_on(matrix.device, config.ns_dtype).enter(normalize(x, moves))
 
 
 def _iterated(x: Tensor, config: MuonConfig) -> Tensor:
@@ -100,8 +108,10 @@ def _iterated(x: Tensor, config: MuonConfig) -> Tensor:
     return x.to(travel_dtype(config))
 
 
-def normalize(x: Tensor) -> Tensor:
+def normalize(x: Tensor, moves: Tensor | None = None) -> Tensor:
     """A new fp32 tensor: ``x`` divided by its Frobenius norm; zero stays zero.
+
+    Where ``moves`` is False it is zero, by a division that is made in any case.
 
     The largest entry is divided out first: squares of entries then neither over- nor underflow, the
     norm is at least 1, and no epsilon is needed that small gradients could fall under.
@@ -111,6 +121,8 @@ def normalize(x: Tensor) -> Tensor:
     largest = torch.maximum(-smallest, largest)
     x.div_(torch.where(largest == 0, torch.ones_like(largest), largest))
     norm: Tensor = torch.linalg.vector_norm(x).clamp_min(1.0)
+    if moves is not None:
+        norm = torch.where(moves, norm, torch.inf)
     return x.div_(norm)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.exchange import Exchange, Meter, Moving
+from megatron_muon.exchange import Exchange, Gathered, Gathering, Meter, Moving
 from megatron_muon.iteration import ns_flops
 from megatron_muon.layout import Span
 from megatron_muon.newton_schulz import at_once_on, orthogonalize_at_once
@@ -101,7 +101,7 @@ class DistributedMuon:
             step_adamw()
         scattering = None
         for number in range(len(rounds)):
-            matrices = self._finish_gather(gathering)
+            matrices = self._finish_gather(number, gathering)
             gathering = self._start_gather(rounds, number + 1)
             with self._phase("muon/newton_schulz"):
                 directions = self._orthogonalize(matrices)
@@ -110,18 +110,19 @@ class DistributedMuon:
                 scattering = self._exchange.start_scatter(number, directions)
         self._finish_round(rounds, len(rounds) - 1, scattering)
 
-    def _start_gather(self, rounds: Sequence[Sequence[_Shard]], number: int) -> Moving | None:
+    def _start_gather(self, rounds: Sequence[Sequence[_Shard]], number: int) -> Gathering | None:
         if number == len(rounds):
             return None
         with self._phase("muon/momentum"):
             pieces = self._advance_momentum(rounds[number])
+        grads = {shard.parameter: shard.grad for shard in rounds[number]}
         with self._phase("muon/gather"):
-            return self._exchange.start_gather(number, pieces)
+            return self._exchange.start_gather(number, pieces, grads)
 
-    def _finish_gather(self, gathering: Moving | None) -> dict[int, Tensor]:
+    def _finish_gather(self, number: int, gathering: Gathering | None) -> dict[int, Gathered]:
         assert gathering is not None
         with self._phase("muon/gather"):
-            return self._exchange.finish_gather(gathering)
+            return self._exchange.finish_gather(number, gathering)
 
     def _finish_round(
         self, rounds: Sequence[Sequence[_Shard]], number: int, scattering: Moving | None
@@ -163,11 +164,18 @@ class DistributedMuon:
             pieces[shard.parameter] = moved.to(travel_dtype(config))
         return pieces
 
-    def _orthogonalize(self, matrices: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _orthogonalize(self, matrices: dict[int, Gathered]) -> dict[int, Tensor]:
+        """The directions; zero where a matrix has no gradient in this step.
+
+        Momentum alone would move such a matrix by a whole update for ever, since Newton-Schulz
+        takes its scale away: an expert without tokens, a layer that is frozen part-way.
+        """
         directions: dict[int, Tensor] = {}
-        for indices in self._batches(matrices):
-            batch = [matrices.pop(index) for index in indices]
-            made = orthogonalize_at_once(batch, self.config)
+        for indices in self._batches({i: matrix.elements for i, matrix in matrices.items()}):
+            gathered = [matrices.pop(index) for index in indices]
+            batch, moves = [each.elements for each in gathered], [each.moves for each in gathered]
+            del gathered
+            made = orthogonalize_at_once(batch, self.config, moves)
             directions.update(zip(indices, made, strict=True))
             (rows, cols), device = batch[0].shape, plan_device(batch[0].device)
             self.meter.matrices += len(batch)

@@ -178,7 +178,10 @@ class ExchangePlan:
         return flops
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that each rank sends to others in a step: pieces there, directions back."""
+        """Bytes that each rank sends to others in a step: pieces there, directions back.
+
+        With each segment goes an element that says whether it has a gradient.
+        """
         sent = [0] * self.size
         for segment in self.segments:
             home = self.matrices[segment.matrix].home
@@ -186,7 +189,7 @@ class ExchangePlan:
                 continue
             sent[home] += segment.elements.size * self.itemsize
             if not segment.replica:
-                sent[segment.rank] += segment.elements.size * self.itemsize
+                sent[segment.rank] += (segment.elements.size + 1) * self.itemsize
         return sent
 
     def boundary_parameters(self) -> list[Parameter]:

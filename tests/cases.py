@@ -79,7 +79,8 @@ class Case:
     with a shared one, but those of the first ``dense_layers``; by ``grouped`` they are Megatron's
     SequentialMLP, its legacy GroupedMLP or Transformer Engine's grouped linears. The down
     projections of ``mla`` are column-parallel or, as Transformer Engine's are, duplicated.
-    ``overflow`` are ``(step, pattern)``: an inf in that step's gradient.
+    ``zero_grads`` have no gradient from step ``zero_from`` on. ``overflow`` are
+    ``(step, pattern)``: an inf in that step's gradient.
     """
 
     bf16: bool = True
@@ -94,6 +95,7 @@ class Case:
     faster: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     zero_grads: tuple[str, ...] = ()
+    zero_from: int = 0
     muon: tuple[tuple[str, Any], ...] = ()
     seed: int = 1
     fp16: bool = False
@@ -180,7 +182,7 @@ def whole_grad(case: Case, name: str, shape: tuple[int, ...], step: int) -> Tens
     Scales differ by powers of ten between parameters, and between steps: Muon and AdamW ignore a
     scale that never changes, so a clip that always divides by about the same would not be seen.
     """
-    if matches(name, case.zero_grads):
+    if step >= case.zero_from and matches(name, case.zero_grads):
         return torch.zeros(shape)
     scale = 10.0 ** -(zlib.crc32(name.encode()) % 4) * (1.0, 3.0, 0.3, 2.0, 0.5)[step % 5]
     grad = scale * _normal(shape, case.seed, name, step)

@@ -71,9 +71,9 @@ def test_the_log_says_how_many_are_taken_at_once() -> None:
 def _stepped(case: Case, at_once: int) -> dict[str, Any]:
     sizes: list[int] = []
 
-    def counted(matrices: list[torch.Tensor], config: MuonConfig) -> list[torch.Tensor]:
+    def counted(matrices: list[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
         sizes.append(len(matrices))
-        return orthogonalize_at_once(matrices, config)
+        return orthogonalize_at_once(matrices, *rest)
 
     with (
         mock.patch.object(optimizer, "at_once_on", lambda device, config: at_once),

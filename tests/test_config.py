@@ -23,6 +23,7 @@ from megatron_muon.coefficients import schedule
         ("momentum", True, TypeError, "momentum must be a number, got True"),
         ("nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
         ("ns_steps", 0, ValueError, "ns_steps must be at least 1, got 0"),
+        ("ns_steps", 10**9, ValueError, "ns_steps must be at most 100, got 1000000000"),
         ("ns_steps", 2.5, TypeError, "ns_steps must be an int, got 2.5"),
         ("ns_coefficients", (1.0, 2.0), TypeError, "must be a tuple of three numbers"),
         ("ns_coefficients", "septic", ValueError, "must be one of simple, quintic, .*got 'septic'"),

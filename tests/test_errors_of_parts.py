@@ -73,6 +73,18 @@ def test_a_bad_gradient_of_an_expert_leaves_the_dense_part_unstepped_too() -> No
     _check_bad_gradient(results, where)  # with the expert's number over all EP ranks
 
 
+def test_a_gradient_that_momentum_would_add_up_to_inf_is_an_error_before_it_does() -> None:
+    """2e37 summed up by 1 / (1 - 0.95) is more than bf16 and fp32 have; AdamW's has no such limit."""
+    where = "decoder.layers.0.mlp.linear_fc1.weight"
+    topology = Topology(tp=2)
+    results = run(_bad_gradient, topology.world_size, CASE, topology, -2e37, where)
+    _check_bad_gradient(results, where)
+    assert all("beyond ±1.7e+37" in result["text"] for result in results)
+    for case, name, bad in ((CASE, where, 1.6e37), (CASE, "output_layer.weight", 2e37)):
+        for result in run(_bad_gradient, topology.world_size, case, topology, bad, name):
+            assert result["text"] == "no error"
+
+
 def _check_bad_gradient(results: list[dict[str, Any]], where: str) -> None:
     assert sum(result["owned"] for result in results) == 1
     for result in results:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_muon import collectives
 from megatron_muon.collectives import Group
-from megatron_muon.exchange import assemble, stage
+from megatron_muon.exchange import Gathered, assemble, stage
 from megatron_muon.mcore.shards import device_of
 from megatron_muon.optimizer import DistributedMuon, ParamGroups, State
 from megatron_muon.plan import ExchangePlan, Segment
@@ -169,7 +169,9 @@ class PaperMuon(DistributedMuon):
                 pieces = self._advance_momentum(held)
             staged = self._gather(bucket, pieces)
             with self._phase("muon/newton_schulz"):
-                matrices = {i: assemble(flat, self.plan.matrices[i]) for i, flat in staged.items()}
+                moves = torch.ones((), dtype=torch.bool, device=self.device)
+                whole = {i: assemble(flat, self.plan.matrices[i]) for i, flat in staged.items()}
+                matrices = {i: Gathered(whole.pop(i), moves) for i in list(whole)}
                 del staged
                 directions = self._orthogonalize(matrices)
             with self._phase("muon/update"):

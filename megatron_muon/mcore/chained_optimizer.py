@@ -13,6 +13,8 @@ from megatron_muon.mcore.checkpoint_chain import CheckpointChain
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.mcore.weights import expert_name, weights
 
+_LARGEST = float(torch.finfo(torch.float32).max)
+
 
 class MuonChainedOptimizer(CheckpointChain):
     """A ChainedOptimizer of MuonDistributedOptimizers."""
@@ -28,7 +30,8 @@ class MuonChainedOptimizer(CheckpointChain):
             True where the loss scaler found an overflow.
 
         Raises:
-            FloatingPointError: a gradient here is missing or not finite.
+            FloatingPointError: a gradient here is missing or not finite, or so large that momentum
+                would not be.
             RuntimeError: one is on another rank.
         """
         overflow = bool(super().prepare_grads())
@@ -41,25 +44,31 @@ class MuonChainedOptimizer(CheckpointChain):
     def _some_grad_is_unusable(self) -> torch.Tensor:
         """A bool scalar; on CUDA it is still being computed when this returns."""
         device = device_of(self.chained_optimizers[0].model_chunks)
-        grads = [shard.grad for _, _, shard in self._owned()]
-        if any(grad is None for grad in grads):
-            return torch.tensor(True, device=device)
-        return _not_finite([grad for grad in grads if grad is not None], device)
+        of_limit: dict[float, list[torch.Tensor]] = {}
+        for part, _, shard in self._owned():
+            if shard.grad is None:
+                return torch.tensor(True, device=device)
+            of_limit.setdefault(_limit(part, shard), []).append(shard.grad)
+        votes = [_beyond(grads, limit, device) for limit, grads in of_limit.items()]
+        return torch.stack(votes).any() if votes else torch.tensor(False, device=device)
 
     def _gradient_error(self) -> FloatingPointError | None:
         chunks = [chunk for part in self.chained_optimizers for chunk in part.model_chunks]
         names = {weight.param: weight.name for weight in weights(chunks)}
         bad = [
-            expert_name(names[param], part.ep_rank, part.local_experts)
+            (expert_name(names[param], part.ep_rank, part.local_experts), _limit(part, shard))
             for part, param, shard in self._owned()
-            if shard.grad is None or _not_finite([shard.grad], shard.device)
+            if shard.grad is None or _beyond([shard.grad], _limit(part, shard), shard.device)
         ]
         if not bad:
             return None
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        lowest = min(limit for _, limit in bad)
+        beyond = f", or beyond ±{lowest:.1e}, which momentum adds up to Inf (set clip_grad)"
         return FloatingPointError(
-            f"gradients are missing, NaN or Inf in {', '.join(bad[:5])}{more}; no optimizer state "
-            "or parameter has been changed"
+            f"gradients are missing, NaN or Inf{beyond * (lowest < _LARGEST)} in "
+            f"{', '.join(name for name, _ in bad[:5])}{more}; no optimizer state or parameter has "
+            "been changed"
         )
 
     def _owned(self) -> Iterator[tuple[Any, torch.nn.Parameter, torch.Tensor]]:
@@ -69,8 +78,20 @@ class MuonChainedOptimizer(CheckpointChain):
                     yield part, param, shard
 
 
-def _not_finite(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not tensors:
-        return torch.tensor(False, device=device)
+def _limit(part: Any, shard: torch.Tensor) -> float:
+    """The largest gradient that leaves everything finite.
+
+    Momentum sums gradients up to 1 / (1 - μ) of the largest and travels in bf16. A clip comes
+    later and makes gradients smaller, so only finite ones count before it.
+    """
+    if part.muon is None or part.config.clip_grad > 0.0 or not part.muon.owns(shard):
+        return _LARGEST
+    return float(torch.finfo(torch.bfloat16).max) * (1.0 - part.muon.config.momentum) * 0.999
+
+
+def _beyond(tensors: list[torch.Tensor], limit: float, device: torch.device) -> torch.Tensor:
+    """Whether an element is NaN or its absolute value above ``limit``."""
     ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]
-    return torch.stack(ends).isfinite().all().logical_not()
+    if not ends:
+        return torch.tensor(False, device=device)
+    return (torch.stack(ends).abs() <= limit).all().logical_not()
