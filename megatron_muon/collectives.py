@@ -63,39 +63,47 @@ def start_all_to_all(
         group: all its ranks call this together, and wait in the order of the calls.
     """
     received = sent.new_empty(sum(received_sizes))
-    works: Sequence[dist.Work]
     with _named(name, group):
-        if sent.device.type == "cpu":
-            works = _start_sends(sent, sent_sizes, received, received_sizes, group)
-        else:
-            sizes = list(received_sizes), list(sent_sizes)
-            works = [dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)]
+        works = _start_messages(sent, sent_sizes, received, received_sizes, group)
     return Pending(name, group, sent, received, works)
 
 
-def _start_sends(
+def _start_messages(
     sent: Tensor,
     sent_sizes: Sequence[int],
     received: Tensor,
     received_sizes: Sequence[int],
     group: Group,
 ) -> list[dist.Work]:
-    """An all-to-all as NCCL makes it: every rank sends to and receives from those with whom it has
-    something to share. gloo's own goes from rank to rank and takes about four times as long."""
+    """An all-to-all among those who have something to share; nobody waits for another.
+
+    torch's own posts a send and a receive to every rank, empty ones too (over NCCL since 2.14), so
+    that each is a barrier of the group; gloo's goes from rank to rank and takes four times as long.
+    """
     here, size = group.rank(), group.size()
     sends = torch.split(sent, list(sent_sizes))
     receives = torch.split(received, list(received_sizes))
-    receives[here].copy_(sends[here])
-    works: list[dist.Work | None] = []
+    if sends[here].numel():
+        receives[here].copy_(sends[here])
+    messages: list[tuple[bool, Tensor, int]] = []  # whether it is sent, what, the other's rank
     for distance in range(1, size):
         source, target = (here - distance) % size, (here + distance) % size
-        if receives[source].numel():
-            rank = dist.get_global_rank(group, source)
-            works.append(dist.irecv(receives[source], rank, group=group))
-        if sends[target].numel():
-            rank = dist.get_global_rank(group, target)
-            works.append(dist.isend(sends[target], rank, group=group))
-    return [work for work in works if work is not None]
+        if received_sizes[source]:
+            messages.append((False, receives[source], dist.get_global_rank(group, source)))
+        if sent_sizes[target]:
+            messages.append((True, sends[target], dist.get_global_rank(group, target)))
+    started: list[dist.Work | None] = []
+    if sent.device.type == "cpu":
+        for is_sent, tensor, rank in messages:
+            start = dist.isend if is_sent else dist.irecv
+            started.append(start(tensor, rank, group=group))
+    elif messages:  # one launch
+        operations = [
+            dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, rank, group)
+            for is_sent, tensor, rank in messages
+        ]
+        started += dist.batch_isend_irecv(operations)
+    return [work for work in started if work is not None]
 
 
 def all_gather_flat(name: str, mine: Tensor, group: Group) -> list[Tensor]:

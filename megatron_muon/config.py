@@ -75,10 +75,11 @@ class MuonConfig:
             H100 in bf16: 40 % of the 989 that its data sheet has for dense products.
         link_gbytes: speed of the exchange, 10⁹ bytes/s that a rank sends and as many that it
             receives; as rank_tflops. 40 is an assumption for a 400 Gbit/s port (50 GB/s) a rank.
-        round_bytes: of buffers that a rank has for one round of the exchange, at most, unless a
-            single parameter has more: a step takes twice as much, in the three rounds that are
-            under way, and the workspace of one matrix's Newton-Schulz. Smaller rounds take less
-            memory and hide more behind compute, larger ones take fewer collectives.
+        round_bytes: cap on a rank's buffers for one round of the exchange; a single larger
+            parameter may pass it. A step takes twice as much, in the three rounds that are under
+            way, and the workspace of one matrix's Newton-Schulz. None: twice the buffers of the
+            largest parameter, at least 256 MiB, so that no rank waits for another's large matrix.
+            Smaller rounds take less memory.
         align_shards: order parameters within Megatron's buckets so that shards cut few of them; for
             models that are wrapped in DDP after ``install``, and from core 0.18 on.
         checkpoint_digest: write size and checksum of every file of a checkpoint into its folder,
@@ -105,7 +106,7 @@ class MuonConfig:
     homes: HomePolicy = "balanced"
     rank_tflops: float = 400.0
     link_gbytes: float = 40.0
-    round_bytes: int = 256 << 20
+    round_bytes: int | None = None
     align_shards: bool = False
     checkpoint_digest: bool = True
 
@@ -129,8 +130,9 @@ class MuonConfig:
         for name in ("muon_include", "muon_exclude"):
             _require_patterns(name, getattr(self, name))
         _require_choice("homes", self.homes, ("balanced", "local"))
-        for name in ("ns_batch", "round_bytes"):
-            _require_count(name, getattr(self, name))
+        _require_count("ns_batch", self.ns_batch)
+        if self.round_bytes is not None:
+            _require_count("round_bytes", self.round_bytes)
 
 
 _MOST_STEPS = 100  # singular values are where they end long before; each step has a triple

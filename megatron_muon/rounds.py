@@ -12,37 +12,52 @@ from collections.abc import Mapping, Sequence
 Loads = Mapping[int, int]  # bytes by rank of the stage
 
 
+LEAST_LIMIT = 256 << 20  # bytes; smaller rounds of a GPU take longer to start than to run
+
+
 def make_rounds(
-    homed: Sequence[Loads], taken: Sequence[Loads], limit: int
+    homed: Sequence[Loads], taken: Sequence[Loads], limit: int | None
 ) -> tuple[tuple[int, ...], ...]:
     """Indices of parameters, round by round; each is in exactly one.
 
     Parameters are taken in the order in which every rank, working through its own, would get to
-    them, so that in each round all ranks have work. A round is closed where with the next parameter
-    a rank would have more than ``limit`` bytes in it.
+    them. Each goes into the first round where no rank that has buffers for it would pass the limit,
+    so that ranks with nothing to share never wait for each other: a parameter that is in a later
+    round fits into none before it.
 
     Args:
         homed: for each parameter, bytes of its matrices by the rank that orthogonalizes them.
         taken: for each parameter, bytes of all buffers that a rank has for it.
         limit: of bytes taken on any rank; a parameter that alone has more on a rank shares the
-            round with none there.
+            round with none there. None: twice the largest parameter's, or ``LEAST_LIMIT``.
 
     Raises:
         ValueError: ``limit`` is not above 0.
     """
+    if limit is None:
+        largest = max((count for loads in taken for count in loads.values()), default=0)
+        limit = max(2 * largest, LEAST_LIMIT)
     if limit <= 0:
         raise ValueError(f"a round must be allowed more than {limit} bytes")
     rounds: list[list[int]] = []
-    loads: dict[int, int] = {}
+    loads_of: list[dict[int, int]] = []
     for index in _in_turn(homed):
-        full = any(loads.get(rank, 0) + count > limit for rank, count in taken[index].items())
-        if full or not rounds:
+        number = _first_with_room(loads_of, taken[index], limit)
+        if number == len(rounds):
             rounds.append([])
-            loads = {}
-        rounds[-1].append(index)
+            loads_of.append({})
+        rounds[number].append(index)
         for rank, count in taken[index].items():
-            loads[rank] = loads.get(rank, 0) + count
+            loads_of[number][rank] = loads_of[number].get(rank, 0) + count
     return tuple(tuple(sorted(indices)) for indices in rounds)
+
+
+def _first_with_room(loads_of: Sequence[Loads], more: Loads, limit: int) -> int:
+    """The number of the first round that has room for a parameter; a new one's where none has."""
+    for number, loads in enumerate(loads_of):
+        if all(rank not in loads or loads[rank] + count <= limit for rank, count in more.items()):
+            return number
+    return len(loads_of)
 
 
 def _in_turn(homed: Sequence[Loads]) -> list[int]:

@@ -74,7 +74,7 @@ def test_a_bad_gradient_of_an_expert_leaves_the_dense_part_unstepped_too() -> No
 
 
 def test_a_gradient_that_momentum_would_add_up_to_inf_is_an_error_before_it_does() -> None:
-    """2e37 summed up by 1 / (1 - 0.95) is more than bf16 and fp32 have; AdamW's has no such limit."""
+    """2e37 summed up by 1 / (1 - 0.95) is more than bf16 and fp32 have; AdamW has no such limit."""
     where = "decoder.layers.0.mlp.linear_fc1.weight"
     topology = Topology(tp=2)
     results = run(_bad_gradient, topology.world_size, CASE, topology, -2e37, where)

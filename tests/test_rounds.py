@@ -50,6 +50,35 @@ def test_every_rank_has_work_in_every_round() -> None:
     assert rounds == tuple((k, 5 + k, 10 + k, 15 + k) for k in range(5))
 
 
+@given(st.lists(st.tuples(LOADS, LOADS), max_size=12), st.integers(1, 200))
+def test_no_parameter_waits_for_a_round_that_it_could_have_been_in_before(
+    loads: list[tuple[dict[int, int], dict[int, int]]], limit: int
+) -> None:
+    homed, taken = [one for one, _ in loads], [two for _, two in loads]
+    rounds = make_rounds(homed, taken, limit)
+    for number, round in enumerate(rounds):
+        for index in round:
+            for before in rounds[:number]:
+                of_rank = {rank: sum(taken[i].get(rank, 0) for i in before) for rank in range(4)}
+                assert any(of_rank[r] and of_rank[r] + n > limit for r, n in taken[index].items())
+
+
+def test_what_one_rank_has_too_much_of_closes_no_others_round() -> None:
+    alone = [{rank: 10} for rank in range(4)]
+    assert make_rounds(alone, alone, 5) == ((0, 1, 2, 3),)
+    # Rank 0 has a large one and three small ones; the others go on beside them.
+    loads = [{0: 10}, {0: 1}, {0: 1}, {0: 1}, {1: 4}, {1: 4}, {2: 5}, {2: 5}]
+    assert make_rounds(loads, loads, 5) == ((0, 4, 6), (1, 2, 3, 5, 7))
+
+
+def test_by_default_a_round_has_room_for_the_largest_parameter_twice() -> None:
+    small, large = {0: 1 << 20}, {0: 300 << 20}
+    assert len(make_rounds([small] * 256, [small] * 256, None)) == 1
+    assert len(make_rounds([small] * 257, [small] * 257, None)) == 2
+    assert make_rounds([large] * 3, [large] * 3, None) == ((0, 1), (2,))
+    assert make_rounds([], [], None) == ()
+
+
 def test_a_limit_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="allowed more than 0 bytes"):
         make_rounds([{0: 1}], [{0: 1}], 0)
@@ -96,7 +125,7 @@ def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(case: Cas
     for rank, found in enumerate(run(_counted, 3, case, topology)):
         plan = found["plan"]
         silent = plan.silent_rounds()
-        assert len(silent) > 2 and any(silent) and not all(silent)
+        assert len(silent) > 2 and any(silent) and not all(silent), silent
         assert found["started"] == 2 * silent.count(False)
         sent = sum(sent for _, sent, _ in found["calls"])
         assert sent == found["meter"] == plan.sent_bytes()[rank]

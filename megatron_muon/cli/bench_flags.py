@@ -231,8 +231,7 @@ def _add_muon(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--muon-round-mib",
         type=float,
-        default=default.round_bytes / (1 << 20),
-        help="of ours (%(default)s)",
+        help="of ours (256, or twice what the largest parameter has, if that is more)",
     )
     group.add_argument(
         "--muon-tp-mode",

@@ -62,10 +62,11 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     _check(given, flags)
     transformer_config(flags, ranks)  # what Megatron itself finds wrong
     gpus = gpus_for(ranks.world, "TP x PP x CP x DP", "--tp --pp --cp --dp")
+    mib = given.muon_round_mib
     config = MuonConfig(
         ns_steps=given.ns_steps,
         **homes_of(given),
-        round_bytes=round(given.muon_round_mib * (1 << 20)),
+        round_bytes=None if mib is None else round(mib * (1 << 20)),
     )
     names = list(given.rows)
     left_out = why_no_upstream(flags) if "upstream-layerwise" in names else None

@@ -13,7 +13,7 @@ from megatron_muon.mcore.checkpoint_chain import CheckpointChain
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.mcore.weights import expert_name, weights
 
-_LARGEST = float(torch.finfo(torch.float32).max)
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class MuonChainedOptimizer(CheckpointChain):
@@ -86,7 +86,8 @@ def _limit(part: Any, shard: torch.Tensor) -> float:
     """
     if part.muon is None or part.config.clip_grad > 0.0 or not part.muon.owns(shard):
         return _LARGEST
-    return float(torch.finfo(torch.bfloat16).max) * (1.0 - part.muon.config.momentum) * 0.999
+    momentum: float = part.muon.config.momentum
+    return torch.finfo(torch.bfloat16).max * (1.0 - momentum) * 0.999
 
 
 def _beyond(tensors: list[torch.Tensor], limit: float, device: torch.device) -> torch.Tensor:

@@ -181,8 +181,8 @@ FLAGS = (
     _flag(
         "--muon-round-mib",
         "most of matrices and pieces that a rank has in one round of the exchange, in MiB; while "
-        "one round is orthogonalized its neighbours travel; megatron_muon's; default "
-        f"{_MOONLIGHT.round_bytes >> 20}",
+        "one round is orthogonalized its neighbours travel; megatron_muon's; default 256, or twice "
+        "what the largest parameter has, if that is more",
         type=int,
     ),
     _flag(

@@ -159,7 +159,7 @@ def _number(args: Namespace, name: str) -> float:
     return float(getattr(_MOONLIGHT, name) if given is None else given)
 
 
-def _round_bytes(args: Namespace) -> int:
+def _round_bytes(args: Namespace) -> int | None:
     mib = value_given(args, "muon_round_mib")
     if mib is not None and mib < 1:
         raise ValueError(f"--muon-round-mib must be at least 1, got {mib}")
