@@ -79,7 +79,8 @@ class Case:
     with a shared one, but those of the first ``dense_layers``; by ``grouped`` they are Megatron's
     SequentialMLP, its legacy GroupedMLP or Transformer Engine's grouped linears. The down
     projections of ``mla`` are column-parallel or, as Transformer Engine's are, duplicated.
-    ``overflow`` are ``(step, pattern)``: an inf in that step's gradient.
+    ``overflow`` are ``(step, pattern)``: an inf in that step's gradient. ``output_gate`` is
+    Megatron's attention_output_gate.
     """
 
     bf16: bool = True
@@ -104,6 +105,14 @@ class Case:
     mla: Literal["", "column", "duplicated"] = ""
     mtp: bool = False
     overflow: tuple[tuple[int, str], ...] = ()
+    heads: int = HEADS
+    groups: int = GROUPS
+    output_gate: bool = False
+    ffn: int = FFN
+
+    @property
+    def head_size(self) -> int:
+        return HIDDEN // self.heads
 
     @property
     def dtype(self) -> torch.dtype:
