@@ -13,6 +13,7 @@ import torch
 from megatron_muon import collectives
 from megatron_muon.collectives import Group
 from megatron_muon.plan import Grid, digest
+from megatron_muon.setting_names import named
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def _first_difference(texts: Sequence[str], whose: str) -> str:
                     f"ranks of {whose} disagree about the exchange plan, first at {name}"
                     f": rank {rank} of {whose} has\n  {theirs}\nwhere rank 0 has\n  {ours}\nAll "
                     "ranks of a stage need the same model, the same trainable parameters and the "
-                    "same MuonConfig; unless ns_iteration is 'standard', the same kind of device, "
-                    "too."
+                    f"same MuonConfig; unless {named('ns_iteration')} is 'standard', the same kind "
+                    "of device, too."
                 )
     raise AssertionError("digests differ but descriptions do not")

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from megatron_muon.setting_names import named
+
 Triple = tuple[float, float, float]
 CoefficientName = Literal[
     "simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5"
@@ -224,14 +226,14 @@ def canonical(value: object) -> Coefficients:
     if isinstance(value, str):
         if value not in SETS:
             raise ValueError(
-                f"ns_coefficients must be one of {', '.join(SETS)}, or numbers (a, b, c) or a "
-                f"tuple of such; got {value!r}"
+                f"{named('ns_coefficients')} must be one of {', '.join(SETS)}, or numbers "
+                f"(a, b, c) or a tuple of such; got {value!r}"
             )
         return value
     if not isinstance(value, tuple):
         raise TypeError(
-            "ns_coefficients must be a set's name, a tuple of three numbers or a tuple of such, "
-            f"got {value!r}"
+            f"{named('ns_coefficients')} must be a set's name, a tuple of three numbers or a tuple "
+            f"of such, got {value!r}"
         )
     triples = value if value and isinstance(value[0], tuple) else (value,)
     found = tuple(_triple(triple) for triple in triples)
@@ -256,8 +258,8 @@ def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
         triples = coefficients
     if after == "refuse" and steps != len(triples):
         raise ValueError(
-            f"ns_coefficients {coefficients!r} are for {len(triples)} steps, and ns_steps is "
-            f"{steps}: take ns_steps={len(triples)}, or give the numbers themselves"
+            f"{named('ns_coefficients')} {coefficients!r} are for {len(triples)} steps, and "
+            f"{named('ns_steps')} is {steps}: take {len(triples)}, or give the numbers themselves"
         )
     last = len(triples) - 1
     places = [min(s, last) if after == "repeat_last" else s % (last + 1) for s in range(steps)]
@@ -296,11 +298,13 @@ def spelled(given: Given) -> str:
 
 def _triple(value: object) -> Triple:
     if not isinstance(value, tuple) or len(value) != 3:
-        raise TypeError(f"ns_coefficients must be a tuple of three numbers, got {value!r}")
+        raise TypeError(
+            f"{named('ns_coefficients')} must be a tuple of three numbers, got {value!r}"
+        )
     for number in value:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise TypeError(f"ns_coefficients must be a number, got {number!r}")
+            raise TypeError(f"{named('ns_coefficients')} must be a number, got {number!r}")
         if not math.isfinite(number):
-            raise ValueError(f"ns_coefficients must be finite, got {number}")
+            raise ValueError(f"{named('ns_coefficients')} must be finite, got {number}")
     a, b, c = value
     return float(a), float(b), float(c)

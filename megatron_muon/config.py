@@ -15,6 +15,7 @@ from megatron_muon.coefficients import (
     restarts_of,
     schedule,
 )
+from megatron_muon.setting_names import named
 
 NsIteration = Literal["standard", "gram", "auto"]
 HomePolicy = Literal["balanced", "local"]
@@ -116,12 +117,12 @@ class MuonConfig:
         _require_choice("scale_mode", self.scale_mode, get_args(ScaleMode))
         _require_number("momentum", self.momentum)
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+            raise ValueError(f"{named('momentum')} must be in [0, 1), got {self.momentum}")
         _require_count("ns_steps", self.ns_steps, _MOST_STEPS)
         object.__setattr__(self, "ns_coefficients", canonical(self.ns_coefficients))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise TypeError(f"{named(name)} must be True or False, got {getattr(self, name)!r}")
         _require_choice("ns_dtype", self.ns_dtype, get_args(NsDtype))
         _require_choice("ns_iteration", self.ns_iteration, get_args(NsIteration))
         schedule(self.ns_coefficients, self.ns_steps, self.ns_dtype)
@@ -143,24 +144,24 @@ _SWITCHES = (
 
 def _require_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{named(name)} must be a number, got {value!r}")
     if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
+        raise ValueError(f"{named(name)} must be finite, got {value}")
 
 
 def _require_positive(name: str, value: float) -> None:
     _require_number(name, value)
     if value <= 0:
-        raise ValueError(f"{name} must be above 0, got {value}")
+        raise ValueError(f"{named(name)} must be above 0, got {value}")
 
 
 def _require_count(name: str, value: object, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
+        raise TypeError(f"{named(name)} must be an int, got {value!r}")
     if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+        raise ValueError(f"{named(name)} must be at least 1, got {value}")
     if most is not None and value > most:
-        raise ValueError(f"{name} must be at most {most}, got {value}")
+        raise ValueError(f"{named(name)} must be at most {most}, got {value}")
 
 
 def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, object]:
@@ -179,17 +180,18 @@ def _require_restarts(config: MuonConfig) -> None:
         counts = [s for s, lists in found.restarts.items() if None not in _needed(lists, config)]
         known += [f"{other} with {', '.join(map(str, counts))}"] if counts else []
     raise ValueError(
-        f"ns_iteration={config.ns_iteration!r}: the Gram iteration has not been found accurate "
-        f"with ns_coefficients={name!r}, ns_steps={steps} in {config.ns_dtype}: take "
-        f"ns_iteration='standard', or what it has been tested with: {'; '.join(known)} steps"
+        f"{named('ns_iteration')} {config.ns_iteration!r}: the Gram iteration has not been found "
+        f"accurate with {named('ns_coefficients')} {name!r}, {named('ns_steps')} {steps}, "
+        f"{named('ns_dtype')} {config.ns_dtype!r}: take {named('ns_iteration')} 'standard', or "
+        f"what it has been tested with: {'; '.join(known)} steps"
     )
 
 
 def _require_patterns(name: str, value: object) -> None:
     if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
-        raise TypeError(f"{name} must be a tuple of patterns, got {value!r}")
+        raise TypeError(f"{named(name)} must be a tuple of patterns, got {value!r}")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(f"{named(name)} must be one of {', '.join(choices)}, got {value!r}")

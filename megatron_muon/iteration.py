@@ -21,6 +21,7 @@ from typing import Literal
 
 from megatron_muon.coefficients import NsDtype, Triple, restarts_of, schedule
 from megatron_muon.config import MuonConfig
+from megatron_muon.setting_names import named
 
 # cpu_bf16 has instructions for products in bf16; on cpu all products are made in fp32.
 Device = Literal["cpu", "cpu_bf16", "cuda"]
@@ -61,7 +62,9 @@ def segments(config: MuonConfig, device: Device) -> Segments:
     kind = squares if squares == config.ns_dtype else "fp32_squares"
     restarts = getattr(lists, kind, None)
     if restarts is None:  # where MuonConfig would have refused it
-        raise ValueError(f"no restarts are known for ns_coefficients={config.ns_coefficients!r}")
+        raise ValueError(
+            f"no restarts are known for {named('ns_coefficients')} {config.ns_coefficients!r}"
+        )
     cuts = (0, *restarts, config.ns_steps)
     return tuple(steps[start:stop] for start, stop in itertools.pairwise(cuts))
 

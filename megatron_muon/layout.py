@@ -8,7 +8,7 @@ parameters of all TP ranks. Everything here is the same on every rank of a stage
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -172,31 +172,53 @@ def interleaved_rows(
 ) -> Matrices:
     """A fused weight whose rows repeat group by group, e.g. (q, k, v) per query group.
 
+    TP cuts the rows of TP = 1 into equal ranges, wherever a part begins or ends: with fewer groups
+    than TP ranks a rank has some rows of one group, and of some parts none.
+
     Args:
         name: the parameter's.
-        shape: local (rows, cols); TP splits the groups evenly, in order.
+        shape: local (rows, cols).
         tp_size: number of TP ranks.
         group_rows: ``(part, rows of it in one group)``; each part over all groups is one matrix.
     """
     rows, cols = shape
     rows_per_group = sum(count for _, count in group_rows)
-    if rows % rows_per_group:
-        raise ValueError(f"{name}: {rows} local rows are not a multiple of {rows_per_group}")
-    groups = rows // rows_per_group
+    groups, rest = divmod(rows * tp_size, rows_per_group)
+    if rest:
+        raise ValueError(
+            f"{name}: {rows} rows on each of {tp_size} TP ranks are not a multiple of "
+            f"{rows_per_group}"
+        )
     matrices = tuple(
-        MatrixShape(f"{name}[{part}]", count * groups * tp_size, cols) for part, count in group_rows
+        MatrixShape(f"{name}[{part}]", count * groups, cols) for part, count in group_rows
     )
-    blocks = []
-    for tp_rank in range(tp_size):
-        local: list[Block] = []
-        row = 0
-        for group in range(groups):
-            for index, (_, count) in enumerate(group_rows):
-                matrix_row = (tp_rank * groups + group) * count
-                local.append(Block(index, Span(row, row + count), matrix_row))
-                row += count
-        blocks.append(tuple(local))
-    return matrices, tuple(blocks)
+    whole = [
+        block
+        for group in range(groups)
+        for block in _group_blocks(group, rows_per_group, [count for _, count in group_rows])
+    ]
+    blocks = tuple(
+        tuple(_within(whole, Span(tp_rank * rows, (tp_rank + 1) * rows)))
+        for tp_rank in range(tp_size)
+    )
+    return matrices, blocks
+
+
+def _group_blocks(group: int, rows_per_group: int, counts: Sequence[int]) -> Iterator[Block]:
+    """One group of a fused weight at TP = 1."""
+    row = group * rows_per_group
+    for matrix, count in enumerate(counts):
+        yield Block(matrix, Span(row, row + count), group * count)
+        row += count
+
+
+def _within(blocks: Sequence[Block], rows: Span) -> Iterator[Block]:
+    """What lies in a range of the whole weight's rows, counted from the range's start."""
+    for block in blocks:
+        start, stop = max(block.rows.start, rows.start), min(block.rows.stop, rows.stop)
+        if start < stop:
+            matrix_row = block.matrix_row + start - block.rows.start
+            yield Block(block.matrix, Span(start - rows.start, stop - rows.start), matrix_row)
 
 
 def batched_matrices(

@@ -9,6 +9,7 @@ from math import prod
 from megatron_muon.coefficients import spelled
 from megatron_muon.config import MuonConfig
 from megatron_muon.plan import ExchangePlan
+from megatron_muon.setting_names import named
 
 PREFIX = "[megatron_muon]"
 
@@ -44,6 +45,7 @@ class Share:
 # Fused projections that are one matrix each, by the module's name.
 UNSPLIT = {
     "linear_kv_down_proj": "multi-latent attention's projections",
+    "linear_qkv_down_proj": "multi-latent attention's projections",  # of query, too, from 0.19 on
     "in_proj": "the in_proj of state-space layers, rows in the order of TP ranks,",
 }
 
@@ -65,9 +67,23 @@ def share_lines(stages: Sequence[Share], unsplit: Sequence[str]) -> list[str]:
     if min(all_of_it, activated) < 0.5:
         lines.append(
             f"{PREFIX} warning: less than half is Muon's, since embeddings and the output layer "
-            "dominate or muon_exclude takes much: expect little difference from AdamW"
+            f"dominate or {named('muon_exclude')} takes much: expect little difference from AdamW"
         )
     return lines
+
+
+def fused_lines(names: Sequence[str]) -> list[str]:
+    """A line about fused projections that are not split, if there are any.
+
+    Args:
+        names: theirs.
+    """
+    if not names:
+        return []
+    return [
+        f"{PREFIX} {named('split_qkv')} has no effect on {', '.join(names)}: the order of rows is "
+        "known only of Megatron's SelfAttention and CrossAttention, so each is one matrix"
+    ]
 
 
 def newton_schulz_line(config: MuonConfig, products: str, at_once: int) -> str:

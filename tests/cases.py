@@ -80,7 +80,8 @@ class Case:
     SequentialMLP, its legacy GroupedMLP or Transformer Engine's grouped linears. The down
     projections of ``mla`` are column-parallel or, as Transformer Engine's are, duplicated.
     ``zero_grads`` have no gradient from step ``zero_from`` on. ``overflow`` are
-    ``(step, pattern)``: an inf in that step's gradient.
+    ``(step, pattern)``: an inf in that step's gradient. ``output_gate`` is Megatron's
+    attention_output_gate.
     """
 
     bf16: bool = True
@@ -106,6 +107,14 @@ class Case:
     mla: Literal["", "column", "duplicated"] = ""
     mtp: bool = False
     overflow: tuple[tuple[int, str], ...] = ()
+    heads: int = HEADS
+    groups: int = GROUPS
+    output_gate: bool = False
+    ffn: int = FFN
+
+    @property
+    def head_size(self) -> int:
+        return HIDDEN // self.heads
 
     @property
     def dtype(self) -> torch.dtype:

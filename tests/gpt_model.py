@@ -16,10 +16,7 @@ from unittest import mock
 import torch
 from cases import (
     EXPERTS,
-    FFN,
-    GROUPS,
     HEAD_SIZE,
-    HEADS,
     HIDDEN,
     KV_RANK,
     MOE_FFN,
@@ -101,9 +98,10 @@ def transformer_config(case: Case, topology: Topology) -> Any:
     options: dict[str, Any] = {
         "num_layers": case.layers,
         "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "num_query_groups": GROUPS,
-        "ffn_hidden_size": FFN,
+        "num_attention_heads": case.heads,
+        "num_query_groups": case.groups,
+        "attention_output_gate": case.output_gate,
+        "ffn_hidden_size": case.ffn,
         "gated_linear_unit": case.gated,
         "activation_func": torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
         "tensor_model_parallel_size": topology.tp,

@@ -6,10 +6,7 @@ from typing import Any
 
 from cases import (
     EXPERTS,
-    FFN,
-    GROUPS,
     HEAD_SIZE,
-    HEADS,
     HIDDEN,
     KV_RANK,
     MOE_FFN,
@@ -48,7 +45,8 @@ DEEPSEEK_V3 = (
 def flags_of(case: Case, topology: Topology) -> list[str]:
     """Megatron's flags for the model and the ranks that ``gpt.build`` makes."""
     words: list[Any] = ["--num-layers", case.layers, "--hidden-size", HIDDEN]
-    words += ["--num-attention-heads", HEADS, "--ffn-hidden-size", FFN, "--seq-length", SEQUENCE]
+    words += ["--num-attention-heads", case.heads, "--ffn-hidden-size", case.ffn]
+    words += ["--seq-length", SEQUENCE]
     words += ["--vocab-size", VOCAB, "--make-vocab-size-divisible-by", 1]
     words += ["--position-embedding-type", "rope"]
     words += ["--transformer-impl", "local", "--use-distributed-optimizer", "--bf16"]
@@ -73,7 +71,8 @@ def flags_of(case: Case, topology: Topology) -> list[str]:
         words += ["--qk-head-dim", HEAD_SIZE, "--v-head-dim", HEAD_SIZE, "--qk-layernorm"]
         words += ["--qk-pos-emb-head-dim", ROPE_HEAD, "--normalization", "RMSNorm"]
     else:
-        words += ["--group-query-attention", "--num-query-groups", GROUPS]
+        words += ["--group-query-attention", "--num-query-groups", case.groups]
+        words += ["--attention-output-gate"] * case.output_gate
     if case.mtp:
         words += ["--mtp-num-layers", 1]
     return [str(word) for word in words]

@@ -46,13 +46,15 @@ def newton_schulz(
     return x.T if tall else x
 
 
-def qkv_rows(heads: int, groups: int, head_size: int) -> list[list[int]]:
-    """Rows of Q, of K and of V in Megatron's fused weight: per query group its q, k and v rows."""
+def qkv_rows(heads: int, groups: int, head_size: int, gated: bool = False) -> list[list[int]]:
+    """Rows of Q, of K and of V in Megatron's fused weight: per query group its q, k and v rows, and
+    of a gated attention those of the gate after q's."""
     q_rows = heads // groups * head_size
-    rows: list[list[int]] = [[], [], []]
+    sizes = (q_rows, *((q_rows,) if gated else ()), head_size, head_size)
+    rows: list[list[int]] = [[] for _ in sizes]
     start = 0
     for _ in range(groups):
-        for part, size in enumerate((q_rows, head_size, head_size)):
+        for part, size in enumerate(sizes):
             rows[part].extend(range(start, start + size))
             start += size
     return rows
@@ -84,6 +86,7 @@ class Oracle:
     mu: float = 0.95
     ns_steps: int = 5
     split_qkv: bool = True
+    gated_attention: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     clip: float = 0.0
@@ -125,7 +128,7 @@ class Oracle:
         if self.blocks is not None:
             return self.blocks(name, w)
         if self.split_qkv and name.endswith("linear_qkv.weight"):
-            return qkv_rows(self.heads, self.groups, self.head_size)
+            return qkv_rows(self.heads, self.groups, self.head_size, self.gated_attention)
         return [list(range(w.shape[0]))]
 
     def _adamw(self, name: str, w: Tensor, g: Tensor) -> None:

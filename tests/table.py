@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from cases import FFN, GROUPS, HEADS
+
 Rows = dict[tuple[str, str], list[str]]  # (model, precision) -> topologies
 
 
@@ -54,6 +56,9 @@ def _case(case: Any) -> str:
     words = [f"MoE, {experts[case.grouped]}" if case.moe else "dense"]
     words += [f"MLA, {case.mla} down-projections"] * bool(case.mla) + ["MTP"] * case.mtp
     words += ["tied"] * case.tied + ["gated"] * case.gated
+    if (case.heads, case.groups) != (HEADS, GROUPS):
+        words.append(f"{case.heads} heads, {case.groups} query group(s)")
+    words += ["gated attention"] * case.output_gate + [f"ffn {case.ffn}"] * (case.ffn != FFN)
     words += ["own lr and decay"] * bool(case.faster) + ["overflow"] * bool(case.overflow)
     return ", ".join(words)
 

@@ -18,7 +18,7 @@ TIERS = [
         "integers",
         [
             *("arrangement", "buckets", "coefficients", "config", "digest", "homes", "iteration"),
-            *("layout", "ordering", "plan", "report", "rounds"),
+            *("layout", "ordering", "plan", "report", "rounds", "setting_names"),
         ],
     ),
     ("tensors", ["checksum", "newton_schulz", "products", "update"]),

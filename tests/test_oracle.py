@@ -88,6 +88,8 @@ CASES = {
     "te-experts": replace(FP32, moe=True, grouped="te", gated=True, steps=FEW),
     "legacy-experts": replace(FP32, moe=True, grouped="legacy", gated=True, steps=FEW),
     "mla": replace(FP32, mla="duplicated", steps=FEW),
+    "cut-group": replace(FP32, groups=1, steps=FEW),
+    "cut-gated-group": replace(FP32, heads=4, groups=1, output_gate=True, steps=FEW),
     "mtp": replace(FP32, mtp=True, tied=True, steps=FEW),
     "bf16-gradients": replace(BF16, fp32_grads=False, steps=FEW),
     "fp16": with_ns(replace(BASE, bf16=False, fp16=True, steps=FEW), "bf16"),
@@ -99,6 +101,8 @@ WHERE = {
     "te-experts": EXPERTS,
     "legacy-experts": Topology(2, 1, 2, ep=2, sequence_parallel=True),
     "mla": Topology(2, 1, 2),
+    "cut-group": Topology(2, 1, 2),
+    "cut-gated-group": Topology(4, 1, 1),
     "mtp": Topology(1, 2, 2),
 }
 
@@ -132,9 +136,10 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
 
     oracle = Oracle(
         weights={n: whole_weight(case, n, s).double() for n, s in shapes(case).items()},
-        heads=HEADS,
-        groups=GROUPS,
-        head_size=HEAD_SIZE,
+        heads=case.heads,
+        groups=case.groups,
+        head_size=case.head_size,
+        gated_attention=case.output_gate,
         lr=lambda name: lr_at(case, len(oracle.norms) - 1, name),
         weight_decay=weight_decay,
         rms=settings.get("matched_adamw_rms", 0.2),

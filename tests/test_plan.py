@@ -35,7 +35,9 @@ from megatron_muon.plan import (
     make_plan,
 )
 
-KINDS = ("rows", "columns", "replicated", "gated", "qkv", "batch", "transposed batch")
+KINDS = (
+    *("rows", "columns", "replicated", "gated", "qkv", "one group", "batch", "transposed batch"),
+)
 
 
 def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Parameter:
@@ -48,6 +50,10 @@ def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Par
     elif kind == "qkv":
         rows *= 4
         parts = (("q", 2), ("k", 1), ("v", 1))
+        matrices, blocks = interleaved_rows(name, (rows, cols), tp_size, parts)
+    elif kind == "one group":  # which TP cuts anywhere
+        rows *= 4
+        parts = (("q", rows * tp_size - 3), ("k", 2), ("v", 1))
         matrices, blocks = interleaved_rows(name, (rows, cols), tp_size, parts)
     elif "batch" in kind:
         rows, cols, halves = 3 * rows, 2 * cols, 2 if partition_dim == 1 else 1
@@ -263,6 +269,31 @@ def test_query_groups_are_gathered_into_q_k_and_v() -> None:
     assert q == [(0, 0), (0, 1), (0, 4), (0, 5), (1, 0), (1, 1), (1, 4), (1, 5)]
     assert [rows[1, i] for i in range(4)] == [(0, 2), (0, 6), (1, 2), (1, 6)]
     assert [rows[2, i] for i in range(4)] == [(0, 3), (0, 7), (1, 3), (1, 7)]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6, 8, 12, 24])
+@pytest.mark.parametrize("parts", [(4, 1, 1), (2, 2, 1, 1), (8, 2, 2), (1, 1)], ids=str)
+def test_tp_cuts_the_rows_of_one_rank_wherever_it_may(tp_size: int, parts: tuple[int, ...]) -> None:
+    """Block by block, the rows of all TP ranks after one another are those of one rank."""
+    named = tuple((str(index), count) for index, count in enumerate(parts))
+
+    def rows(tp_size: int) -> list[tuple[int, int]]:
+        _, blocks = interleaved_rows("w", (24 // tp_size, 1), tp_size, named)
+        found = []
+        for local in blocks:
+            assert [b.rows.start for b in local] == [0, *(b.rows.stop for b in local[:-1])]
+            assert local[-1].rows.stop == 24 // tp_size
+            found += [(b.matrix, b.matrix_row + i) for b in local for i in range(b.rows.size)]
+        return found
+
+    groups = 24 // sum(parts)
+    whole = [(p, g * n + i) for g in range(groups) for p, n in enumerate(parts) for i in range(n)]
+    assert rows(tp_size) == rows(1) == whole
+
+
+def test_rows_that_are_no_whole_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="w: 7 rows on each of 2 TP ranks are not a multiple of 4"):
+        interleaved_rows("w", (7, 1), 2, (("q", 2), ("k", 1), ("v", 1)))
 
 
 @given(

@@ -109,7 +109,7 @@ def test_muon_trains_on_a_tokenised_file(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ("--optimizer muon", "add --use-distributed-optimizer, or choose Megatron's own Muon"),
-        (f"{MUON} --muon-momentum 2", "momentum must be in [0, 1), got 2.0"),
+        (f"{MUON} --muon-momentum 2", "momentum (--muon-momentum) must be in [0, 1), got 2.0"),
         ("--optimizer adam --muon-homes local", "--muon-homes is for megatron_muon's"),
         (f"{MUON} --use-precision-aware-optimizer", "does not support --use-precision-aware-opt"),
     ],

@@ -121,6 +121,16 @@ def test_stages_of_other_sizes(at_load: Topology, saves: Saves) -> None:
     check(saves, DENSE, ANY, Topology(pp=2, first_layers=1), at_load)
 
 
+CUT_GROUPS = replace(DENSE, layers=2, heads=8, groups=2)
+
+
+@pytest.mark.parametrize("at_load", [Topology(), Topology(tp=2, dp=2)], ids=str)
+def test_query_groups_that_tp_has_cut(at_load: Topology, saves: Saves) -> None:
+    """Each over two of four ranks, into one rank and into whole groups on two; and back."""
+    check(saves, CUT_GROUPS, ANY, Topology(tp=4), at_load)
+    check(saves, CUT_GROUPS, ANY, at_load, Topology(tp=4))
+
+
 PARALLEL, ASYNCHRONOUS = (True, False), (False, True)
 FROM, TO = Topology(dp=3, overlap=True), Topology(dp=2, overlap=True)
 

@@ -47,7 +47,10 @@ def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
         "first": built.place.ep_rank == 0,
         "plans": plans,
         "weights": {
-            weight.name: (list(weight.param.shape), why_adamw(weight, settings))
+            weight.name: (
+                list(weight.param.shape),
+                why_adamw(weight, dist_opt.sizes.tp_of(weight), settings),
+            )
             for weight in weights(built.chunks)
         },
         "lines": [line for line in printed.getvalue().split("\n") if "[megatron_muon]" in line],
@@ -66,6 +69,8 @@ CASES = [
     (Case(moe=True, gated=True, grouped="legacy"), Topology(1, 1, 2, ep=2)),
     (Case(mla="column", mtp=True, tied=True), Topology(2, 2, 1)),
     (Case(), Topology(2, 1, 1, cp=2)),
+    (Case(heads=8, groups=2, ffn=4), Topology(4, 1, 1)),
+    (Case(heads=4, groups=1, output_gate=True), Topology(4, 1, 1)),
 ]
 
 
@@ -199,11 +204,14 @@ def test_patterns_move_weights(capsys: pytest.CaptureFixture[str]) -> None:
     after = optimizers(routes_json([*TINY, *patterns], capsys))
     assert {name: after[name] for name in after if after[name] != before[name]} == {
         "embedding.word_embeddings.weight": ("muon", None),
-        "decoder.layers.1.mlp.linear_fc1.weight": ("adamw", "muon_exclude '*.1.*fc1.weight'"),
+        "decoder.layers.1.mlp.linear_fc1.weight": (
+            "adamw",
+            "muon_exclude (--muon-exclude) '*.1.*fc1.weight'",
+        ),
         **{
             f"decoder.layers.{layer}.self_attention.linear_proj.weight": (
                 "adamw",
-                "muon_exclude '*.linear_proj.weight'",
+                "muon_exclude (--muon-exclude) '*.linear_proj.weight'",
             )
             for layer in (0, 1)
         },

@@ -75,7 +75,7 @@ def _one(name: str, weight: torch.nn.Parameter, class_name: str = "ColumnParalle
 
 
 def _is_muons(name: str, weight: torch.nn.Parameter, class_name: str = "Linear") -> bool:
-    return why_adamw(_one(name, weight, class_name), MuonConfig()) is None
+    return why_adamw(_one(name, weight, class_name), 1, MuonConfig()) is None
 
 
 def test_two_dims_that_are_no_embedding_and_no_output_are_muons() -> None:
@@ -101,6 +101,44 @@ def test_a_vector_with_two_dims_is_adamws() -> None:
     assert not _is_muons("mlp.gate.weight", _weight(1, 4), "Linear")
 
 
+@pytest.mark.parametrize(
+    ("shape", "partition_dim", "at_tp_2"),
+    [
+        ((1, 4), 0, True),  # (2, 4) at TP 1
+        ((4, 1), 1, True),
+        ((1, 4), 1, False),  # (1, 8) at TP 1
+        ((1, 4), -1, False),  # replicas
+    ],
+)
+def test_the_whole_matrix_says_whether_it_is_a_vector(
+    shape: tuple[int, int], partition_dim: int, at_tp_2: bool
+) -> None:
+    marks = {"tensor_model_parallel": partition_dim >= 0, "partition_dim": partition_dim}
+    weight = _one("decoder.layers.0.mlp.linear.weight", _weight(*shape, **marks))
+    assert why_adamw(weight, 1, MuonConfig()) == "a vector"
+    assert (why_adamw(weight, 2, MuonConfig()) is None) == at_tp_2
+
+
+def test_an_experts_matrix_is_whole_over_expert_tp_ranks() -> None:
+    fc2 = _one(f"{EXPERTS}local_experts.0.linear_fc2.weight", _weight(4, 1))
+    assert why_adamw(fc2, 2, MuonConfig()) is None
+    other = _one(f"{EXPERTS}local_experts.0.gate.weight", _weight(1, 4), "Whatever")
+    assert not is_unknown(other, 1, MuonConfig())  # a vector
+    assert is_unknown(other, 2, MuonConfig())  # how TP splits it is not known: it is named
+
+
+@pytest.mark.parametrize("local", [1, 4])
+def test_legacy_experts_are_vectors_by_one_experts_matrix(local: int) -> None:
+    """However many experts a rank has beside one another."""
+    sizes = {**MOE, "num_moe_experts": 4, "expert_model_parallel_size": 4 // local}
+    shapes = {"weight1": (5, local), "weight2": (local, 5)}
+    for name, shape in shapes.items():
+        chunk = _Chunk({f"{EXPERTS[:-1]}.{name}": _weight(*shape)}, "GroupedMLP", **sizes)
+        (weight,) = weights([chunk])
+        assert why_adamw(weight, 1, MuonConfig()) == "a vector"
+        assert why_adamw(weight, 2, MuonConfig()) is None
+
+
 def test_megatrons_own_mark_against_muon_is_honoured() -> None:
     assert not _is_muons("mixer.in_proj.weight", _weight(4, 4, use_muon=False))
 
@@ -123,18 +161,18 @@ def test_a_subclass_of_a_known_module_is_known(class_name: str) -> None:
     chunk.add_module("here", subclass)
     chunk.config = SimpleNamespace(gated_linear_unit=False)
     (found,) = weights([chunk])
-    assert why_adamw(found, MuonConfig()) is None
+    assert why_adamw(found, 1, MuonConfig()) is None
 
 
 def test_a_matrix_of_an_unknown_module_is_adamws_and_reported() -> None:
     unknown = _one("decoder.layers.0.mixer.weight", _weight(4, 4), "Whatever")
-    why = why_adamw(unknown, MuonConfig())
+    why = why_adamw(unknown, 1, MuonConfig())
     assert why is not None and "Whatever is not in Muon's table" in why
-    assert is_unknown(unknown, MuonConfig())
-    assert not is_unknown(unknown, MuonConfig(muon_include=("*.mixer.*",)))
-    assert not is_unknown(unknown, MuonConfig(muon_exclude=("*.mixer.*",)))
-    assert not is_unknown(_one("a.b.bias", _weight(4), "Whatever"), MuonConfig())
-    assert not is_unknown(_one("embedding.w", _weight(4, 4), "Whatever"), MuonConfig())
+    assert is_unknown(unknown, 1, MuonConfig())
+    assert not is_unknown(unknown, 1, MuonConfig(muon_include=("*.mixer.*",)))
+    assert not is_unknown(unknown, 1, MuonConfig(muon_exclude=("*.mixer.*",)))
+    assert not is_unknown(_one("a.b.bias", _weight(4), "Whatever"), 1, MuonConfig())
+    assert not is_unknown(_one("embedding.w", _weight(4, 4), "Whatever"), 1, MuonConfig())
 
 
 def test_patterns_overrule_the_table() -> None:
@@ -154,21 +192,23 @@ def test_patterns_overrule_the_table() -> None:
 def test_impossible_patterns_are_errors() -> None:
     fc2 = _one("mlp.linear_fc2.weight", _weight(4, 4))
     both = MuonConfig(muon_include=("*fc2*",), muon_exclude=("mlp.*",))
-    with pytest.raises(ValueError, match=r"matches muon_include '\*fc2\*' and muon_exclude 'mlp"):
-        why_adamw(fc2, both)
+    with pytest.raises(ValueError, match=r"-include\) '\*fc2\*' and .*-muon-exclude\) 'mlp"):
+        why_adamw(fc2, 1, both)
     bias = _one("mlp.linear_fc2.bias", _weight(4))
     with pytest.raises(ValueError, match=r"mlp.linear_fc2.bias of shape \(4,\), but Muon updates"):
-        why_adamw(bias, MuonConfig(muon_include=("mlp.*",)))
+        why_adamw(bias, 1, MuonConfig(muon_include=("mlp.*",)))
 
 
 def test_an_adapter_is_an_error_until_a_pattern_decides() -> None:
     lora = _one("decoder.layers.0.mlp.linear_fc1.lora_a.weight", _weight(4, 16), "Linear")
-    with pytest.raises(NotImplementedError, match="decide by naming it in muon_include or muon_ex"):
-        why_adamw(lora, MuonConfig())
-    assert why_adamw(lora, MuonConfig(muon_include=("*.lora_?.*",))) is None
-    assert why_adamw(lora, MuonConfig(muon_exclude=("*.lora_?.*",))) is not None
+    with pytest.raises(
+        NotImplementedError, match=r"decide by naming it in muon_include .* muon_ex"
+    ):
+        why_adamw(lora, 1, MuonConfig())
+    assert why_adamw(lora, 1, MuonConfig(muon_include=("*.lora_?.*",))) is None
+    assert why_adamw(lora, 1, MuonConfig(muon_exclude=("*.lora_?.*",))) is not None
     norm = _one("decoder.lora_norm.weight", _weight(4), "Linear")
-    assert why_adamw(norm, MuonConfig()) == "1-D"
+    assert why_adamw(norm, 1, MuonConfig()) == "1-D"
 
 
 def test_a_fused_qkv_is_three_matrices_or_one() -> None:
@@ -197,13 +237,29 @@ def test_gated_attention_has_a_fourth_matrix() -> None:
     ("local_rows", "tp_size"),
     [
         (28, 2),  # neither gated nor not
-        (10, 4),  # fewer query groups than TP ranks
+        (11, 4),
     ],
 )
 def test_a_qkv_of_another_shape_is_refused(local_rows: int, tp_size: int) -> None:
     weight = _weight(local_rows, 24, tensor_model_parallel=True, partition_dim=0)
-    with pytest.raises(NotImplementedError, match="cannot split it, set split_qkv=False"):
+    with pytest.raises(NotImplementedError, match=r"set split_qkv=False .*-no-split-qkv"):
         _routed(_Chunk({QKV: weight}, **SIZES), tp_size)
+
+
+def test_a_query_group_over_several_tp_ranks_is_split_into_the_same_matrices() -> None:
+    """Two groups of q q q k v, 4 rows each, on 4 ranks of 10 rows: q q q' | q' k v | …"""
+    weight = _weight(10, 24, tensor_model_parallel=True, partition_dim=0)
+    (cut,) = _routed(_Chunk({QKV: weight}, **SIZES), 4)
+    whole = _weight(40, 24, tensor_model_parallel=True, partition_dim=0)
+    (one,) = _routed(_Chunk({QKV: whole}, **SIZES), 1)
+    assert cut.matrices == one.matrices
+    runs = [[(b.matrix, b.rows.start, b.rows.stop, b.matrix_row) for b in r] for r in cut.blocks]
+    assert runs == [
+        [(0, 0, 10, 0)],
+        [(0, 0, 2, 10), (1, 2, 6, 0), (2, 6, 10, 0)],
+        [(0, 0, 10, 12)],
+        [(0, 0, 2, 22), (1, 2, 6, 4), (2, 6, 10, 4)],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -268,9 +324,9 @@ def test_copies_of_a_tied_embedding_share_a_pattern() -> None:
     )
     for pattern in ("embedding.*", "output_layer.weight"):
         config = MuonConfig(muon_include=(pattern,))
-        assert why_adamw(first, config) is None and why_adamw(last, config) is None
+        assert why_adamw(first, 1, config) is None and why_adamw(last, 1, config) is None
     alone = _one("output_layer.weight", _weight(4, 4))
-    assert why_adamw(alone, MuonConfig(muon_include=("embedding.*",))) is not None
+    assert why_adamw(alone, 1, MuonConfig(muon_include=("embedding.*",))) is not None
 
 
 MOE = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "hidden_size": 5, **SIZES}

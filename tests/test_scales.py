@@ -46,7 +46,7 @@ def test_scales_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "| `unit_rms_norm` | 1 | 0.125 | 0.125 | 0.0312 |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["scales", "--factor", "-1"])
-    assert "matched_adamw_rms must be above 0" in capsys.readouterr().err
+    assert "matched_adamw_rms (--muon-matched-adamw-rms) must be above 0" in capsys.readouterr().err
 
 
 LEGACY_EXPERTS = (
@@ -61,4 +61,7 @@ def test_transposed_experts_have_one_scale_mode(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["routes", *LEGACY_EXPERTS, "--muon-scale-mode", "shape_scaling"])
     said = capsys.readouterr().err
-    assert "experts.weight1: scale_mode 'shape_scaling'" in said and "use 'spectral'" in said
+    assert (
+        "experts.weight1: scale_mode (--muon-scale-mode) 'shape_scaling'" in said
+        and "use 'spectral'" in said
+    )

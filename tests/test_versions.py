@@ -164,7 +164,10 @@ def _installed_late(topology: Topology) -> str:
 @needs_layouts
 def test_a_model_that_was_laid_out_before_is_refused() -> None:
     for error in run(_installed_late, 2, Topology(dp=2)):
-        assert error.startswith("ValueError: align_shards orders") and "install first" in error
+        assert (
+            error.startswith("ValueError: align_shards (--muon-dp-layout) orders")
+            and "install first" in error
+        )
 
 
 def _from_adamw(topology: Topology, format: str, folder: str) -> str:

@@ -26,7 +26,7 @@ _EPILOG = """\
 rows:
   adamw               Megatron's AdamW with its DistributedOptimizer
   muon-contiguous     this package's Muon, one bucket a grad buffer; from core 0.18 on ordered so
-                      that shards cut few parameters (align_shards), as a run has it
+                      that shards cut few parameters (align_shards, --muon-dp-layout), as in a run
   muon-bucketed       the same on Megatron's stock buckets, as with --overlap-grad-reduce: closed at
                       a fifth of a layer, as 40 M elements are of Llama-3-8B, or --ddp-bucket-size
   muon-paper          Algorithm 1 of arXiv 2502.16982, stock buckets: every rank that holds a piece

@@ -17,10 +17,10 @@ from megatron_muon.mcore.groups import Sizes
 from megatron_muon.mcore.matrices import matrices_of
 from megatron_muon.mcore.routing import local_experts, muon_parameters, on_every_ep_rank
 from megatron_muon.mcore.supported import refuse_unsupported
-from megatron_muon.mcore.survey import share_of, unknown_lines, unsplit
+from megatron_muon.mcore.survey import share_of, unknown_fusions, unknown_lines, unsplit
 from megatron_muon.mcore.weights import Weight, expert_name, matching, weights, why_adamw
 from megatron_muon.plan import ExchangePlan, make_plan
-from megatron_muon.report import UNSPLIT, Share, share_lines, start_line
+from megatron_muon.report import UNSPLIT, Share, fused_lines, share_lines, start_line
 from megatron_muon.update import update_scale
 
 Split = Literal["rows", "columns", "replicated", "whole"]
@@ -81,6 +81,7 @@ class Stage:
         rows: every parameter, those of an expert's on every EP rank.
         share: elements.
         unsplit: the keys of ``report.UNSPLIT`` that it has.
+        unknown_fusions: fused projections that are not split, since their rows are not known.
         lines: that a run prints about the stage at its start.
         plan_seconds: processor time of making its exchange plans.
     """
@@ -90,6 +91,7 @@ class Stage:
     rows: tuple[Row, ...]
     share: Share
     unsplit: tuple[str, ...]
+    unknown_fusions: tuple[str, ...]
     lines: tuple[str, ...]
     plan_seconds: float
 
@@ -140,7 +142,8 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
                 f"{pattern!r} in --muon-include or --muon-exclude matches no parameter"
             )
     named = [leaf for leaf in UNSPLIT if any(leaf in stage.unsplit for stage in stages)]
-    lines = share_lines([stage.share for stage in stages], named)
+    fused = dict.fromkeys(name for stage in stages for name in stage.unknown_fusions)
+    lines = share_lines([stage.share for stage in stages], named) + fused_lines(list(fused))
     return Routes(tuple(stages), tuple(lines), ranks)
 
 
@@ -167,8 +170,9 @@ def _stage(
         ranks=tuple(world.stage_ranks(ranks)),
         rows=tuple(row for weight in here for row in _rows(weight, found, config, sizes, chunks)),
         share=share_of(here, config, sizes),
-        unsplit=tuple(unsplit(here, config)),
-        lines=(*unknown_lines(here, config), *found.lines),
+        unsplit=tuple(unsplit(here, config, sizes)),
+        unknown_fusions=tuple(unknown_fusions(here, config, sizes)),
+        lines=(*unknown_lines(here, config, sizes), *found.lines),
         plan_seconds=found.seconds,
     )
 
@@ -215,8 +219,8 @@ def _rows(
 ) -> list[Row]:
     """The parameter, once for each EP rank that has one of its own."""
     on_ep_ranks = weight.param in found.on_ep_ranks
-    tp_size = sizes.expert_tp if weight.is_expert else sizes.tp
-    reason = why_adamw(weight, config)
+    tp_size = sizes.tp_of(weight)
+    reason = why_adamw(weight, tp_size, config)
     if reason is None:
         tp = _split(matrices_of(weight, tp_size, config).partition_dim, tp_size)
     else:

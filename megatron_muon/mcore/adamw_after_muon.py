@@ -22,9 +22,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.checkpoint import MuonCheckpoint
 from megatron_muon.mcore.checkpoint_sharded import StateDict
-from megatron_muon.mcore.routing import local_experts
+from megatron_muon.mcore.groups import Sizes
+from megatron_muon.mcore.routing import local_experts, muons_of
 from megatron_muon.mcore.shards import owned_shards
-from megatron_muon.mcore.weights import weights, why_adamw
 
 Tensor = torch.Tensor
 Group = dict[str, Any]
@@ -178,6 +178,7 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
         part.__class__ = MuonReader
+        part.sizes = _sizes()
         part.muon = _Former(config, part)
         part.stage_group = part.data_parallel_group
         part.local_experts, part.ep_rank = _experts(part)
@@ -230,11 +231,18 @@ def _step(part: Any) -> int:
 
 def _young_shards(part: Any, config: MuonConfig) -> list[Tensor]:
     """This rank's shards of what Muon with these settings would update."""
-    muons = {w.param for w in weights(part.model_chunks) if why_adamw(w, config) is None}
+    muons = muons_of(part.model_chunks, _sizes(), config)
     return [shard for param, shard in owned_shards(part) if param in muons]
 
 
+def _sizes() -> Sizes:
+    return Sizes(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        expert_tp=parallel_state.get_expert_tensor_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
 def _experts(part: Any) -> tuple[int, int]:
-    ep_size = parallel_state.get_expert_model_parallel_world_size()
     ep_rank = parallel_state.get_expert_model_parallel_rank()
-    return local_experts(part.model_chunks, ep_size), ep_rank
+    return local_experts(part.model_chunks, _sizes().ep), ep_rank

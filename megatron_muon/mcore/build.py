@@ -81,6 +81,7 @@ def make_muons(
     for part, muon in muons:
         _put_inside(part, muon)
         part.stage_group = stage.group
+        part.sizes = stage.sizes
         if groups.has_experts(part):
             part.ep_rank = stage.coordinates(part).ep_rank
         part.local_experts = local_experts(part.model_chunks, stage.sizes.ep)

@@ -18,6 +18,7 @@ from megatron_muon.collectives import Group, all_gather_texts
 from megatron_muon.mcore.checkpoint_buffers import OTHER_CUT
 from megatron_muon.mcore.checkpoint_foreign import Source, converted, renamed
 from megatron_muon.mcore.shards import device_of
+from megatron_muon.setting_names import named
 
 T = TypeVar("T")
 
@@ -192,5 +193,6 @@ def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:
                 f"the checkpoint would keep {key} of all layers in one tensor, but Muon updates "
                 "some of them and AdamW others: save in another format (in Megatron-LM without "
                 "--dist-ckpt-optim-fully-reshardable, before 0.15 without "
-                "--ckpt-fully-parallel-save), or have muon_include and muon_exclude name all layers"
+                f"--ckpt-fully-parallel-save), or have {named('muon_include')} and "
+                f"{named('muon_exclude')} name all layers"
             )

@@ -11,6 +11,7 @@ from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.coefficients import canonical
 from megatron_muon.config import MuonConfig
+from megatron_muon.setting_names import named
 
 Group = dict[str, Any]
 
@@ -63,8 +64,9 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig) -> None:
             for settings in (then, now)
         )
         if before != after and dist.get_rank() == 0:
+            setting = named(name) if name in now else name
             print(
-                f"[megatron_muon] {name} is {after!r} now; the checkpoint was saved with "
+                f"[megatron_muon] {setting} is {after!r} now; the checkpoint was saved with "
                 f"{before!r}",
                 flush=True,
             )

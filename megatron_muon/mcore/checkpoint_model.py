@@ -10,10 +10,15 @@ from typing import Any
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.digest import DigestError, first_names
-from megatron_muon.mcore.groups import Stage
-from megatron_muon.mcore.matrices import partition_dim_of
+from megatron_muon.mcore.groups import Sizes, Stage
 from megatron_muon.mcore.routing import local_experts
-from megatron_muon.mcore.weights import Weight, expert_name, weights, why_adamw
+from megatron_muon.mcore.weights import (
+    Weight,
+    expert_name,
+    partition_dim_of,
+    weights,
+    why_adamw,
+)
 
 Table = dict[str, dict[str, Any]]
 
@@ -38,24 +43,24 @@ def table_of(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> T
         stage: of this rank.
     """
     ep_rank = 0 if stage.ep is None else stage.ep.rank()
-    experts = local_experts(model_chunks, stage.sizes.ep)
+    sizes = stage.sizes
+    experts = local_experts(model_chunks, sizes.ep)
     table = {}
     for weight in weights(model_chunks):
         if weight.is_tied_copy:
             continue  # only some stages have it
-        whose = "muon" if why_adamw(weight, config) is None else "adamw"
+        whose = "muon" if why_adamw(weight, sizes.tp_of(weight), config) is None else "adamw"
         table[expert_name(weight.name, ep_rank, experts)] = {
-            "shape": _whole_shape(weight, stage),
+            "shape": _whole_shape(weight, sizes),
             "optimizer": whose if weight.param.requires_grad else "frozen",
         }
     return table
 
 
-def _whole_shape(weight: Weight, stage: Stage) -> list[int]:
-    shape = list(weight.param.shape)
-    tp_size = stage.sizes.expert_tp if weight.is_expert else stage.sizes.tp
+def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
+    shape, tp_size = list(weight.param.shape), sizes.tp_of(weight)
     if weight.is_module("GroupedMLP"):  # all experts in one, over EP and TP in the same dim
-        shape[1 if weight.name.endswith("weight1") else 0] *= tp_size * stage.sizes.ep
+        shape[1 if weight.name.endswith("weight1") else 0] *= tp_size * sizes.ep
         return shape
     dim = _split_dim(weight)
     if dim is not None and dim < len(shape):

@@ -18,8 +18,10 @@ from megatron_muon.mcore.checkpoint_buffers import (
     gathered_spans,
 )
 from megatron_muon.mcore.checkpoint_foreign import moonshot_owner
+from megatron_muon.mcore.groups import Sizes
+from megatron_muon.mcore.routing import muons_of
 from megatron_muon.mcore.shards import owned_shards
-from megatron_muon.mcore.weights import expert_name, weights, why_adamw
+from megatron_muon.mcore.weights import expert_name, weights
 from megatron_muon.optimizer import MOMENTUM_KEY, DistributedMuon
 
 Tensor = torch.Tensor
@@ -37,6 +39,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         muon: the Muon part; None in a stub.
         stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
         ep_rank, local_experts: which experts this rank has, for names.
+        sizes: of the stage's groups.
         from_adamw: while a checkpoint in AdamW's layout is read: whether Muon's momentum is made of
             Adam's first moment, starts at zero, or lies in its place as the sum that it is. None:
             the checkpoint is this package's Muon's.
@@ -49,6 +52,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     stage_group: Any = None
     ep_rank: int = 0
     local_experts: int = 0
+    sizes: Sizes
     from_adamw: FromAdamW | None = None
     main_is_weight: bool = False
     other_owner: list[str]
@@ -148,8 +152,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     @cached_property
     def _muons(self) -> set[Parameter]:
         """Muon's parameters, also those of which this rank has no piece."""
-        config = self._muon.config
-        return {w.param for w in weights(self.model_chunks) if why_adamw(w, config) is None}
+        return muons_of(self.model_chunks, self.sizes, self._muon.config)
 
     def _buffers(self) -> Iterator[tuple[int, Any, Any]]:
         """``(number, dtypes, grad buffer)``, the first two as in Megatron's state dicts."""

@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config
 from megatron_muon import collectives
 from megatron_muon.agreement import Coordinates
 from megatron_muon.collectives import Group
+from megatron_muon.mcore.weights import Weight
 
 # By the group of the whole pipeline stage: the part of it inside this rank's optimizer instance.
 _stages_of_instances: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
@@ -33,6 +34,10 @@ class Sizes:
     tp: int
     expert_tp: int = 1
     ep: int = 1
+
+    def tp_of(self, weight: Weight) -> int:
+        """How many TP ranks share the weight."""
+        return self.expert_tp if weight.is_expert else self.tp
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,15 +132,16 @@ HOOKS = (
         "megatron.core.optimizer.distrib_optimizer",
         "DistributedOptimizer._compute_per_buffer_param_layout",
         ("params", "bucket_size", "data_parallel_world_size", "ddp_config", "param_indices"),
-        "lays out a grad buffer before its model is wrapped; wrapped, with align_shards, to order "
-        "the parameters of each bucket",
+        "lays out a grad buffer before its model is wrapped; wrapped, with align_shards "
+        "(--muon-dp-layout), to order the parameters of each bucket",
         since=(0, 18),
     ),
     Hook(
         "megatron.core.distributed",
         "DistributedDataParallel.__init__",
         ("module", "pg_collection", "full_param_layout"),
-        "takes the layouts or makes them; wrapped, with align_shards, to order them by its model",
+        "takes the layouts or makes them; wrapped, with align_shards (--muon-dp-layout), to order "
+        "them by its model",
         since=(0, 18),
     ),
     Hook(

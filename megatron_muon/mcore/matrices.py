@@ -16,10 +16,9 @@ from megatron_muon.layout import (
     stacked_halves,
     whole_matrix,
 )
-from megatron_muon.mcore.weights import Weight
-
-# TP splits the outputs of a first layer and the inputs of a second one.
-_EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
+from megatron_muon.mcore.attention import Projections, projections_of
+from megatron_muon.mcore.weights import Weight, partition_dim_of, whole_shape
+from megatron_muon.setting_names import named
 
 
 class Holding(NamedTuple):
@@ -53,9 +52,11 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
         return _legacy_experts(weight, tp_size)
     shape = (weight.param.size(0), weight.param.size(1))
     partition_dim = partition_dim_of(weight)
-    if weight.name.endswith("self_attention.linear_qkv.weight") and config.split_qkv:
+    rows, _ = whole_shape(weight, tp_size)
+    projections = projections_of(weight, rows) if config.split_qkv else None
+    if projections is not None:
         _require_rows(weight, partition_dim, tp_size)
-        matrices = _qkv(weight, shape, tp_size)
+        matrices = _fused(weight, shape, tp_size, projections)
     elif weight.leaf == "linear_fc1" and weight.model_config.gated_linear_unit:
         _require_rows(weight, partition_dim, tp_size)
         matrices = stacked_halves(weight.name, shape, tp_size)
@@ -88,61 +89,27 @@ def _require_spectral(weight: Weight, config: MuonConfig) -> None:
     """Its rows are inputs: only ``spectral`` has the same scale for a matrix and its transpose."""
     if config.scale_mode != "spectral":
         raise NotImplementedError(
-            f"{weight.name}: scale_mode {config.scale_mode!r} (--muon-scale-mode) goes by outputs "
+            f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} goes by outputs "
             "over inputs, and the legacy GroupedMLP holds its experts transposed: use 'spectral', "
             "experts of another class (Transformer Engine's, or no --moe-grouped-gemm), or put "
-            "it in muon_exclude of MuonConfig"
+            f"it in {named('muon_exclude')} of MuonConfig"
         )
 
 
-def _qkv(weight: Weight, shape: tuple[int, int], tp_size: int) -> Matrices:
-    """Rows repeat per query group: its q heads, their gates if any, its k, its v (Attention)."""
-    model = weight.model_config
-    groups = model.num_query_groups
-    heads_per_group = model.num_attention_heads // groups
-    head = model.kv_channels
-    gate = bool(getattr(model, "attention_output_gate", False))
-    queries = heads_per_group * head
-    parts = (("q", queries), *((("gate", queries),) if gate else ()), ("k", head), ("v", head))
-    rows = groups * sum(count for _, count in parts)
-    if groups % tp_size or shape[0] * tp_size != rows:
+def _fused(
+    weight: Weight, shape: tuple[int, int], tp_size: int, projections: Projections
+) -> Matrices:
+    if shape[0] * tp_size != projections.rows:
         raise NotImplementedError(
-            f"{weight.name}: {shape[0]} rows on each of {tp_size} TP ranks are not the "
-            f"{', '.join(part for part, _ in parts)} of {groups} query groups of {heads_per_group} "
-            f"heads of {head}: cannot split it, set split_qkv=False in MuonConfig"
+            f"{weight.name}: {shape[0]} rows on each of {tp_size} TP ranks are not {projections}: "
+            f"cannot split it, set split_qkv=False in MuonConfig (--muon-no-split-qkv)"
         )
-    return interleaved_rows(weight.name, shape, tp_size, parts)
+    return interleaved_rows(weight.name, shape, tp_size, projections.group_rows)
 
 
 def _require_rows(weight: Weight, partition_dim: int | None, tp_size: int) -> None:
     if tp_size > 1 and partition_dim != 0:
         raise NotImplementedError(
             f"{weight.name}: TP splits it by rows in every model that is known here, but its "
-            f"partition_dim is {partition_dim}: put it in muon_exclude of MuonConfig"
+            f"partition_dim is {partition_dim}: put it in {named('muon_exclude')} of MuonConfig"
         )
-
-
-def partition_dim_of(weight: Weight) -> int | None:
-    """The dim that TP splits, None where TP ranks hold replicas.
-
-    Transformer Engine marks every Linear as partitioned: also replicated ones (``parallel_mode``
-    None with a ``tp_size`` of 1: MLA's down-projections), and experts' second layers on the wrong
-    dim. Megatron sets ``parallel_mode`` None on shared experts that overlap, too, which are split.
-
-    Raises:
-        NotImplementedError: a 2-D weight of an expert by a name that is not known.
-    """
-    if weight.is_expert and weight.param.dim() == 2:
-        if weight.leaf not in _EXPERT_PARTITION_DIM:
-            raise NotImplementedError(
-                f"{weight.name}: how expert TP splits it is known of linear_fc1 and linear_fc2 "
-                "only: put it in muon_exclude of MuonConfig"
-            )
-        return _EXPERT_PARTITION_DIM[weight.leaf]
-    replicated = getattr(weight.module, "parallel_mode", "marked") in (None, "duplicated")
-    if replicated and getattr(weight.module, "tp_size", 1) == 1:
-        return None
-    if not getattr(weight.param, "tensor_model_parallel", False):
-        return None
-    partition_dim = int(getattr(weight.param, "partition_dim", -1))
-    return partition_dim if partition_dim >= 0 else None  # Megatron says -1 where we say None

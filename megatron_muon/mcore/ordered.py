@@ -24,13 +24,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_muon.arrangement import Bucket, Holders, orders
 from megatron_muon.config import MuonConfig
 from megatron_muon.layout import Parameter
-from megatron_muon.mcore.groups import sharing
+from megatron_muon.mcore.groups import Sizes, sharing
 from megatron_muon.mcore.hooks import megatron_version
 from megatron_muon.mcore.routing import unplaced
 from megatron_muon.mcore.shards import device_of
 from megatron_muon.mcore.weights import weights, why_adamw
 from megatron_muon.ordering import starts
 from megatron_muon.products import plan_device
+from megatron_muon.setting_names import named
 
 SINCE = (0, 18)
 _LAYOUT = "_compute_per_buffer_param_layout"
@@ -67,8 +68,8 @@ def put_in(config: MuonConfig) -> None:
     global _original, _original_init, _config
     if not takes_layouts():
         raise NotImplementedError(
-            f"align_shards needs megatron-core 0.18 or later, which takes a layout of its buffers; "
-            f"here is {megatron_version()[0]}: leave it out"
+            f"{named('align_shards')} needs megatron-core 0.18 or later, which takes a layout of "
+            f"its buffers; here is {megatron_version()[0]}: leave it out"
         )
     _config = config
     if _original is None:
@@ -106,9 +107,9 @@ def require_ordered(model_chunks: Sequence[Any]) -> None:
     """
     if not all(chunk in _ordered for chunk in model_chunks):
         raise ValueError(
-            "align_shards orders parameters where DistributedDataParallel lays out their buffers, "
-            "and here it did before megatron_muon.install(): install first, or leave align_shards "
-            "out"
+            f"{named('align_shards')} orders parameters where DistributedDataParallel lays out "
+            "their buffers, and here it did before megatron_muon.install(): install first, or "
+            "leave it out"
         )
 
 
@@ -141,11 +142,13 @@ def _model(module: Any, pg_collection: Any) -> _Model | None:
     """None where a weight cannot be routed: the optimizer says so, on all ranks together."""
     assert _config is not None
     (tp_size, expert_tp_size), (dp_size, expert_dp_size) = sharing(module, pg_collection)
+    sizes = Sizes(tp_size, expert_tp_size)
     try:
         muons = {
-            weight.param: unplaced(weight, expert_tp_size if weight.is_expert else tp_size, _config)
+            weight.param: unplaced(weight, sizes.tp_of(weight), _config)
             for weight in weights([module])
-            if weight.param.requires_grad and why_adamw(weight, _config) is None
+            if weight.param.requires_grad
+            and why_adamw(weight, sizes.tp_of(weight), _config) is None
         }
     except (ValueError, NotImplementedError):
         return None

@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 from megatron_muon.arrangement import UNPLACED
 from megatron_muon.config import MuonConfig
 from megatron_muon.layout import MatrixShape, Parameter, Span
+from megatron_muon.mcore.groups import Sizes
 from megatron_muon.mcore.matrices import matrices_of
 from megatron_muon.mcore.weights import Weight, expert_name, weights, why_adamw
 
@@ -44,13 +45,28 @@ def muon_parameters(
     }
     found = []
     for weight in weights(model_chunks):
-        if weight.param in places and why_adamw(weight, config) is None:
+        size = expert_tp_size if weight.is_expert else tp_size
+        if weight.param in places and why_adamw(weight, size, config) is None:
             index, span, bucket = places[weight.param]
-            size = expert_tp_size if weight.is_expert else tp_size
             parameter = unplaced(weight, size, config)
             placed = replace(parameter, bucket=bucket, span=span, buffer=index)
             found.append((weight.param, placed))
     return found
+
+
+def muons_of(
+    model_chunks: Sequence[Any], sizes: Sizes, config: MuonConfig
+) -> set[torch.nn.Parameter]:
+    """The parameters of these chunks that are Muon's.
+
+    Raises:
+        ValueError, NotImplementedError: a weight cannot be routed.
+    """
+    return {
+        weight.param
+        for weight in weights(model_chunks)
+        if why_adamw(weight, sizes.tp_of(weight), config) is None
+    }
 
 
 def unplaced(weight: Weight, tp_size: int, config: MuonConfig) -> Parameter:

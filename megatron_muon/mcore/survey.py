@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -10,10 +11,22 @@ import torch.distributed as dist
 from megatron_muon import collectives
 from megatron_muon.agreement import raise_together
 from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.attention import is_unknown_fusion
 from megatron_muon.mcore.groups import Sizes, Stage
-from megatron_muon.mcore.matrices import matrices_of, partition_dim_of
-from megatron_muon.mcore.weights import Weight, is_unknown, matching, weights, why_adamw
-from megatron_muon.report import UNSPLIT, Share, share_lines
+from megatron_muon.mcore.matrices import matrices_of
+from megatron_muon.mcore.weights import (
+    Weight,
+    is_unknown,
+    matching,
+    partition_dim_of,
+    weights,
+    whole_shape,
+    why_adamw,
+)
+from megatron_muon.report import UNSPLIT, Share, fused_lines, share_lines
+from megatron_muon.setting_names import named
+
+_NUMBER = re.compile(r"\.\d+\.")
 
 
 def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> list[str]:
@@ -40,38 +53,49 @@ def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> lis
     raise_together(error, None, stage.device)
     patterns = [*config.muon_include, *config.muon_exclude]
     matched = [int(any(matching(weight, [pattern]) for weight in found)) for pattern in patterns]
-    here = unsplit(found, config)
+    here = unsplit(found, config, stage.sizes)
+    fused = unknown_fusions(found, config, stage.sizes)
     first = collectives.world_rank(0, stage.group)  # a number that only the stage's ranks have
-    counts = [*share.numbers(), *(int(leaf in here) for leaf in UNSPLIT)]
+    counts = [*share.numbers(), *(int(leaf in here) for leaf in UNSPLIT), int(bool(fused))]
     mine = [stage.instance, first, *counts, *matched]
     every = collectives.all_gather_numbers(mine, None, stage.device)
     for index, pattern in enumerate(patterns, start=-len(patterns)):
         if not any(numbers[index] for numbers in every):
             raise ValueError(
-                f"{pattern!r} in muon_include or muon_exclude matches no parameter of the model; "
-                "`megatron-muon routes` prints their names"
+                f"{pattern!r} in {named('muon_include')} or {named('muon_exclude')} matches no "
+                "parameter of the model; `megatron-muon routes` prints their names"
             )
-    lines = unknown_lines(found, config) if stage.speaks else []
+    lines = unknown_lines(found, config, stage.sizes) if stage.speaks else []
+    at = 2 + len(counts) - 1
+    fused = _of_all_stages(fused) if any(numbers[at] for numbers in every) else []
     if dist.get_rank() == 0:
         stages = {key: numbers for instance, key, *numbers in every if instance == 0}
         shares = [Share.of(numbers[:4]) for numbers in stages.values()]
         anywhere = [any(flags) for flags in zip(*(n[4:] for n in stages.values()), strict=True)]
-        named = [leaf for leaf, found_ in zip(UNSPLIT, anywhere, strict=False) if found_]
-        lines = [*share_lines(shares, named), *lines]
+        whole = [leaf for leaf, found_ in zip(UNSPLIT, anywhere, strict=False) if found_]
+        lines = [*share_lines(shares, whole), *fused_lines(fused), *lines]
     return lines
 
 
-def unsplit(found: Sequence[Weight], config: MuonConfig) -> list[str]:
+def _of_all_stages(names: Sequence[str]) -> list[str]:
+    """The different names of all ranks of the world, each of which calls."""
+    texts = collectives.all_gather_texts("\n".join(names), None)
+    return list(dict.fromkeys(name for text in texts for name in text.split("\n") if name))
+
+
+def unsplit(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
     """The fused projections of ``report.UNSPLIT`` that Muon takes as one matrix each."""
     leaves = {
-        weight.leaf
-        for weight in found
-        if weight.leaf in UNSPLIT
-        and weight.param.dim() == 2
-        and weight.param.requires_grad  # share_of has asked about no other
-        and why_adamw(weight, config) is None
+        weight.leaf for weight in _muons_matrices(found, config, sizes) if weight.leaf in UNSPLIT
     }
     return [leaf for leaf in UNSPLIT if leaf in leaves]
+
+
+def _muons_matrices(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Iterator[Weight]:
+    for weight in found:
+        asked = weight.param.dim() == 2 and weight.param.requires_grad  # as share_of has
+        if asked and why_adamw(weight, sizes.tp_of(weight), config) is None:
+            yield weight
 
 
 def share_of(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share:
@@ -89,7 +113,7 @@ def share_of(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share
     for weight in found:
         if weight.is_tied_copy or not weight.param.requires_grad:
             continue
-        is_muons = why_adamw(weight, config) is None
+        is_muons = why_adamw(weight, sizes.tp_of(weight), config) is None
         elements = _elements(weight, sizes, config)
         used = _used(elements, weight)
         total += elements
@@ -101,9 +125,9 @@ def share_of(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share
 
 def _elements(weight: Weight, sizes: Sizes, config: MuonConfig) -> int:
     """Of the whole parameter, of an expert's parameter those of its likes on all EP ranks."""
-    tp_size = sizes.expert_tp if weight.is_expert else sizes.tp
+    tp_size = sizes.tp_of(weight)
     ep_size = sizes.ep if weight.is_expert else 1
-    if why_adamw(weight, config) is None:
+    if why_adamw(weight, tp_size, config) is None:
         replicated = matrices_of(weight, tp_size, config).partition_dim is None
     else:
         replicated = not getattr(weight.param, "tensor_model_parallel", False)
@@ -120,16 +144,37 @@ def _used(elements: int, weight: Weight) -> int:
     return int(elements * model.moe_router_topk // model.num_moe_experts)
 
 
-def unknown_lines(found: Sequence[Weight], config: MuonConfig) -> list[str]:
+def unknown_lines(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
     """A line that names the 2-D weights whose module type is not in Muon's table, if any is."""
     names = [
         f"{weight.name} ({type(weight.module).__name__})"
         for weight in found
-        if weight.param.requires_grad and is_unknown(weight, config)
+        if weight.param.requires_grad and is_unknown(weight, sizes.tp_of(weight), config)
     ]
     if not names:
         return []
     return [
         "[megatron_muon] AdamW keeps these 2-D weights, since Muon's table does not know the type "
-        f"of their module: {', '.join(names)}. muon_include and muon_exclude in MuonConfig decide."
+        f"of their module: {', '.join(names)}. {named('muon_include')} and "
+        f"{named('muon_exclude')} in MuonConfig decide."
     ]
+
+
+def unknown_fusions(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
+    """Muon's fused projections that should be split, but whose order of rows is not known.
+
+    Those of all layers are one, with ``*`` for the layer's number; with the attention's class.
+    """
+    if not config.split_qkv:
+        return []
+    names = {
+        f"{_NUMBER.sub('.*.', weight.name)} (in {_holder(weight)})": None
+        for weight in _muons_matrices(found, config, sizes)
+        if is_unknown_fusion(weight, whole_shape(weight, sizes.tp_of(weight))[0])
+    }
+    return list(names)
+
+
+def _holder(weight: Weight) -> str:
+    """The class of the module that its linear is in."""
+    return type(weight.holders[0] if weight.holders else weight.module).__name__

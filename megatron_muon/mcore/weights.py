@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.utils import get_model_config
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.setting_names import named
 
 # Modules whose 2-D weight multiplies activations, by the names of their classes and base classes,
 # since Transformer Engine's cannot be imported everywhere.
@@ -44,6 +45,8 @@ _ADAPTER = re.compile(r"lora|adapter", re.IGNORECASE)
 _EMBEDDING_OR_OUTPUT = re.compile(r"embed|output_layer|lm_head|binary_head", re.IGNORECASE)
 # What the copies of a tied embedding are called, on the first and on the last pipeline stage.
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
+# TP splits the outputs of an expert's first layer and the inputs of its second one.
+_EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
 
@@ -57,6 +60,7 @@ class Weight:
             pipeline stages. Experts are numbered as on EP rank 0: see ``expert_name``.
         param: the local TP slice.
         module: that holds it.
+        holders: the modules that ``module`` is in, from the innermost to the model chunk.
         model_config: the TransformerConfig that this part of the model was built from.
         is_expert: one of an MoE layer's routed experts has it.
     """
@@ -64,6 +68,7 @@ class Weight:
     name: str
     param: torch.nn.Parameter
     module: torch.nn.Module
+    holders: tuple[torch.nn.Module, ...]
     model_config: Any
     is_expert: bool
 
@@ -95,7 +100,9 @@ def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
     for chunk in model_chunks:
         chunk_config = get_model_config(chunk)
         layers: dict[str, str] = {}
-        for path, module in chunk.named_modules():
+        modules: dict[str, torch.nn.Module] = {}
+        for path, module in chunk.named_modules():  # what is around a module comes before it
+            modules[path] = module
             layer = _LAYER.match(path)
             if layer and isinstance(getattr(module, "layer_number", None), int):
                 layers[f"{path}."] = f"{layer[1]}{module.layer_number - 1}."
@@ -109,9 +116,17 @@ def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
                     name=name,
                     param=param,
                     module=module,
+                    holders=tuple(modules[outer] for outer in _around(path)),
                     model_config=config if hasattr(config, "gated_linear_unit") else chunk_config,
                     is_expert=".experts." in name,
                 )
+
+
+def _around(path: str) -> Iterator[str]:
+    """The paths of the modules that a module is in, from the innermost."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def expert_name(name: str, ep_rank: int, local_experts: int) -> str:
@@ -122,8 +137,13 @@ def expert_name(name: str, ep_rank: int, local_experts: int) -> str:
     return f"{found[1]}{int(found[2]) + ep_rank * local_experts}{found[3]}"
 
 
-def why_adamw(weight: Weight, config: MuonConfig) -> str | None:
-    """Why AdamW updates the weight; None where Muon does.
+def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
+    """Why AdamW updates the weight; None where Muon does. The same at every TP and EP size.
+
+    Args:
+        weight: any.
+        tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
+        config: ``muon_include`` and ``muon_exclude`` are read.
 
     Raises:
         ValueError: a pattern asks for what cannot be.
@@ -133,24 +153,24 @@ def why_adamw(weight: Weight, config: MuonConfig) -> str | None:
     excluded = matching(weight, config.muon_exclude)
     if included and excluded:
         raise ValueError(
-            f"{weight.name} matches muon_include {included[0]!r} and muon_exclude {excluded[0]!r}: "
-            "change one of the patterns"
+            f"{weight.name} matches {named('muon_include')} {included[0]!r} and "
+            f"{named('muon_exclude')} {excluded[0]!r}: change one of the patterns"
         )
     if included:
         if weight.param.dim() != 2:
             raise ValueError(
-                f"muon_include {included[0]!r} matches {weight.name} of shape "
+                f"{named('muon_include')} {included[0]!r} matches {weight.name} of shape "
                 f"{tuple(weight.param.shape)}, but Muon updates matrices: only 2-D weights"
             )
         return None
     if excluded:
-        return f"muon_exclude {excluded[0]!r}"
-    return _why_adamw_by_itself(weight)
+        return f"{named('muon_exclude')} {excluded[0]!r}"
+    return _why_adamw_by_itself(weight, tp_size)
 
 
-def is_unknown(weight: Weight, config: MuonConfig) -> bool:
+def is_unknown(weight: Weight, tp_size: int, config: MuonConfig) -> bool:
     """A 2-D weight that is AdamW's only because its module type is not in the table."""
-    return _by_type(weight) == why_adamw(weight, config) is not None
+    return _by_type(weight) == why_adamw(weight, tp_size, config) is not None
 
 
 def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
@@ -160,23 +180,85 @@ def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
     ]
 
 
-def _why_adamw_by_itself(weight: Weight) -> str | None:
+def is_adapter(weight: Weight) -> bool:
+    """By its name it is one of the two factors of an adapter."""
+    return _ADAPTER.search(weight.name) is not None
+
+
+def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
     param = weight.param
     if param.dim() != 2:
         return f"{param.dim()}-D"
     if _is_embedding_or_output(weight):
         return "embedding or output layer"
-    if min(param.shape) == 1:
+    if _is_vector(weight, tp_size):
         return "a vector"
     if getattr(param, "use_muon", True) is False:  # Megatron's own mark on fused projections
         return "marked use_muon=False"
-    if _ADAPTER.search(weight.name):
+    if is_adapter(weight):
         raise NotImplementedError(
             f"{weight.name} looks like the weight of an adapter, whose two factors Muon would "
-            "orthogonalize each for itself: decide by naming it in muon_include or muon_exclude of "
-            "MuonConfig"
+            f"orthogonalize each for itself: decide by naming it in {named('muon_include')} or "
+            f"{named('muon_exclude')} of MuonConfig"
         )
     return _by_type(weight)
+
+
+def _is_vector(weight: Weight, tp_size: int) -> bool:
+    """By the whole matrix, not by what of it a TP rank holds."""
+    if min(weight.param.shape) > 1 and not weight.is_module("GroupedMLP"):
+        return False
+    try:
+        return min(whole_shape(weight, tp_size)) == 1
+    except NotImplementedError:  # an expert's weight; if it is Muon's, ``matrices_of`` says so
+        return False
+
+
+def whole_shape(weight: Weight, tp_size: int) -> tuple[int, int]:
+    """Rows and columns of a 2-D weight over all TP ranks; of legacy grouped experts, one expert's.
+
+    Args:
+        weight: 2-D.
+        tp_size: number of TP ranks that share it.
+
+    Raises:
+        NotImplementedError: it is an expert's, by a name that is not known.
+    """
+    rows, cols = weight.param.shape
+    if weight.is_module("GroupedMLP"):
+        model = weight.model_config
+        hidden, experts = model.hidden_size, model.num_moe_experts
+        experts //= model.expert_model_parallel_size
+        inner = weight.param.numel() * tp_size // (experts * hidden)
+        return (hidden, inner) if weight.name.endswith("weight1") else (inner, hidden)
+    dim = partition_dim_of(weight) if tp_size > 1 else None
+    return rows * (tp_size if dim == 0 else 1), cols * (tp_size if dim == 1 else 1)
+
+
+def partition_dim_of(weight: Weight) -> int | None:
+    """The dim that TP splits, None where TP ranks hold replicas.
+
+    Transformer Engine marks every Linear as partitioned: also replicated ones (``parallel_mode``
+    None with a ``tp_size`` of 1: MLA's down-projections), and experts' second layers on the wrong
+    dim. Megatron sets ``parallel_mode`` None on shared experts that overlap, too, which are split.
+
+    Raises:
+        NotImplementedError: a 2-D weight of an expert by a name that is not known.
+    """
+    if weight.is_expert and weight.param.dim() == 2:
+        if weight.leaf not in _EXPERT_PARTITION_DIM:
+            raise NotImplementedError(
+                f"{weight.name}: how expert TP splits it is known of linear_fc1 and linear_fc2 "
+                f"only: put it in {named('muon_exclude')} of MuonConfig"
+            )
+        return _EXPERT_PARTITION_DIM[weight.leaf]
+    replicated = getattr(weight.module, "parallel_mode", "marked") in (None, "duplicated")
+    if replicated and getattr(weight.module, "tp_size", 1) == 1:
+        return None
+    if not getattr(weight.param, "tensor_model_parallel", False):
+        return None
+    partition_dim = int(getattr(weight.param, "partition_dim", -1))
+    return partition_dim if partition_dim >= 0 else None  # Megatron says -1 where we say None
 
 
 def _by_type(weight: Weight) -> str | None:

@@ -153,9 +153,9 @@ class _Whole:
         rows = self.rows // tp_size if self.partition_dim == 0 else self.rows
         cols = self.cols // tp_size if self.partition_dim == 1 else self.cols
         shape, dim = (rows, cols), self.partition_dim
-        if self.parts and rows % sum(count for _, count in self.parts) == 0:
+        if self.parts and rows * tp_size % sum(count for _, count in self.parts) == 0:
             matrices, blocks = interleaved_rows("", shape, tp_size, self.parts)
-        else:  # a group over several ranks, too, of which little depends
+        else:
             matrices, blocks = whole_matrix("", shape, dim, tp_size)
         muon = Parameter("", shape, dim, UNPLACED, UNPLACED, 0, matrices, blocks)
         return Weight(rows * cols, muon)

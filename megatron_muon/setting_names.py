@@ -1,0 +1,30 @@
+"""How messages name a setting: by its field of MuonConfig and by its flag of Megatron-LM's."""
+
+from __future__ import annotations
+
+FLAG_OF = {
+    "matched_adamw_rms": "--muon-matched-adamw-rms",
+    "scale_mode": "--muon-scale-mode",
+    "momentum": "--muon-momentum",
+    "nesterov": "--no-muon-nesterov",
+    "ns_steps": "--muon-ns-steps",
+    "ns_coefficients": "--muon-ns-coefficients",
+    "ns_iteration": "--muon-ns-iteration",
+    "ns_dtype": "--muon-ns-dtype",
+    "ns_batch": "--muon-ns-batch",
+    "weight_decay_all_params": "--weight-decay-all-params",
+    "split_qkv": "--muon-no-split-qkv",
+    "muon_include": "--muon-include",
+    "muon_exclude": "--muon-exclude",
+    "homes": "--muon-homes",
+    "rank_tflops": "--muon-rank-tflops",
+    "link_gbytes": "--muon-link-gbytes",
+    "round_bytes": "--muon-round-mib",
+    "align_shards": "--muon-dp-layout",
+    "checkpoint_digest": "--no-muon-checkpoint-digest",
+}
+
+
+def named(field: str) -> str:
+    """A field of MuonConfig with its flag."""
+    return f"{field} ({FLAG_OF[field]})"
