@@ -15,6 +15,7 @@ from installed import NAME
 import megatron_muon
 from megatron_muon import MuonConfig
 from megatron_muon.cli import main
+from megatron_muon.cli.bench_flags import ROWS
 from megatron_muon.cli.bench_measure import Found
 from megatron_muon.cli.bench_meter import Times
 
@@ -113,7 +114,8 @@ def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, argument
 
     monkeypatch.setattr("megatron_muon.cli.bench_ranks.run_ranks", run_ranks)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    command = f"bench step {SMALL} --tp 1 --dp 1 --rounds 1 --rows adamw {' '.join(OURS)}"
+    names = " ".join(["adamw", *OURS, "muon-contiguous-auto", "muon-bucketed-auto"])
+    command = f"bench step {SMALL} --tp 1 --dp 1 --rounds 1 --rows {names}"
     return main([*command.split(), *arguments.split()])
 
 
@@ -218,7 +220,7 @@ def test_contiguous_rows_are_laid_out_as_a_run_has_them() -> None:
 
     from megatron_muon.cli.bench_rows import rows
 
-    names = ["adamw", *OURS]
+    names = ["adamw", *OURS, "muon-contiguous-auto", "muon-bucketed-auto"]
     aligned = {
         row.name: row.config.align_shards
         for row in rows(MuonConfig(), names, ["none", "naive"], "duplicated")
@@ -235,3 +237,20 @@ def test_a_variant_asked_for_twice_is_one_row() -> None:
 
     found = rows(MuonConfig(), ["adamw"], ["none", "none"], "duplicated")
     assert [row.name for row in found] == ["adamw", "muon-contiguous-none"]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_made_only_where_it_is_asked_for(name: str) -> None:
+    from megatron_muon.cli.bench_rows import rows
+
+    assert [row.name for row in rows(MuonConfig(), [name], [], "duplicated")] == [name]
+
+
+def test_all_rows_are_the_default_and_those_on_auto_come_last() -> None:
+    from megatron_muon.cli.bench_flags import command_parser
+    from megatron_muon.cli.bench_rows import rows
+
+    names = list(command_parser().parse_args([]).rows)
+    made = [row.name for row in rows(MuonConfig(), names, ["none"], "duplicated")]
+    assert set(made) == {*ROWS, "muon-contiguous-none"}
+    assert made[-2:] == ["muon-contiguous-auto", "muon-bucketed-auto"]
