@@ -220,7 +220,12 @@ def command_parser() -> argparse.ArgumentParser:
 def _add_muon(group: argparse._ArgumentGroup) -> None:
     default = MuonConfig()
     group.add_argument(
-        "--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help="only these (default: all)"
+        "--rows",
+        nargs="+",
+        choices=ROWS,
+        default=ROWS,
+        metavar="ROW",
+        help="only these (default: all)",
     )
     group.add_argument(
         "--exchange",
