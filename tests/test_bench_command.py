@@ -28,6 +28,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     folder = tmp_path_factory.mktemp("bench")
     chart = folder / "steps.svg"
     files = f"--json {folder / 'steps.json'}" + (f" --plot {chart}" if HAS_MATPLOTLIB else "")
+    files += f" --traces {folder}"
     done = bench_step(f"--tp 1 --dp 2 {SMALL} --rounds 2 --exchange none naive --parts {files}")
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "steps.json").read_text()), done.stdout + done.stderr, chart
@@ -103,6 +104,26 @@ def test_a_table_the_parts_and_a_chart_are_there(
     auto = "muon-contiguous-auto, muon-bucketed-auto"
     assert f"weights after a step of {auto}: the same, bit by bit" in text
     assert "2 rounds; at least 7 are needed to compare" in text
+
+
+def test_the_timeline_of_every_row_has_a_lane_for_what_the_row_does(
+    printed: tuple[dict[str, Any], str, Path],
+) -> None:
+    found, _, chart = printed
+    from test_timeline import timeline
+
+    muons = {*timeline.WORK, "gather on the wire", "scatter on the wire", "parameters on the wire"}
+    expected = {row["name"]: muons for row in found["rows"]}
+    expected["adamw"] = {"FusedAdam.step", "parameters on the wire"}
+    expected["muon-paper"] = {*timeline.WORK, "DP gather on the wire", "parameters on the wire"}
+    expected.pop("upstream-layerwise", None)
+    for name, of_row in expected.items():
+        trace = json.loads((chart.parent / f"{name}.json").read_text())
+        present = timeline.lanes(trace["traceEvents"])
+        assert present.keys() == of_row
+        assert all(length > 0 for spans in present.values() for _, length in spans)
+        travels = [lane in timeline.TRAVELS for lane in present]
+        assert travels == sorted(travels), "work first"
 
 
 def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, arguments: str = "") -> int:
