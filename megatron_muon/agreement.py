@@ -28,6 +28,9 @@ class Coordinates:
     dp_size: int
 
 
+_LINE = 120  # characters of an error up to which two values share a line
+
+
 class PlanMismatchError(RuntimeError):
     """Ranks of a stage would not make the same exchange plan."""
 
@@ -132,19 +135,34 @@ def _words(description: Sequence[str]) -> list[int]:
 
 
 def _first_difference(texts: Sequence[str], whose: str) -> str:
+    """The error about descriptions that are not all alike, the same text on every rank."""
     reference = texts[0].split("\n")
     for rank, text in enumerate(texts):
-        lines = text.split("\n")
-        for index in range(max(len(lines), len(reference))):
-            theirs = lines[index] if index < len(lines) else "nothing more"
-            ours = reference[index] if index < len(reference) else "nothing more"
+        for theirs, ours in itertools.zip_longest(text.split("\n"), reference):
             if theirs != ours:
-                name = (ours if ours != "nothing more" else theirs).split(":", 1)[0]
                 return (
-                    f"ranks of {whose} disagree about the exchange plan, first at {name}"
-                    f": rank {rank} of {whose} has\n  {theirs}\nwhere rank 0 has\n  {ours}\nAll "
-                    "ranks of a stage need the same model, the same trainable parameters and the "
-                    f"same MuonConfig; unless {named('ns_iteration')} is 'standard', the same kind "
-                    "of device, too."
+                    f"ranks of {whose} disagree about the exchange plan, first at "
+                    f"{_both(theirs, ours, rank, whose)}\nAll ranks of a stage need the same "
+                    "model, the same trainable parameters and the same MuonConfig; unless "
+                    f"{named('ns_iteration')} is 'standard', the same kind of device, too."
                 )
     raise AssertionError("digests differ but descriptions do not")
+
+
+def _both(theirs: str | None, ours: str | None, rank: int, whose: str) -> str:
+    """``setting momentum: rank 1 of the run has 0.9 where rank 0 has 0.95``.
+
+    Args:
+        theirs, ours: a line of rank ``rank`` and of rank 0; None where a description has ended.
+    """
+    name = (ours or theirs or "").split(": ", 1)[0]
+    values = [_value(line, name) for line in (theirs, ours)]
+    text = f"{name}: rank {rank} of {whose} has {values[0]} where rank 0 has {values[1]}"
+    if len(text) <= _LINE:
+        return text
+    return f"{name}: rank {rank} of {whose} has\n  {values[0]}\nwhere rank 0 has\n  {values[1]}"
+
+
+def _value(line: str | None, name: str) -> str:
+    """Of a line with that name; another line is shown whole."""
+    return "nothing more" if line is None else line.removeprefix(f"{name}: ")

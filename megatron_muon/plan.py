@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from megatron_muon.config import MuonConfig
@@ -297,10 +297,12 @@ def describe(
 ) -> list[str]:
     """All that a plan follows from but the grid, a line each: what ranks have to agree about.
 
+    A line is a name and a value, ``setting momentum: 0.95``: an error names the one that differs.
     What a matrix's standard iteration costs is the same on every device, so they may differ then.
     """
     devices = [] if config.ns_iteration == "standard" else [f"kind of device: {device}"]
-    return [f"settings: {config}", *devices, *map(_describe, parameters)]
+    settings = [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]
+    return [*settings, *devices, *map(_describe, parameters)]
 
 
 def _describe(parameter: Parameter) -> str:

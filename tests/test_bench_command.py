@@ -15,6 +15,7 @@ from installed import NAME
 import megatron_muon
 from megatron_muon import MuonConfig
 from megatron_muon.cli import main
+from megatron_muon.cli.bench_flags import ROWS
 from megatron_muon.cli.bench_measure import Found
 from megatron_muon.cli.bench_meter import Times
 
@@ -27,6 +28,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     folder = tmp_path_factory.mktemp("bench")
     chart = folder / "steps.svg"
     files = f"--json {folder / 'steps.json'}" + (f" --plot {chart}" if HAS_MATPLOTLIB else "")
+    files += f" --traces {folder}"
     done = bench_step(f"--tp 1 --dp 2 {SMALL} --rounds 2 --exchange none naive --parts {files}")
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "steps.json").read_text()), done.stdout + done.stderr, chart
@@ -104,6 +106,26 @@ def test_a_table_the_parts_and_a_chart_are_there(
     assert "2 rounds; at least 7 are needed to compare" in text
 
 
+def test_the_timeline_of_every_row_has_a_lane_for_what_the_row_does(
+    printed: tuple[dict[str, Any], str, Path],
+) -> None:
+    found, _, chart = printed
+    from test_timeline import timeline
+
+    muons = {*timeline.WORK, "gather on the wire", "scatter on the wire", "parameters on the wire"}
+    expected = {row["name"]: muons for row in found["rows"]}
+    expected["adamw"] = {"FusedAdam.step", "parameters on the wire"}
+    expected["muon-paper"] = {*timeline.WORK, "DP gather on the wire", "parameters on the wire"}
+    expected.pop("upstream-layerwise", None)
+    for name, of_row in expected.items():
+        trace = json.loads((chart.parent / f"{name}.json").read_text())
+        present = timeline.lanes(trace["traceEvents"])
+        assert present.keys() == of_row
+        assert all(length > 0 for spans in present.values() for _, length in spans)
+        travels = [lane in timeline.TRAVELS for lane in present]
+        assert travels == sorted(travels), "work first"
+
+
 def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, arguments: str = "") -> int:
     """The command's exit status where rows end a step with these checksums."""
 
@@ -113,7 +135,8 @@ def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, argument
 
     monkeypatch.setattr("megatron_muon.cli.bench_ranks.run_ranks", run_ranks)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    command = f"bench step {SMALL} --tp 1 --dp 1 --rounds 1 --rows adamw {' '.join(OURS)}"
+    names = " ".join(["adamw", *OURS, "muon-contiguous-auto", "muon-bucketed-auto"])
+    command = f"bench step {SMALL} --tp 1 --dp 1 --rounds 1 --rows {names}"
     return main([*command.split(), *arguments.split()])
 
 
@@ -218,7 +241,7 @@ def test_contiguous_rows_are_laid_out_as_a_run_has_them() -> None:
 
     from megatron_muon.cli.bench_rows import rows
 
-    names = ["adamw", *OURS]
+    names = ["adamw", *OURS, "muon-contiguous-auto", "muon-bucketed-auto"]
     aligned = {
         row.name: row.config.align_shards
         for row in rows(MuonConfig(), names, ["none", "naive"], "duplicated")
@@ -235,3 +258,20 @@ def test_a_variant_asked_for_twice_is_one_row() -> None:
 
     found = rows(MuonConfig(), ["adamw"], ["none", "none"], "duplicated")
     assert [row.name for row in found] == ["adamw", "muon-contiguous-none"]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_made_only_where_it_is_asked_for(name: str) -> None:
+    from megatron_muon.cli.bench_rows import rows
+
+    assert [row.name for row in rows(MuonConfig(), [name], [], "duplicated")] == [name]
+
+
+def test_all_rows_are_the_default_and_those_on_auto_come_last() -> None:
+    from megatron_muon.cli.bench_flags import command_parser
+    from megatron_muon.cli.bench_rows import rows
+
+    names = list(command_parser().parse_args([]).rows)
+    made = [row.name for row in rows(MuonConfig(), names, ["none"], "duplicated")]
+    assert set(made) == {*ROWS, "muon-contiguous-none"}
+    assert made[-2:] == ["muon-contiguous-auto", "muon-bucketed-auto"]

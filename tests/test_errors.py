@@ -215,7 +215,11 @@ def _disagree(topology: Topology, kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [("settings", "settings"), ("routing", "linear_fc2.weight"), ("shape", "decoder.layers")],
+    [
+        ("settings", "setting momentum"),
+        ("routing", "linear_fc2.weight"),
+        ("shape", "decoder.layers"),
+    ],
 )
 @pytest.mark.parametrize("topology", [Topology(dp=3), Topology(tp=2, pp=2, dp=2)], ids=str)
 def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
@@ -235,10 +239,10 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
 @pytest.mark.parametrize(
     ("kind", "topology", "named"),
     [
-        ("instances", Topology(dp=4, instances=2), "settings"),
-        ("instances", Topology(pp=2), "settings"),  # of two stages
-        ("patterns", Topology(pp=2), "settings"),
-        ("speeds", Topology(dp=2), "settings"),
+        ("instances", Topology(dp=4, instances=2), "setting momentum: rank 2 of the run has 0.9"),
+        ("instances", Topology(pp=2), "setting momentum"),  # of two stages
+        ("patterns", Topology(pp=2), "setting muon_exclude"),
+        ("speeds", Topology(dp=2), "setting link_gbytes: rank 1 of the run has 25.0"),
         ("device", Topology(dp=2), "kind of device: rank 1 of the run has"),
     ],
     ids=str,
@@ -250,6 +254,27 @@ def test_settings_are_the_same_in_the_whole_world(
     for text in run(_disagree, topology.world_size, topology, kind, timeout=60.0):
         assert text.startswith("PlanMismatchError: ranks of the run disagree about"), text
         assert f"first at {named}" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("settings", "setting momentum: rank 1 of the run has 0.9 where rank 0 has 0.95"),
+        ("speeds", "setting link_gbytes: rank 1 of the run has 25.0 where rank 0 has 40.0"),
+        (
+            "patterns",
+            "setting muon_exclude: rank 1 of the run has ('*.linear_fc1.*', '*.linear_fc2.*') "
+            "where rank 0 has ()",
+        ),
+    ],
+)
+def test_a_setting_that_differs_is_named_alone_with_both_values(kind: str, said: str) -> None:
+    """On all ranks, and no other setting is in the message."""
+    texts = run(_disagree, 2, Topology(dp=2), kind, timeout=60.0)
+    assert len(set(texts)) == 1
+    first = texts[0].split("first at ")[1].split("\nAll ranks")[0]
+    assert " ".join(first.split()) == said
+    assert "MuonConfig(" not in texts[0] and "ns_steps" not in texts[0]
 
 
 def _hook_errors() -> list[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stdout
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from gpt import (
     Case,
     Topology,
@@ -177,3 +179,17 @@ def test_freezing_after_the_buffers_are_made_is_an_error() -> None:
     one, other = run(_frozen_too_late, 2)
     assert one.startswith("ValueError: decoder.layers.0.mlp.linear_fc1.weight is frozen, but")
     assert other.startswith("RuntimeError: rank 0 stopped this run: decoder.layers.0.mlp.linear_f")
+
+
+def test_two_parameters_of_one_name_are_refused_before_anything_is_saved() -> None:
+    """Also under ``python -O``, which would leave an assert out."""
+    from megatron_muon.mcore.checkpoint_state import MuonState
+
+    chunk = torch.nn.Module()
+    chunk.config = SimpleNamespace(gated_linear_unit=False)
+    chunk.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(2)])
+    for layer in chunk.layers:
+        layer.layer_number = 3
+    optimizer = SimpleNamespace(model_chunks=[chunk], ep_rank=0, local_experts=0)
+    with pytest.raises(ValueError, match=r"first layers\.2\.weight: a checkpoint cannot tell"):
+        MuonState._name_of.func(optimizer)

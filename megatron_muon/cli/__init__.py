@@ -6,6 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from megatron_muon.cli.interrupts import run_command
+
 # Command: (module with main(argv) -> exit status, what it does).
 COMMANDS = {
     "routes": (
@@ -43,8 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command's name and its own arguments; those of the process where None.
 
     Returns:
-        The exit status: 0, or 2 where the arguments are wrong.
+        The exit status: the command's own, 2 where the arguments are wrong, 141 where nobody reads
+        what is printed, 130 where a user stops the command.
     """
+    return run_command(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage(), file=sys.stdout if arguments else sys.stderr)

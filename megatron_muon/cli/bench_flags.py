@@ -16,7 +16,10 @@ from typing import NoReturn
 from megatron_muon.cli.muon_flags import add_home_flags
 from megatron_muon.config import MuonConfig
 
-ROWS = ("adamw", "muon-contiguous", "muon-bucketed", "muon-paper", "upstream-layerwise")
+ROWS = (
+    *("adamw", "muon-contiguous", "muon-bucketed", "muon-paper", "upstream-layerwise"),
+    *("muon-contiguous-auto", "muon-bucketed-auto"),
+)
 _DESCRIPTION = """\
 Start ranks on this machine, build the same GPT for every row, and let the rows take turns, one
 optimizer step each and round by round in rotated order, on the same weights and gradients. Over
@@ -32,6 +35,8 @@ rows:
   muon-paper          Algorithm 1 of arXiv 2502.16982, stock buckets: every rank that holds a piece
                       of a matrix gathers and orthogonalizes it
   upstream-layerwise  Megatron's own Muon over whole parameters, where it can be imported
+  muon-contiguous-auto, muon-bucketed-auto
+                      those two with --muon-ns-iteration auto
 
 A step is optimizer.step(): gradient norm, update, all-gather of the updated parameters.
 The reduction of gradients is before it; what it sends is counted (kind grad_reduce), not timed.
@@ -215,7 +220,12 @@ def command_parser() -> argparse.ArgumentParser:
 def _add_muon(group: argparse._ArgumentGroup) -> None:
     default = MuonConfig()
     group.add_argument(
-        "--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help="default: all"
+        "--rows",
+        nargs="+",
+        choices=ROWS,
+        default=ROWS,
+        metavar="ROW",
+        help="only these (default: all)",
     )
     group.add_argument(
         "--exchange",

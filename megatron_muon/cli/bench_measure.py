@@ -199,7 +199,10 @@ class _Contender:
 
     def _step(self) -> None:
         successful, _, _ = self._optimizer.step()
-        assert successful, "Megatron skipped the step"
+        if not successful:
+            raise RuntimeError(
+                "Megatron skipped a step: the gradients or their norm are not finite"
+            )
 
     def _reduce_gradients(self) -> None:
         with self._watch.part("grad-reduce"):

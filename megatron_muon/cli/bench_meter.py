@@ -81,7 +81,8 @@ class Stopwatch:
         if begins:
             self._inside.append(name)
         else:
-            assert self._inside.pop() == name, f"{name} ends inside another part"
+            innermost = self._inside.pop()
+            assert innermost == name, f"{name} ends inside {innermost}"
         self._marks.append((name, begins, self._now(), time.thread_time()))
 
     def measure(self, step: Callable[[], None]) -> Times:

@@ -10,6 +10,7 @@ import datetime
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -194,11 +195,28 @@ def _context(task: Task) -> Any:
     try:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"] if task.gpus else ["megatron_muon.cpu.on"])
-        forkserver.ensure_running()
+        with _deaf_to_ctrl_c():
+            forkserver.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(before)
     return context
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started within it, and those that they start, ignore SIGINT.
+
+    A terminal sends it to ranks too, which would print a traceback each; this process ends them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set a handler, and only it gets the KeyboardInterrupt
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @contextmanager

@@ -54,36 +54,42 @@ def rows(config: MuonConfig, names: list[str], exchanges: list[str], tp_mode: Tp
 
     Args:
         config: of ours.
-        names: of the rows, without their variants.
+        names: of ``bench_flags.ROWS``; no other row is made, but for ``exchanges``.
         exchanges: further rows of muon-contiguous: ``none`` of rounds (all matrices in one), or
             ``naive``, every parameter a round of its own.
         tp_mode: of upstream.
+
+    Returns:
+        Rows with the standard iteration first, those on ``auto`` after them.
     """
     from megatron_muon.mcore.ordered import takes_layouts
 
     equal = dataclasses.replace(config, ns_iteration="standard")
     aligned = dataclasses.replace(equal, align_shards=takes_layouts())
-    found = [
+    contiguous = Row("muon-contiguous", "muon", aligned)
+    bucketed = Row("muon-bucketed", "muon", equal, buckets=True)
+    made = [
         Row("adamw", "adamw", equal),
-        Row("muon-contiguous", "muon", aligned),
-        Row("muon-bucketed", "muon", equal, buckets=True),
+        contiguous,
+        bucketed,
         Row("muon-paper", "paper", equal, buckets=True),
         Row("upstream-layerwise", "upstream", equal, tp_mode=tp_mode),
+        _on_auto(contiguous),
+        _on_auto(bucketed),
     ]
-    found = [row for row in found if row.name in names]
+    variants = []
     for exchange in dict.fromkeys(exchanges):
         round_bytes = {"none": 1 << 62, "naive": 1}[exchange]
         other = dataclasses.replace(aligned, round_bytes=round_bytes)
-        found.append(Row(f"muon-contiguous-{exchange}", "muon", other))
-    return found + [
-        dataclasses.replace(
-            row,
-            name=f"{row.name}-auto",
-            config=dataclasses.replace(row.config, ns_iteration="auto"),
-        )
-        for row in found
-        if row.name in ("muon-contiguous", "muon-bucketed")
-    ]
+        variants.append(Row(f"muon-contiguous-{exchange}", "muon", other))
+    asked = [row for row in made if row.name in names]
+    standard = [row for row in asked if row.config.ns_iteration == "standard"]
+    return [*standard, *variants, *asked[len(standard) :]]
+
+
+def _on_auto(row: Row) -> Row:
+    config = dataclasses.replace(row.config, ns_iteration="auto")
+    return dataclasses.replace(row, name=f"{row.name}-auto", config=config)
 
 
 def bucket_elements(flags: Namespace) -> int:

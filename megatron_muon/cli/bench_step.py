@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         return report(given, argv, flags, task, run_ranks(task))
+    except BrokenPipeError:
+        raise  # nobody reads what is printed: no fault of a file
     except (RankError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1

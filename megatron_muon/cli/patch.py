@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
             done = patch_tree.apply(checkout, any_version=given.any_version)
         else:
             done = patch_tree.revert(checkout)
+    except BrokenPipeError:
+        raise  # nobody reads what is printed: no fault of the checkout
     except (PatchError, OSError) as error:
         way_out = isinstance(error, PatchError) and given.action != "revert"
         text = f"{error}{_WAY_OUT if way_out else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -146,7 +147,12 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             weight.param: expert_name(weight.name, self.ep_rank, self.local_experts)
             for weight in weights(self.model_chunks)
         }
-        assert len(set(names.values())) == len(names), "two parameters of one name"
+        twice = [name for name, count in Counter(names.values()).items() if count > 1]
+        if twice:
+            raise ValueError(
+                f"{len(twice)} name(s) of this model are those of several parameters each, first "
+                f"{twice[0]}: a checkpoint cannot tell them apart, give the modules other names"
+            )
         return names
 
     @cached_property

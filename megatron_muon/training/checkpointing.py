@@ -235,7 +235,8 @@ def _vocabulary() -> Iterator[None]:
     from megatron_muon.mcore.checkpoint_owner import with_vocabulary
 
     try:
-        tokens = importlib.import_module("megatron.training").get_tokenizer().vocab_size
+        tokenizer = importlib.import_module("megatron.training").get_tokenizer()
+        tokens = getattr(tokenizer, "vocab_size", None)  # None is the tokenizer under python -O
     except AssertionError:  # none was built
         tokens = None
     with with_vocabulary(tokens if isinstance(tokens, int) else None):

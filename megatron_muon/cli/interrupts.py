@@ -1,0 +1,54 @@
+"""How a command ends when its reader is gone (``| head``) or a user stops it (Ctrl-C)."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+# What a shell reports of a process that SIGPIPE or SIGINT ended: 128 and the signal's number.
+NO_READER, STOPPED = 141, 130
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Run a command without a traceback where nobody reads its output or a user stops it.
+
+    Args:
+        command: returns its exit status, or raises SystemExit as argparse does.
+
+    Returns:
+        The command's status; ``NO_READER`` or ``STOPPED`` where one of these ended it.
+    """
+    try:
+        try:
+            return command()
+        finally:
+            sys.stdout.flush()  # else Python does it later, and complains about what fails there
+    except BrokenPipeError:
+        broken = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+        if not broken:
+            raise  # another pipe, such as one to a rank
+        for stream in broken:
+            _discard(stream)
+        return NO_READER
+    except KeyboardInterrupt:
+        return STOPPED
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # no file of the operating system's
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what is still buffered, and all that comes, go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
