@@ -15,6 +15,24 @@ setup(
     description="Distributed Muon for Megatron: optimizer='muon' over the DistributedOptimizer",
     long_description=(here / "README.md").read_text(),
     long_description_content_type="text/markdown",
+    author="megatron_muon contributors",
+    project_urls={
+        "Paper": "https://arxiv.org/abs/2502.16982",
+        "Proof of concept": "https://github.com/NVIDIA/Megatron-LM/pull/1428",
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    keywords=["megatron", "muon", "optimizer", "distributed training", "pretraining"],
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
@@ -26,8 +44,11 @@ setup(
         "megatron_muon.patches": ["manifest.json", "*.patch", "README.md"],
     },
     entry_points={"console_scripts": ["megatron-muon = megatron_muon.cli:main"]},
-    install_requires=["torch>=2.4", "megatron-core>=0.12,<0.21"],
+    # No megatron-core: a Megatron-LM checkout brings its own, and pip would put a second one beside
+    # it. Who has no checkout asks for [core].
+    install_requires=["torch>=2.4"],
     extras_require={
+        "core": ["megatron-core>=0.12,<0.21"],
         "te": ["transformer-engine[pytorch]"],
         # No extra for Apex: NVIDIA's is built from source, PyPI's package of that name is another.
         "examples": ["matplotlib", "tensorboard", "tqdm"],

@@ -37,8 +37,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _require_core() -> None:
+    """Say how to get megatron.core where there is none, in place of a bare ModuleNotFoundError."""
+    from megatron_muon.mcore.presence import require_core
+
+    require_core()
+
+
 def install(config: MuonConfig | None = None) -> None:
     """Make ``optimizer='muon'`` mean Distributed Muon; see ``mcore.install.install``."""
+    _require_core()
     from megatron_muon.mcore.install import install as install_into_megatron
 
     install_into_megatron(config)
@@ -46,6 +54,7 @@ def install(config: MuonConfig | None = None) -> None:
 
 def uninstall() -> None:
     """Give Megatron its own functions back."""
+    _require_core()
     from megatron_muon.mcore.install import uninstall as uninstall_from_megatron
 
     uninstall_from_megatron()
@@ -55,6 +64,7 @@ def reading_adamw(
     optimizer: Any, momentum: Literal["momentum", "fresh"]
 ) -> AbstractContextManager[None]:
     """Within it Muon loads AdamW's checkpoint; see ``mcore.checkpoint_switch.reading_adamw``."""
+    _require_core()
     from megatron_muon.mcore.checkpoint_switch import reading_adamw as reading
 
     return reading(optimizer, momentum)
@@ -64,6 +74,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContext
     """Within it Muon loads the checkpoint of Megatron's own Muon that is in a folder; see
     ``mcore.checkpoint_switch.reading_megatron_muon``.
     """
+    _require_core()
     from megatron_muon.mcore.checkpoint_switch import reading_megatron_muon as reading
 
     return reading(optimizer, folder)
@@ -73,6 +84,7 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
     """Within it AdamW loads the checkpoint of Muon's that is in a folder; see
     ``mcore.adamw_after_muon.reading_muon``.
     """
+    _require_core()
     from megatron_muon.mcore.adamw_after_muon import reading_muon as reading
     from megatron_muon.mcore.checkpoint_switch import record_of
 
@@ -81,6 +93,7 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
 
 def meter(optimizer: Any) -> Meter:
     """What this rank did for Muon in the last step; see ``mcore.install.meter``."""
+    _require_core()
     from megatron_muon.mcore.install import meter as meter_of
 
     return meter_of(optimizer)

@@ -31,8 +31,9 @@ class MuonConfig:
     Attributes:
         matched_adamw_rms: root mean square that every matrix's update gets, per unit of lr: the
             direction is multiplied by ``matched_adamw_rms * sqrt(max(rows, cols))`` of the whole
-            matrix (eq. 4). AdamW's updates have 0.2 to 0.4. With another ``scale_mode`` it is that
-            mode's factor.
+            matrix (eq. 4). AdamW's updates have 0.2 to 0.4 in the paper, so that its rate is one to
+            start from, seldom the best (docs/switching_and_tuning.md). With another ``scale_mode``
+            it is that mode's factor.
         scale_mode: what a direction is multiplied by, times ``matched_adamw_rms``, by the names of
             NVIDIA's Emerging-Optimizers; rows are a matrix's outputs, cols its inputs.
             ``spectral``: sqrt(max(rows, cols)), Moonlight's; ``unit_rms_norm``: sqrt(rows / cols);

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import megatron_muon
+
 USAGE = "usage: torchrun ... -m megatron_muon SCRIPT.py [its arguments, with --optimizer muon]"
 
 
@@ -26,7 +28,7 @@ def main(argv: Sequence[str]) -> None:
     """Run a training script of a Megatron-LM checkout in this process.
 
     Args:
-        argv: the script's path and its arguments.
+        argv: the script's path and its arguments, or ``--version`` alone.
 
     Raises:
         SystemExit: no script is given.
@@ -36,6 +38,9 @@ def main(argv: Sequence[str]) -> None:
     """
     if not argv or argv[0] in ("-h", "--help"):
         raise SystemExit(USAGE)
+    if list(argv) == ["--version"]:
+        print(f"megatron-muon {megatron_muon.__version__}")
+        return
     script = Path(argv[0]).resolve()
     if not script.is_file():
         raise FileNotFoundError(f"no script {argv[0]}\n{USAGE}")

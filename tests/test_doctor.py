@@ -71,7 +71,7 @@ def test_json_says_the_same() -> None:
 @pytest.mark.parametrize(
     ("before", "why"),
     [
-        (NO_MEGATRON, "there is no megatron.core: pip install megatron-core, or give a Megatron"),
+        (NO_MEGATRON, "there is no megatron.core: pip install megatron-muon[core], or put a Meg"),
         (STRANGE, "has no megatron.core.optimizer.gone"),
         (TOO_NEW, f"megatron-core {megatron.core.__version__} is installed; this megatron_muon"),
     ],

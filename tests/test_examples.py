@@ -211,22 +211,6 @@ def test_smoke_prints_what_it_replaces(standin: Path) -> None:
         assert f"smoke: {said}: {why}\n" in text
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_the_batch_file_starts_one_torchrun_on_each_node(name: str, standin: Path) -> None:
-    program(standin, "scontrol", '[[ "$*" == "show hostnames n[3-4]" ]] && printf "n3\\nn4\\n"')
-    program(standin, "srun", 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done')
-    nodes = {"SLURM_NNODES": 2, "SLURM_JOB_NODELIST": "n[3-4]"}
-    env = environment(standin, MEGATRON_LM_PATH=standin, **nodes)
-    batch = EXAMPLES / name / "train.sbatch"
-    done = subprocess.run(["bash", batch], env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    words = done.stdout.splitlines()
-    second = words.index("--nproc-per-node", 1)
-    for rank, part in enumerate((words[:second], words[second:])):
-        wanted = f"--nnodes 2 --node-rank {rank} --master-addr n3 --master-port 6000"
-        assert has(part, f"--nproc-per-node 8 {wanted}")
-
-
 # --- with a checkout --------------------------------------------------------------------------
 
 PARSE = """

@@ -26,6 +26,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             f"--lr-warmup-iters {args.lr_warmup_iters} must be below --train-iters "
             f"{args.train_iters}"
         )
+    if args.record_update_rms and not args.bf16:
+        parser.error("--record-update-rms reads the fp32 main parameters, which are --bf16's")
     return args
 
 
@@ -102,3 +104,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "moments start at zero)",
     )
     group.add_argument("--figures", type=Path, default=None, help="JSON file for curve and figures")
+    _switch(
+        group,
+        "--record-update-rms",
+        text="with --bf16: root mean square of the layers' updates per unit of lr, half-way "
+        "between the lines of the log, on the rank that writes --figures",
+    )

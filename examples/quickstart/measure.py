@@ -51,6 +51,31 @@ def muon_figures(optimizer: MegatronOptimizer, chosen: str) -> dict[str, int]:
     }
 
 
+def main_matrices(model: DistributedDataParallel) -> list[torch.Tensor]:
+    """A copy of this rank's fp32 main parameters of the layers' matrices, Muon's with either."""
+    return [
+        param.main_param.detach().clone()
+        for name, param in model.named_parameters()
+        if ".layers." in name and param.ndim == 2 and param.main_param is not None
+    ]
+
+
+def update_rms(
+    before: list[torch.Tensor], model: DistributedDataParallel, lr: float, weight_decay: float
+) -> float:
+    """Root mean square, over all elements, of what a step took off matrices, per unit of ``lr``.
+
+    Decoupled decay is left out: u = (W_before · (1 - lr · decay) - W_after) / lr.
+    """
+    after = main_matrices(model)
+    kept = 1 - lr * weight_decay
+    squares = sum(
+        float((kept * old.double() - new.double()).square().sum())
+        for old, new in zip(before, after, strict=True)
+    )
+    return (squares / sum(old.numel() for old in before)) ** 0.5 / lr
+
+
 def collect(
     model: DistributedDataParallel,
     optimizer: MegatronOptimizer,

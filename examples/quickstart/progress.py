@@ -53,6 +53,10 @@ class Progress:
             for name, value in {"lm loss": loss, **scalars}.items():
                 self._writer.add_scalar(name, value, step)
 
+    def updated(self, step: int, rms: float) -> None:
+        """Records the size of one step's updates, per unit of lr."""
+        self.curve.setdefault("update_rms", []).append([step, rms])
+
     def evaluated(self, step: int, loss: float) -> None:
         """Records one evaluation after ``step`` steps and prints a line."""
         if not self.shown:

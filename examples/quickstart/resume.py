@@ -1,6 +1,7 @@
 """Draws what a checkpoint keeps: resumes at other topologies, and switches of the optimizer.
 
-    python resume.py        # writes figures/resume.json and figures/resume.png
+    python resume.py           # writes figures/resume.json and figures/resume.png
+    python resume.py --draw    # the picture alone, from figures/resume.json
 
 Left: one Muon run that is saved and resumed three times, each time at another topology, beside one
 that never stops. Right: half-way from AdamW to Muon and back, beside no switch. All have the
@@ -86,21 +87,36 @@ def switched(work: Path, steps: int) -> dict[str, Curve]:
     }
 
 
+# Wide and pale lines lie under narrow and dark ones, so that curves that coincide are both seen.
+STYLES: dict[str, dict[str, Any]] = {
+    "never stopped": {"color": "#7fc8a9", "lw": 4},
+    "resumed": {"color": "#10302a", "lw": 1.1},
+    "Muon": {"color": "#0b6e4f", "lw": 1.5},
+    "AdamW": {"color": "#d1495b", "lw": 1.5},
+    "AdamW, then Muon, momentum from Adam's": {"color": "#8fb8de", "lw": 4},
+    "AdamW, then Muon, momentum from zero": {"color": "#1b3a5c", "lw": 1.1},
+    "Muon, then AdamW": {"color": "#e08e0b", "lw": 1.5, "marker": ".", "ms": 5},
+}
+
+
 def draw(curves: dict[str, dict[str, Curve]], steps: int, path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained", sharey=True)
+    """Losses over steps; a curve with a switch is drawn from there on."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 6.5), layout="constrained", sharey=True)
     for axis, (title, group) in zip(axes, curves.items(), strict=True):
         for name, curve in group.items():
-            axis.plot(*zip(*curve, strict=True), lw=1.2, alpha=0.8, label=name)
+            own = curve[steps // 2 - 1 :] if "then" in name else curve
+            axis.plot(*zip(*own, strict=True), label=name, **STYLES[name])
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
-        axis.legend()
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
     names = [f"TP{tp} PP{pp} DP{dp}" for tp, pp, dp in TOPOLOGIES]
     for number, name in enumerate(names):
         start = steps * number // len(names)
         axes[0].axvline(start, color="gray", lw=0.8, ls=":")
         axes[0].text(start + 1, 0.02, name, transform=axes[0].get_xaxis_transform(), fontsize=8)
     axes[1].axvline(steps // 2, color="gray", lw=0.8, ls=":")
+    axes[1].set_xlim(left=steps / 3)  # the switch fills it; the left axis has the start
     axes[0].set_ylabel("training loss (nats per byte)")
     axes[0].set_ylim(top=3.2)  # the fall from ln 256 would flatten all that follows
     figure.savefig(path, dpi=130)
@@ -118,7 +134,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--work", type=Path, default=HERE / "out" / "resume")
     parser.add_argument("--figures", type=Path, default=HERE / "figures")
+    parser.add_argument("--draw", action="store_true", help="only draw resume.json again")
     args = parser.parse_args()
+    if args.draw:
+        report = json.loads((args.figures / "resume.json").read_text())
+        draw(report["curves"], report["steps"], args.figures / "resume.png")
+        return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     shutil.rmtree(args.work, ignore_errors=True)

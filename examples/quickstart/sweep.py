@@ -2,6 +2,8 @@
 
     python sweep.py                        # both grids, writes figures/sweep.json
     python sweep.py --seeds 1 2 3          # at the best rates there, writes figures/seeds.json
+    python sweep.py --transfer             # AdamW's rates given to Muon under other batches,
+                                           # warm-ups, decays and lengths: figures/transfer.json
 
 Each run is the quickstart's training (gpt.args: same global batch, data order, initial weights and
 schedule) in ONE process, which is faster than eight on a small machine; ``--jobs`` run at a time.
@@ -18,6 +20,7 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,26 @@ GRIDS = {
     "adam": [5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2],
 }
 Key = tuple[str, float, int]  # optimizer, learning rate, seed
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What differs from gpt.args, and the rates that are tried there."""
+
+    flags: str
+    adam: tuple[float, ...]
+    muon: tuple[float, ...]
+
+
+_BATCH_8 = "--global-batch-size 8 --micro-batch-size 8 --eval-iters 16"  # 128 windows, as gpt.args
+SETTINGS = {
+    "batch 32": Setting("", (2e-3,), ()),
+    "batch 8": Setting(_BATCH_8, (1e-3, 2e-3, 4e-3, 8e-3), (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
+    "batch 8, no warm-up": Setting(f"{_BATCH_8} --lr-warmup-iters 0", (2e-3,), (2e-3, 8e-3)),
+    "batch 8, 640 steps, constant": Setting(
+        f"{_BATCH_8} --train-iters 640 --lr-decay-style constant", (2e-3,), (2e-3, 8e-3)
+    ),
+}
 
 
 def run_one(key: Key, work: Path, extra: list[str]) -> dict[str, Any]:
@@ -48,7 +71,7 @@ def run_one(key: Key, work: Path, extra: list[str]) -> dict[str, Any]:
         return {"val_loss": None, "train_loss": None}
     result = json.loads(figures.read_text())
     print(f"{name}: validation {result['figures']['val_loss']:.4f}", flush=True)
-    return {**result["figures"], "corpus_sha256": result["corpus_sha256"]}
+    return {**result["figures"], **result["curve"], "corpus_sha256": result["corpus_sha256"]}
 
 
 def _diverged(log: Path) -> bool:
@@ -108,6 +131,51 @@ def repeat(args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
     return report
 
 
+def transfer(args: argparse.Namespace, extra: list[str]) -> dict[str, Any]:
+    """Runs ``SETTINGS``; of each its runs with the size of the layers' updates over steps."""
+    settings: dict[str, Any] = {}
+    corpora = set()
+    for name, setting in SETTINGS.items():
+        rates = {"adam": setting.adam, "muon": setting.muon}
+        keys = [(one, lr, 1) for one in rates for lr in rates[one]]
+        flags = [*setting.flags.split(), "--record-update-rms", *extra]
+        results = run_all(keys, args.work, args.jobs, flags)
+        corpora |= {run["corpus_sha256"] for run in results.values() if "corpus_sha256" in run}
+        rows = []
+        for (optimizer, lr, _), run in results.items():
+            sizes = [round(rms, 3) for _, rms in run.get("update_rms", [])]
+            size = [sizes[0], statistics.median(sizes), sizes[-1]] if sizes else None
+            row = {"optimizer": optimizer, "lr": lr, "val_loss": run["val_loss"]}
+            curve = [[step, round(loss, 4)] for step, loss in run.get("validation", [])[::4]]
+            rows.append({**row, "update_rms": size, "validation": curve})
+        settings[name] = {"flags": setting.flags, "runs": rows}
+    if len(corpora) != 1:
+        raise ValueError(f"runs in {args.work} saw different texts, {corpora}: empty it")
+    what = "root mean square of the layers' updates per unit of lr: first, median, last"
+    return {"seed": 1, "update_rms": what, "settings": settings, "corpus_sha256": corpora.pop()}
+
+
+def transfer_table(report: dict[str, Any]) -> str:
+    """The runs of ``transfer`` in Markdown: a rate in a line, both optimizers side by side."""
+    lines = ["| setting | lr | AdamW: loss | size of updates | Muon: loss | size of updates |"]
+    lines.append("|---|--:|--:|--:|--:|--:|")
+    for name, setting in report["settings"].items():
+        by_key = {(run["optimizer"], run["lr"]): run for run in setting["runs"]}
+        for lr in sorted({lr for _, lr in by_key}):
+            cells = [_cells(by_key.get((optimizer, lr))) for optimizer in ("adam", "muon")]
+            lines.append(f"| {name} | {lr:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cells(run: dict[str, Any] | None) -> str:
+    if run is None:
+        return "| "
+    if run["val_loss"] is None:
+        return "diverged | "
+    first, median, last = run["update_rms"]
+    return f"{run['val_loss']:.3f} | {first:.2f}, {median:.2f}, {last:.2f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -116,18 +184,24 @@ def main() -> None:
     parser.add_argument("--adam-lrs", type=float, nargs="+", default=GRIDS["adam"])
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--seeds", type=int, nargs="+", help="repeat at the best rates instead")
+    parser.add_argument("--transfer", action="store_true", help="run SETTINGS instead")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--work", type=Path, default=HERE / "out" / "sweep", help="single runs")
     parser.add_argument("--figures", type=Path, default=HERE / "figures", help="the results")
     args, extra = parser.parse_known_args()  # the rest goes to train.py, e.g. --train-iters 100
-    report = repeat(args, extra) if args.seeds else sweep(args, extra)
+    if args.transfer:
+        name, report = "transfer.json", transfer(args, extra)
+    elif args.seeds:
+        name, report = "seeds.json", repeat(args, extra)
+    else:
+        name, report = "sweep.json", sweep(args, extra)
     args.figures.mkdir(parents=True, exist_ok=True)
-    path = args.figures / ("seeds.json" if args.seeds else "sweep.json")
+    path = args.figures / name
     path.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report, indent=1))
+    print(transfer_table(report) if args.transfer else json.dumps(report, indent=1))
     print(f"Wrote {path}")
     for name in GRIDS:
-        if report[name].get("at_edge"):
+        if report.get(name, {}).get("at_edge"):
             sys.exit(f"{name}'s best rate is at the edge of its grid: widen it")
 
 

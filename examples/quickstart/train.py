@@ -208,6 +208,8 @@ def train(
     last = args.exit_at or args.train_iters
     progress.evaluated(done, evaluate(args, held_out, model, device))
     for step in range(done + 1, last + 1):
+        recorded = args.record_update_rms and step % args.log_interval == args.log_interval // 2
+        before = measure.main_matrices(model) if recorded else []
         began = time.perf_counter()
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -218,6 +220,8 @@ def train(
             raise FloatingPointError(f"Megatron skipped step {step}: gradients overflowed")
         ended = time.perf_counter()
         lr = scheduler.get_lr(optimizer.param_groups[0])
+        if recorded:
+            progress.updated(step, measure.update_rms(before, model, lr, args.weight_decay))
         scheduler.step(1)
         step_seconds.append(ended - began)
         optimizer_seconds.append(ended - reduced)

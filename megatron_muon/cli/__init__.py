@@ -6,7 +6,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import megatron_muon
 from megatron_muon.cli.interrupts import run_command
+from megatron_muon.mcore.presence import CoreNotFoundError
 
 # Command: (module with main(argv) -> exit status, what it does).
 COMMANDS = {
@@ -45,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command's name and its own arguments; those of the process where None.
 
     Returns:
-        The exit status: the command's own, 2 where the arguments are wrong, 141 where nobody reads
-        what is printed, 130 where a user stops the command.
+        The exit status: the command's own, 1 where it needs a megatron.core and there is none, 2
+        where the arguments are wrong, 141 where nobody reads what is printed, 130 where a user
+        stops the command.
     """
     return run_command(lambda: _run(argv))
 
@@ -56,15 +59,23 @@ def _run(argv: Sequence[str] | None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
+    if arguments == ["--version"]:
+        print(f"megatron-muon {megatron_muon.__version__}")
+        return 0
     name, *rest = arguments
     if name not in COMMANDS:
         print(f"megatron-muon: error: no command {name!r}\n{_usage()}", file=sys.stderr)
         return 2
     module, _ = COMMANDS[name]
-    return int(importlib.import_module(module).main(rest))
+    try:
+        return int(importlib.import_module(module).main(rest))
+    except CoreNotFoundError as error:
+        print(f"megatron-muon {name}: error: {error}", file=sys.stderr)
+        return 1
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()]
-    return "\n".join(["usage: megatron-muon COMMAND ... (COMMAND --help says more)", "", *lines])
+    usage = "usage: megatron-muon COMMAND ... (COMMAND --help says more), or --version"
+    return "\n".join([usage, "", *lines])

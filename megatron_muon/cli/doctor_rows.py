@@ -20,6 +20,7 @@ from megatron_muon.cli.patch_lines import PatchError
 from megatron_muon.cli.versions import has_flag
 from megatron_muon.launch import MixedInstallationError, check_installation
 from megatron_muon.mcore.hooks import SeamError, check_hook, check_hooks, hooks_of, megatron_version
+from megatron_muon.mcore.presence import WAY_OUT
 
 _OLDEST_TORCH = (2, 4)
 
@@ -88,7 +89,7 @@ def _megatron(checkout: Path | None) -> Iterator[Row]:
         yield Row(
             "megatron-core",
             "none",
-            "there is no megatron.core: pip install megatron-core, or give a Megatron-LM checkout",
+            f"there is no megatron.core: {WAY_OUT}, or name one to this command",
         )
         return
     found = checkout or _checkout_on_path()

@@ -23,6 +23,7 @@ from megatron_muon.cpu import torch_cuda
 from megatron_muon.cpu.fused_adam import FusedAdam
 from megatron_muon.cpu.patch import Patches, Replacement
 from megatron_muon.cpu.table import REPLACEMENTS
+from megatron_muon.mcore.presence import require_core
 
 __all__ = ["REPLACEMENTS", "FusedAdam", "Replacement", "disable", "enable", "enabled"]
 
@@ -53,10 +54,12 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
     Raises:
         RuntimeError: ``megatron.core`` is already imported (it has bound what would be replaced)
             and ``late`` is not set, or a GPU is available and ``allow_cuda`` is not set.
+        CoreNotFoundError: there is no megatron.core.
     """
     global _patches
     if _patches is not None:
         return
+    require_core()
     _check_may_enable(allow_cuda, late)
     patches = Patches()
     try:

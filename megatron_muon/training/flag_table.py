@@ -38,8 +38,9 @@ _ON = {"action": "store_true"}
 FLAGS = (
     _flag(
         "--muon-matched-adamw-rms",
-        f"root mean square of a matrix's update, per unit of lr ({_PAPER}, eq. 4; AdamW's updates "
-        f"have 0.2 to 0.4); default {_MOONLIGHT.matched_adamw_rms}",
+        f"root mean square of a matrix's update, per unit of lr ({_PAPER}, eq. 4, where AdamW's "
+        "updates have 0.2 to 0.4): AdamW's rate is then one to start from, seldom the best, see "
+        f"docs/switching_and_tuning.md; default {_MOONLIGHT.matched_adamw_rms}",
         type=float,
     ),
     _flag(
