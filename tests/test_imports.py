@@ -17,7 +17,8 @@ TIERS = [
     (
         "integers",
         [
-            *("arrangement", "buckets", "coefficients", "config", "digest", "homes", "iteration"),
+            *("arrangement", "buckets", "claim", "coefficients", "config", "digest"),
+            *("digest_parts", "digest_text", "durable", "homes", "iteration"),
             *("layout", "ordering", "plan", "report", "rounds", "setting_names"),
         ],
     ),
