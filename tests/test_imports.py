@@ -17,11 +17,11 @@ TIERS = [
     (
         "integers",
         [
-            *("arrangement", "buckets", "coefficients", "config", "digest", "homes", "iteration"),
-            *("layout", "ordering", "plan", "report", "rounds"),
+            *("arrangement", "buckets", "coefficients", "config", "digest", "digest_schema"),
+            *("homes", "iteration", "layout", "ordering", "pickles", "plan", "report", "rounds"),
         ],
     ),
-    ("tensors", ["checksum", "newton_schulz", "products", "update"]),
+    ("tensors", ["archive", "checksum", "newton_schulz", "products", "torch_dist", "update"]),
     ("communication", ["collectives", "agreement", "exchange", "phases"]),
     ("optimizer", ["optimizer"]),
     ("megatron", ["mcore", "cpu"]),

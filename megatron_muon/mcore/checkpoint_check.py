@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon import digest
+from megatron_muon import digest, digest_schema
 from megatron_muon.agreement import raise_together
 from megatron_muon.checksum import checksum
 from megatron_muon.collectives import all_gather_numbers
@@ -28,6 +28,7 @@ from megatron_muon.mcore.checkpoint_owner import (
     wanted_by_all,
     whole_table,
 )
+from megatron_muon.torch_dist import read_metadata
 
 THREADS = 4  # that hash a rank's files; it seldom writes more than two
 SHARD = re.compile(r"__(\d+)_\d+\.distcp$")  # torch_dist: the rank that wrote it, its number there
@@ -96,6 +97,11 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
     try:
         found = digest.read(folder)
         if found is not None:
+            if wrong := digest_schema.problem(found):
+                raise DigestError(
+                    f"{folder / digest.FILE_NAME} is not megatron_muon's: {wrong}. "
+                    f"{digest.way_out(folder)}"
+                )
             digest.require_complete(folder, found)
     except (DigestError, OSError) as own:
         error = own
@@ -153,10 +159,8 @@ def held_in(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
     if not SHARD.search(name):
         return ""
     try:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        places = FileSystemReader(folder).read_metadata().storage_data
-        held = {index.fqn for index, place in places.items() if place.relative_path == name}
+        places = read_metadata(folder).places
+        held = {key for (key, _), place in places.items() if place.file == name}
         weights = {key for key in held if not key.startswith("optimizer.")}
         return digest.first_names(
             {key for key in weights if "_extra_state" not in key} or weights or held

@@ -123,17 +123,25 @@ def named_by(save_dir: Path) -> str | None:
         ValueError: it has neither a number nor ``release``.
     """
     try:
-        text = (save_dir / NAME).read_text().strip()
+        text = (save_dir / NAME).read_text(errors="backslashreplace").strip()
     except FileNotFoundError:
         return None
+    name = folder_of(text)
+    if name is None:
+        raise ValueError(
+            f"{save_dir / NAME} has {text[:40]!r} in it, neither the number of an iteration nor "
+            "release: write the number of the checkpoint to load into it, or give --ckpt-step"
+        )
+    return name
+
+
+def folder_of(text: str) -> str | None:
+    """The name of the folder that a tracker's text means; None where it means none."""
+    text = text.strip()
     if text == "release":
         return text
-    if not text.isdigit():
-        raise ValueError(
-            f"{save_dir / NAME} has {text!r} in it, neither the number of an iteration nor release:"
-            " write the number of the checkpoint to load into it, or give --ckpt-step"
-        )
-    return f"iter_{int(text):07d}"
+    is_number = text.isascii() and text.isdigit() and len(text) < 20  # "²" is a digit, too
+    return f"iter_{int(text):07d}" if is_number else None
 
 
 def move_back(save_dir: Path, folder: str) -> str | None:
