@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megatron_muon import collectives
 from megatron_muon.collectives import Group
 from megatron_muon.plan import Grid, digest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +75,71 @@ def agree_everywhere(description: Sequence[str], device: torch.device) -> None:
         raise PlanMismatchError(_first_difference(texts, "the run"))
 
 
-def raise_together(error: Exception | None, group: Group | None, device: torch.device) -> None:
-    """Raise on every rank of the group if one has an error: its own, or one that quotes the first.
+def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """What ``act`` returns, or the error that it raises, of whatever type.
+
+    Only what asks a process to end goes through. torch's CheckpointException is no Exception.
+    """
+    try:
+        return act(), None
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        return None, error
+
+
+def together(act: Callable[[], T], group: Group | None, device: torch.device) -> T:
+    """What ``act`` returns, on every rank of the group; its error on one rank ends all of them.
+
+    Args:
+        act: communicates nothing, or votes by itself before all else.
+        group: all its ranks call this together; None for the world.
+        device: where the group's collectives want their tensors.
 
     Raises:
-        Exception: ``error`` where there is one.
+        BaseException: what ``act`` raises here.
+        RuntimeError: on the other ranks; quotes the first.
+    """
+    result, error = attempt(act)
+    raise_together(error, group, device)
+    return result  # type: ignore[return-value]
+
+
+def raise_together(error: BaseException | None, group: Group | None, device: torch.device) -> None:
+    """Raise on every rank of the group if one has an error: its own, or one that quotes the first.
+
+    Without a process group there is nobody else to tell.
+
+    Raises:
+        BaseException: ``error`` where there is one.
         RuntimeError: on the other ranks.
     """
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
     if collectives.any_rank("muon/agree", torch.tensor(error is not None, device=device), group):
         raise_quoting(error, group)
 
 
-def raise_quoting(error: Exception | None, group: Group | None) -> NoReturn:
+def raise_quoting(error: BaseException | None, group: Group | None) -> NoReturn:
     """Raise on every rank of the group, at least one of which has an error.
 
     Raises:
-        Exception: ``error`` where there is one.
+        BaseException: ``error`` where there is one.
         RuntimeError: on the other ranks; quotes the first.
     """
-    texts = collectives.all_gather_texts("" if error is None else str(error), group)
+    texts = collectives.all_gather_texts("" if error is None else _text(error), group)
     if error is not None:
         raise error
     rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
     raise RuntimeError(f"rank {collectives.world_rank(rank, group)} stopped this run: {text}")
+
+
+def _text(error: BaseException) -> str:
+    """Never empty; with the type where the words alone, as those of a KeyError, say little."""
+    words, worded = str(error), isinstance(error, (ValueError, RuntimeError, TypeError, OSError))
+    return words if worded and words else f"{type(error).__name__}: {words}"
 
 
 def grid_of(every: Sequence[Coordinates]) -> Grid:

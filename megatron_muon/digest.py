@@ -3,12 +3,14 @@
 One JSON object:
 
 ==============  ================================================================================
-``format``      2
+``format``      2; keys may be added to it, which readers pass over that do not know them
 ``complete``    false from before the first file of a save until after the last
 ``wrote``       versions of ``megatron_muon``, ``megatron_core`` and ``torch``; ``world_size``
+``save``        which save wrote it: see ``claim.identity``
 ``optimizer``   ``muon``
 ``settings``    of MuonConfig
 ``vocabulary``  number of tokens before padding, where it is known
+``model``       settings of the model that its parameters' shapes do not tell, by name
 ``parameters``  by name, with layers and experts numbered over the whole model: ``shape``, the
                 whole parameter's, and ``optimizer``: ``muon``, ``adamw`` or ``frozen``
 ``files``       by path in the folder: ``size`` in bytes, ``hash`` (``checksum``), and ``holds``,
@@ -16,18 +18,22 @@ One JSON object:
 ``hash``        BLAKE2b of all of the above
 ==============  ================================================================================
 
-While ``complete`` is false there is nothing but it, ``format`` and ``wrote``.
+While ``complete`` is false there is nothing but it, ``format``, ``wrote`` and ``save``: the mark of
+a save. Two saves into one folder leave a mark with ``other``, the one that was noticed, too.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_muon.claim import LOCK_NAME, Save, described
+from megatron_muon.digest_text import MOST, completed, opened, sealed
+from megatron_muon.durable import write_text
 
 FILE_NAME = "megatron_muon.json"
 FORMAT = 2
@@ -35,23 +41,36 @@ Digest = dict[str, Any]
 Files = dict[str, dict[str, Any]]
 Checksum = Callable[[Path], str]
 
-_ITERATION = re.compile(r"iter_(\d+)$")
-_PART = "megatron_muon.{rank}.part.json"
+_ITERATION = re.compile(r"iter_([0-9]{7,})")
+_OWN = re.compile(r"megatron_muon\..*(part\.json|tmp|lock)")  # beside the digest itself
 
 
 class DigestError(ValueError):
     """A checkpoint is not what its digest says, or not complete."""
 
 
-def begin(folder: Path, wrote: Mapping[str, Any]) -> None:
+class TwoSavesError(RuntimeError):
+    """Another save into the same folder is going on, or has begun during this one."""
+
+
+# --- the digest of a save ------------------------------------------------------------------------
+
+
+def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> None:
     """Mark a folder as incomplete; it is made where it is not there.
+
+    Args:
+        folder: the checkpoint's.
+        wrote: as in the digest.
+        save: which save this is, for ``other_save``.
 
     Raises:
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / FILE_NAME, _sealed({"format": FORMAT, "complete": False, "wrote": wrote}))
-    _clear(folder)  # what a save that was killed has left
+    mark = {"format": FORMAT, "complete": False, "wrote": wrote, "save": save}
+    write_text(folder / FILE_NAME, sealed(mark))
+    _clear(folder, LOCK_NAME)  # what a save that was killed has left
 
 
 def finish(folder: Path, content: Mapping[str, Any]) -> None:
@@ -64,42 +83,83 @@ def finish(folder: Path, content: Mapping[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    write_text(folder / FILE_NAME, _sealed({"format": FORMAT, "complete": True, **content}))
+    write_text(folder / FILE_NAME, sealed({"format": FORMAT, "complete": True, **content}))
     _clear(folder)
 
 
-def _clear(folder: Path) -> None:
+def contest(folder: Path, save: Save, other: Save | None) -> None:
+    """Mark it as what two saves have written into at once, so that neither makes it complete.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    mark = {"format": FORMAT, "complete": False, "wrote": {}, "save": save, "other": other}
+    write_text(folder / FILE_NAME, sealed(mark))
+
+
+def other_save(folder: Path, save: Save) -> str | None:
+    """What says that another save has written here since ``begin``; None while the mark is ours."""
+    content, problem = _content(folder)
+    if content is None:
+        return problem or f"its mark, {FILE_NAME}, was removed"
+    theirs = content["save"]
+    if theirs is None or theirs["id"] != save["id"]:
+        return f"another save began there: {described(theirs)}"
+    if content["other"] is not None:
+        return f"another save began there: {described(content['other'])}"
+    return None
+
+
+def saver(folder: Path) -> Save | None:
+    """Which save has marked a folder last, where its mark says so."""
+    content, _ = _content(folder)
+    return None if content is None else content["save"]
+
+
+def _clear(folder: Path, *kept: str) -> None:
     for path in folder.glob("megatron_muon.*"):
-        if path.name != FILE_NAME and own_file(path.name):
-            path.unlink()
+        if path.name not in (FILE_NAME, *kept) and own_file(path.name):
+            path.unlink(missing_ok=True)
 
 
 def read(folder: Path) -> Digest | None:
     """A folder's digest, None where it has none.
 
     Raises:
-        DigestError: it is damaged or of another format.
+        DigestError: it is damaged, of another format, or cannot be read.
+    """
+    content, problem = _content(folder)
+    if problem:
+        raise DigestError(f"{problem}. {way_out(folder)}")
+    return content
+
+
+def _content(folder: Path) -> tuple[Digest | None, str]:
+    """The digest or None, and what is wrong with it; nothing is where there is none.
+
+    It asks nothing of other folders, so that ``way_out`` may ask it of all of them.
     """
     path = folder / FILE_NAME
     try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return None
-    except UnicodeDecodeError:
-        text = ""
-    try:
-        found = json.loads(text)
-        intact = _sealed({key: found[key] for key in found if key != "hash"}) == text
-    except (ValueError, TypeError):
-        found, intact = {}, False
-    if not intact:
-        raise DigestError(f"{path} is damaged: it is not what was written. {way_out(folder)}")
-    if found["format"] != FORMAT:
-        raise DigestError(
-            f"{path} is of format {found['format']!r}, this megatron_muon reads {FORMAT}: use the "
-            "megatron_muon that wrote it, or load without the check (--no-muon-checkpoint-digest)"
-        )
-    return dict(found)
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return None, f"{path} is damaged: it is no file"
+        if status.st_size > MOST:
+            return None, f"{path} is damaged: it has {status.st_size} bytes, at most {MOST} can be"
+        content = opened(path.read_bytes().decode())
+        if content.get("format") != FORMAT:
+            return None, (
+                f"{path} is of format {content.get('format')!r}, this megatron_muon reads {FORMAT}:"
+                " use the megatron_muon that wrote it, or load without the check "
+                "(--no-muon-checkpoint-digest)"
+            )
+        return completed(content), ""
+    except (FileNotFoundError, NotADirectoryError):
+        return None, f"{path} is damaged: it is a link to nothing" if path.is_symlink() else ""
+    except OSError as error:
+        return None, f"{path} cannot be read ({error})"
+    except ValueError as error:
+        return None, f"{path} is damaged: {error}"
 
 
 def require_complete(folder: Path, digest: Digest) -> None:
@@ -108,11 +168,23 @@ def require_complete(folder: Path, digest: Digest) -> None:
     Raises:
         DigestError: with the way out.
     """
-    if not digest["complete"]:
+    if digest["complete"]:
+        return
+    if digest["other"] is not None:
         raise DigestError(
-            f"{folder} is not complete: the save that wrote it was stopped before its end. "
+            f"{folder} is not complete: two saves wrote into it at once, that of "
+            f"{described(digest['save'])}, and that of {described(digest['other'])}. "
             f"{way_out(folder)}"
         )
+    if digest["save"] is not None:
+        raise DigestError(
+            f"{folder} is not complete: the save that wrote it goes on or was stopped before its "
+            f"end, that of {described(digest['save'])}. {way_out(folder)}"
+        )
+    raise DigestError(
+        f"{folder} is not complete: the save that wrote it was stopped before its end. "
+        f"{way_out(folder)}"
+    )
 
 
 def describe(path: Path, checksum: Checksum) -> dict[str, Any]:
@@ -133,14 +205,28 @@ def fault(folder: Path, name: str, entry: Mapping[str, Any], checksum: Checksum)
     try:
         size = path.stat().st_size
         if size != entry["size"]:
-            return f"{path} has {size} bytes, {entry['size']} were written"
+            later = _later(folder, path)
+            return f"{path} has {size} bytes, {entry['size']} were written{later}"
         if checksum(path) != entry["hash"]:
-            return f"{path} is damaged: its {size} bytes are not those that were written"
+            later = _later(folder, path)
+            return f"{path} is damaged: its {size} bytes are not those that were written{later}"
     except FileNotFoundError:
         return f"{path} is missing"
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter: no file has such a name
         return f"{path} cannot be read ({error})"
     return None
+
+
+def _later(folder: Path, path: Path) -> str:
+    """Of a file that is not as the digest says, in words: that it is newer, if it is."""
+    digest = folder / FILE_NAME
+    if path.stat().st_mtime_ns <= digest.stat().st_mtime_ns:
+        return ""
+    return (
+        f"; it is newer than {FILE_NAME}: a run that makes no digest, such as AdamW's without the "
+        "plugin, has saved over this folder, or the file alone was changed. In the former case "
+        f"remove {digest}, and what is there now loads unchecked"
+    )
 
 
 def shared_out(sizes: Mapping[str, int], count: int) -> list[list[str]]:
@@ -154,31 +240,9 @@ def shared_out(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     return shares
 
 
-# --- parts: what a rank knows of the files that it wrote, until the digest is made ---------------
-
-
-def write_part(folder: Path, rank: int, part: Mapping[str, Any]) -> None:
-    """Leave what a rank knows in the folder for the one that makes the digest."""
-    write_text(folder / _PART.format(rank=rank), json.dumps(part))
-
-
-def read_part(folder: Path, rank: int) -> dict[str, Any] | None:
-    """What a rank left, None where it left nothing."""
-    try:
-        return dict(json.loads((folder / _PART.format(rank=rank)).read_text()))
-    except FileNotFoundError:
-        return None
-
-
-def read_parts(folder: Path) -> Iterator[dict[str, Any]]:
-    """What all ranks left."""
-    for path in sorted(folder.glob(_PART.format(rank="*"))):
-        yield dict(json.loads(path.read_text()))
-
-
 def own_file(name: str) -> bool:
-    """A file of this module's, so none of the checkpoint's."""
-    return name == FILE_NAME or re.fullmatch(r"megatron_muon\..*(part\.json|tmp)", name) is not None
+    """A file of this package's, so none of the checkpoint's."""
+    return name == FILE_NAME or _OWN.fullmatch(name) is not None
 
 
 # --- other checkpoints beside one ----------------------------------------------------------------
@@ -187,70 +251,59 @@ def own_file(name: str) -> bool:
 def complete_iterations(folder: Path) -> list[int]:
     """Numbers of the complete checkpoints ``iter_N`` in a folder, that have a digest; the last
     one last. No file is hashed."""
-    found = []
-    for path in folder.glob("iter_*"):
-        number = _ITERATION.match(path.name)
-        if number and says_complete(path):
-            found.append(int(number[1]))
-    return sorted(found)
+    return sorted(number for number, path in _iterations(folder) if says_complete(path))
+
+
+def damaged_iterations(folder: Path) -> list[int]:
+    """Numbers of those ``iter_N`` that have a digest that cannot be read."""
+    return sorted(number for number, path in _iterations(folder) if _content(path)[1])
+
+
+def _iterations(folder: Path) -> Iterator[tuple[int, Path]]:
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    for name in names:
+        number = iteration_of(name)
+        if number is not None:
+            yield number, folder / name
+
+
+def iteration_of(name: str) -> int | None:
+    """The number N of a folder's name ``iter_N``, as Megatron writes it; None for another name."""
+    match = _ITERATION.fullmatch(name)
+    if match is None or name != f"iter_{int(match[1]):07d}":
+        return None
+    return int(match[1])
 
 
 def says_complete(folder: Path) -> bool:
-    """Whether a folder has an intact digest of a save that came to its end. No file is hashed."""
-    try:
-        digest = read(folder)
-    except (DigestError, OSError):
+    """Whether a folder has an intact digest of a save that came to its end, and all files in the
+    sizes that it says. No file is hashed."""
+    content, _ = _content(folder)
+    if content is None or not content["complete"]:
         return False
-    return digest is not None and bool(digest["complete"])
+    files: Files = content["files"]
+    return all(_size(folder / name) == entry["size"] for name, entry in files.items())
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):
+        return None
 
 
 def way_out(folder: Path) -> str:
-    """What to do where a checkpoint cannot be loaded: a sentence."""
-    if not _ITERATION.match(folder.name):
+    """What to do where a checkpoint cannot be loaded: a sentence. It raises nothing."""
+    number = iteration_of(folder.name)
+    if number is None:
         return "Load another checkpoint"
-    others = complete_iterations(folder.parent)
-    others = [number for number in others if number != int(folder.name.removeprefix("iter_"))]
+    others = [other for other in complete_iterations(folder.parent) if other != number]
     if not others:
         return f"{folder.parent} has no other checkpoint that is known to be complete"
     return f"The last complete one beside it is {others[-1]}: --ckpt-step {others[-1]} loads it"
-
-
-# --- files -----------------------------------------------------------------------------------
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there with all its text or as it was before, whenever it ends.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    beside = path.with_name(f"{path.name}.tmp")  # one process writes it
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """So that the new name outlasts a loss of power; not every file system lets a folder."""
-    try:
-        number = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(number)
-    except OSError:
-        pass
-    finally:
-        os.close(number)
-
-
-def _sealed(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, indent=1, sort_keys=True)
-    whole = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    return json.dumps({**content, "hash": whole}, indent=1, sort_keys=True) + "\n"
 
 
 def first_names(names: Iterable[str], most: int = 3) -> str:

@@ -32,19 +32,21 @@ def save(built: Built, folder: str, format: str) -> None:
         if format != "torch":
             saving.save(built, folder, format)
             return
-        from megatron_muon.mcore.checkpoint_digest import Saving, recorded, seal_recorded
-        from megatron_muon.mcore.checkpoint_owner import owner_of_chunks
-
-        trained = owner_of_chunks(built.chunks)
-        sealing = Saving.of(trained, folder)
-        assert sealing is not None
-        with recorded(trained, Path(folder)):
-            saving.save(built, folder, format)
         import torch.distributed as dist
 
-        if dist.get_rank() == 0:
-            seal_recorded(sealing)
-        dist.barrier()
+        from megatron_muon.mcore.checkpoint_digest import Saving
+        from megatron_muon.mcore.checkpoint_owner import owner_of_chunks
+        from megatron_muon.mcore.checkpoint_recorded import recorded, seal_recorded, voting
+        from megatron_muon.mcore.shards import device_of
+
+        trained = owner_of_chunks(built.chunks)
+        with voting(device_of(built.chunks)) as votes:
+            sealing = Saving.of(lambda: trained, folder)
+            assert sealing is not None
+            with recorded(trained, sealing, votes):
+                saving.save(built, folder, format)  # ends with a barrier
+                if dist.get_rank() == 0:
+                    seal_recorded(sealing)
 
 
 def load(built: Built, folder: str, format: str) -> None:
@@ -54,7 +56,7 @@ def load(built: Built, folder: str, format: str) -> None:
 
     with plugin(built):
         if format == "torch":
-            check(owner_of_chunks(built.chunks), folder, exact=True)
+            check(lambda: owner_of_chunks(built.chunks), folder, exact=True)
         saving.load(built, folder, format)
 
 

@@ -23,9 +23,10 @@ from ranks import RankError, run
 from saving import formats, save_new
 from sealing import KINDS, Corruption, corrupt, errors_of_loads, loaded, saved
 
-from megatron_muon import digest
+from megatron_muon import claim, digest, digest_parts
 from megatron_muon.checksum import checksum
 from megatron_muon.digest import DigestError
+from megatron_muon.digest_text import sealed
 
 CASE = Case(steps=2)
 DP = Topology(dp=2)
@@ -137,7 +138,7 @@ def test_begin_and_finish(tmp_path: Path) -> None:
     assert found is not None and found["complete"] is False
     with pytest.raises(DigestError, match=r"is not complete: .* no other checkpoint that is known"):
         digest.require_complete(folder, found)
-    digest.write_part(folder, 1, {"files": {}})
+    digest_parts.write_part(folder, claim.identity(), 1, {"files": {}})
     digest.finish(folder, CONTENT)
     found = digest.read(folder)
     assert found is not None and found["complete"] is True and found["format"] == 2
@@ -172,7 +173,7 @@ def test_every_changed_character_of_it_is_seen(tmp_path: Path) -> None:
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
-    digest.write_text(tmp_path / digest.FILE_NAME, digest._sealed({"format": 3, "complete": True}))
+    (tmp_path / digest.FILE_NAME).write_text(sealed({"format": 3, "complete": True}))
     with pytest.raises(DigestError, match=r"is of format 3, this megatron_muon reads 2: use the"):
         digest.read(tmp_path)
 

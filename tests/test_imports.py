@@ -17,8 +17,9 @@ TIERS = [
     (
         "integers",
         [
-            *("arrangement", "buckets", "coefficients", "config", "digest", "digest_schema"),
-            *("homes", "iteration", "layout", "ordering", "pickles", "plan", "report", "rounds"),
+            *("arrangement", "buckets", "claim", "coefficients", "config", "digest"),
+            *("digest_parts", "digest_text", "durable", "homes", "iteration"),
+            *("layout", "ordering", "pickles", "plan", "report", "rounds"),
         ],
     ),
     ("tensors", ["archive", "checksum", "newton_schulz", "products", "torch_dist", "update"]),

@@ -14,7 +14,6 @@ from megatron_muon.torch_dist import METADATA
 from megatron_muon.training import tracker
 
 _ITERATION = re.compile(r"iter_[0-9]+|release")
-_LONGEST = 4096  # bytes that are read of a tracker; it has one number
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def located(path: Path) -> Located:
     if file.exists():
         named, why = _named(file)
         if named is None:
-            return Located(file, False, (f"{file} {why}",))
+            return Located(file, False, (why,))
         if not named.is_dir():
             return Located(named, False, (f"{file} names {named.name}, which is not there",))
         return Located(named)
@@ -64,15 +63,13 @@ def _named(file: Path) -> tuple[Path | None, str]:
     """What a tracker file points at; or None, and what is wrong with it."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):  # reading a pipe would wait
-            return None, "is no regular file"
-        with file.open("rb") as stream:
-            data = stream.read(_LONGEST)
+            return None, f"{file} is no regular file"
+        name = tracker.named_by(file.parent)
+    except ValueError as error:
+        return None, f"the tracker file names no iteration: {error}"
     except OSError as error:
-        return None, f"cannot be read: {error.strerror}"
-    name = tracker.folder_of(data.decode(errors="backslashreplace"))
-    if name is None:
-        return None, f"names no iteration: it has {data[:40]!r} in it"
-    return file.parent / name, ""
+        return None, f"{file} cannot be read: {error.strerror}"
+    return None if name is None else file.parent / name, f"{file} is gone"
 
 
 def _refuse_several(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from megatron_muon.agreement import (
     PlanMismatchError,
     agree_everywhere,
     agree_on_grid,
+    attempt,
     raise_together,
+    together,
 )
 from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Exchange, Meter
@@ -26,7 +29,7 @@ from megatron_muon.mcore.distributed_optimizer import (
     muon_over,
 )
 from megatron_muon.mcore.groups import Stage
-from megatron_muon.mcore.hooks import SeamError, check_built
+from megatron_muon.mcore.hooks import check_built
 from megatron_muon.mcore.loss_scale import share_loss_scale
 from megatron_muon.mcore.ordered import require_ordered
 from megatron_muon.mcore.routing import Found, local_experts, muon_parameters, on_every_ep_rank
@@ -61,22 +64,48 @@ def make_muons(
     """
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)
-    raise_together(_fault(parts), None, device)
+    description = together(
+        lambda: _checked(parts, model_chunks, config, pg_collection), None, device
+    )
     for part in parts:
         part.muon = None
         part.__class__ = MuonDistributedOptimizer
-    agree_everywhere(plans.describe([], config, plan_device(device)), device)
+    agree_everywhere(description, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
     lines = survey(model_chunks, config, stage)
+    optimizer.__class__ = MuonChainedOptimizer
+    optimizer.voters = groups.voters(parts, stage)
+    optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
+    lines += together(lambda: _completed(parts, muons, config, stage), None, device)
+    checkpoint_owner.remember(model_chunks, config, stage)
+    for line in lines:
+        print(line, flush=True)
+
+
+def _checked(
+    parts: Sequence[Any], model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any
+) -> list[str]:
+    """What all ranks must agree on, once this one has what the plugin needs."""
+    for part in parts:
+        check_built(part)
+    groups.require_groups(model_chunks, pg_collection)
+    return plans.describe([], config, plan_device(device_of(model_chunks)))
+
+
+def _completed(
+    parts: Sequence[Any],
+    muons: Sequence[tuple[Any, DistributedMuon]],
+    config: MuonConfig,
+    stage: Stage,
+) -> list[str]:
+    """Put Muon inside; returns lines for this rank to print. No communication."""
+    lines = []
     plain = config.ns_iteration == "standard" and config.ns_batch == 1
     if stage.speaks and not (plain and stage.device.type == "cpu"):
         products = said_of_products(stage.device, config.ns_dtype, config.ns_iteration)
         lines.append(newton_schulz_line(config, products, at_once_on(stage.device, config)))
-    optimizer.__class__ = MuonChainedOptimizer
-    optimizer.voters = groups.voters(parts, stage)
-    optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     share_loss_scale(parts)
     for part, muon in muons:
         _put_inside(part, muon)
@@ -93,18 +122,7 @@ def make_muons(
                     buckets=[len(buffer.buckets) for buffer in part.buffers],
                 )
             )
-    checkpoint_owner.remember(model_chunks, config, stage)
-    for line in lines:
-        print(line, flush=True)
-
-
-def _fault(parts: Sequence[Any]) -> SeamError | None:
-    try:
-        for part in parts:
-            check_built(part)
-    except SeamError as error:
-        return error
-    return None
+    return lines
 
 
 def _made_together(
@@ -112,14 +130,14 @@ def _made_together(
 ) -> list[tuple[Any, DistributedMuon]]:
     """Each part that is no stub, with its Muon; an error of any rank is one of the whole world."""
     muons: list[tuple[Any, DistributedMuon]] = []
-    error: Exception | None = None
+    error: BaseException | None = None
     for part in parts:
         if part.is_stub_optimizer:
             continue
-        try:
-            muons.append((part, _agreed_muon(part, config, stage)))
-        except Exception as own:  # whatever it is, the other ranks must hear of it
-            error = error or own
+        muon, own = attempt(partial(_agreed_muon, part, config, stage))
+        error = error or own
+        if muon is not None:
+            muons.append((part, muon))
     raise_together(error, None, stage.device)
     return muons
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.agreement import raise_quoting
+from megatron_muon.agreement import attempt, raise_quoting
 from megatron_muon.collectives import any_rank
 from megatron_muon.mcore.checkpoint_chain import CheckpointChain
 from megatron_muon.mcore.shards import device_of, owned_shards
@@ -35,7 +35,8 @@ class MuonChainedOptimizer(CheckpointChain):
         first = self.chained_optimizers[0]
         group = first.get_grad_stats_parallel_group()
         if not first.grad_scaler and any_rank("muon/vote", self._some_grad_is_unusable(), group):
-            raise_quoting(self._gradient_error(), group)
+            error, failure = attempt(self._gradient_error)
+            raise_quoting(failure or error, group)
         return overflow
 
     def _some_grad_is_unusable(self) -> torch.Tensor:

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.agreement import raise_together
+from megatron_muon.agreement import together
 from megatron_muon.mcore.checkpoint_buffers import (
     ADAMW_STATE,
     OTHER_CUT,
@@ -182,12 +182,7 @@ class MuonCheckpoint(ShardedState):
 
     def _together(self, act: Callable[[], None]) -> None:
         """Raise on every rank of the stage if ``act``, which communicates nothing, does on one."""
-        error: Exception | None = None
-        try:
-            act()
-        except Exception as own:  # whatever it is, the other ranks must hear of it
-            error = own
-        raise_together(error, self.stage_group, device_of(self.model_chunks))
+        together(act, self.stage_group, device_of(self.model_chunks))
 
     def _part_steps(self) -> None:
         """Megatron gives all parameters of torch's AdamW one step tensor, which each counts up."""

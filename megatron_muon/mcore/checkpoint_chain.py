@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.agreement import raise_together
+from megatron_muon.agreement import together
 from megatron_muon.collectives import Group, all_gather_texts
 from megatron_muon.mcore.checkpoint_buffers import OTHER_CUT
 from megatron_muon.mcore.checkpoint_foreign import Source, converted, renamed
@@ -55,13 +55,14 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Megatron's; what a checkpoint must have is in ``checkpoint``."""
-        self._together(self._load_state_dict, state_dict)
+        given = self._together(self._given, state_dict)  # before one of them scatters
+        self._together(super().load_state_dict, given)
 
-    def _load_state_dict(self, state_dict: Any) -> None:
+    def _given(self, state_dict: Any) -> Any:
         if self.source is not None:
             config = self.chained_optimizers[0].muon.config
             state_dict = _of_any(converted(state_dict, self.source, config, WHOLE_WEIGHTS))
-        super().load_state_dict(_for_parts(state_dict, len(self.chained_optimizers)))
+        return _for_parts(state_dict, len(self.chained_optimizers))
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's: what is to be saved, or with ``is_loading`` to be filled.
@@ -114,16 +115,13 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             raise ValueError(f"{filename} is cut off, or is no file of torch.save")
 
     def _together(self, act: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        result: T | None = None
-        error: Exception | None = None
         device = device_of(self.chained_optimizers[0].model_chunks)
-        with self._without_stubs():
-            try:
-                result = act(*args, **kwargs)
-            except Exception as own:  # whatever it is, the other ranks must hear of it
-                error = own
-        raise_together(error, self.voters, device)
-        return result  # type: ignore[return-value]
+
+        def without_stubs() -> T:
+            with self._without_stubs():
+                return act(*args, **kwargs)
+
+        return together(without_stubs, self.voters, device)
 
     @contextmanager
     def _without_stubs(self) -> Iterator[None]:

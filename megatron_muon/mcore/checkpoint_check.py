@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon import digest, digest_schema
-from megatron_muon.agreement import raise_together
+from megatron_muon import digest
+from megatron_muon.agreement import together
 from megatron_muon.checksum import checksum
 from megatron_muon.collectives import all_gather_numbers
 from megatron_muon.digest import Digest, DigestError
@@ -22,12 +22,14 @@ from megatron_muon.mcore.checkpoint_model import check_model
 from megatron_muon.mcore.checkpoint_owner import (
     Trained,
     Wanted,
+    Whole,
     local_folder,
     trained_device,
     vocabulary,
     wanted_by_all,
-    whole_table,
+    whole_model,
 )
+from megatron_muon.mcore.checkpoint_settings import SETTINGS_WAY_OUT, changed_settings
 from megatron_muon.torch_dist import read_metadata
 
 THREADS = 4  # that hash a rank's files; it seldom writes more than two
@@ -52,31 +54,44 @@ def is_checked(folder: str) -> bool:
     return folder == _checked
 
 
-def check(trained: Trained | None, checkpoint_dir: str, exact: bool) -> None:
+def check(find: Callable[[], Trained | None], checkpoint_dir: str, exact: bool) -> None:
     """Refuse a checkpoint that is not complete, not intact, or of another model.
 
     Every rank of the world calls it. Without a digest there is one warning, on rank 0.
 
     Args:
-        trained: the model that is to be loaded, where Muon trains it.
+        find: the model that is to be loaded, where Muon trains it.
         checkpoint_dir: the checkpoint's folder.
-        exact: nothing may be in the checkpoint that is not in the model.
+        exact: the optimizer's state is loaded, too: nothing may be in the checkpoint that is not in
+            the model, and the model must compute the same function.
 
     Raises:
         DigestError: on the ranks that find a fault.
         NotImplementedError: the folder is in an object store.
         RuntimeError: on ranks that have no error themselves when another has.
     """
-    wanted = wanted_by_all(trained)
+    trained, wanted = wanted_by_all(find)
     if wanted != Wanted.DIGEST:
         return
     folder, device = local_folder(checkpoint_dir, wanted), trained_device(trained)
-    found = check_files(folder, device)
-    if found is None:
+    saved = check_files(folder, device)
+    if saved is None:
         return
-    own_table = whole_table(trained)
-    vocabularies = (found["vocabulary"], vocabulary())
-    check_model(found["parameters"], own_table, str(folder), exact, vocabularies)
+    own = whole_model(trained)
+    together(lambda: _check_model(saved, own, str(folder), exact), None, device)
+
+
+def _check_model(saved: Digest, own: Whole, folder: str, exact: bool) -> None:
+    vocabularies = (saved["vocabulary"], vocabulary())
+    check_model(saved["parameters"], own.table, folder, exact, vocabularies)
+    changed = changed_settings(saved["model"], own.settings)
+    if not changed:
+        return
+    told = f"{folder} is of a model that computes another function: {'; '.join(changed)}"
+    if exact:
+        raise DigestError(f"{told}. {SETTINGS_WAY_OUT}")
+    if dist.get_rank() == 0:
+        print(f"[megatron_muon] WARNING: {told}. Its weights are loaded into this one", flush=True)
 
 
 def check_files(folder: Path, device: torch.device) -> Digest | None:
@@ -92,48 +107,46 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
         DigestError: on the ranks that find a fault.
         RuntimeError: on ranks that have no error themselves when another has.
     """
-    error: Exception | None = None
-    found: Digest | None = None
-    try:
-        found = digest.read(folder)
-        if found is not None:
-            if wrong := digest_schema.problem(found):
-                raise DigestError(
-                    f"{folder / digest.FILE_NAME} is not megatron_muon's: {wrong}. "
-                    f"{digest.way_out(folder)}"
-                )
-            digest.require_complete(folder, found)
-    except (DigestError, OSError) as own:
-        error = own
-    raise_together(error, None, device)
-    if not _all_have(found, folder, device):
+    saved = together(lambda: _complete(folder), None, device)
+    if not _all_have(saved, folder, device):
         return None
-    assert found is not None
-    raise_together(_damage(folder, found), None, device)
-    return found
+    assert saved is not None
+    together(lambda: _require_undamaged(folder, saved), None, device)
+    return saved
 
 
-def _all_have(found: Digest | None, folder: Path, device: torch.device) -> bool:
+def _complete(folder: Path) -> Digest | None:
+    saved = digest.read(folder)
+    if saved is not None:
+        digest.require_complete(folder, saved)
+    return saved
+
+
+def _all_have(saved: Digest | None, folder: Path, device: torch.device) -> bool:
     """True where there is a digest; the ranks must agree, on a file system that they share."""
-    numbers = [0] if found is None else [int(found["hash"][:15], 16)]
+    numbers = [0] if saved is None else [int(saved["hash"][:15], 16)]
     every = all_gather_numbers(numbers, None, device)
     if any(other != every[0] for other in every):
         raise DigestError(
             f"ranks see different files at {folder / digest.FILE_NAME}: a checkpoint must be on a "
             "file system that all of them share"
         )
-    if found is None and dist.get_rank() == 0:
+    if saved is None and dist.get_rank() == 0:
         print(
             f"[megatron_muon] WARNING: {folder} has no {digest.FILE_NAME}, so it is loaded "
             "unchecked: whether its files are complete and what was written is not known",
             flush=True,
         )
-    return found is not None
+    return saved is not None
 
 
-def _damage(folder: Path, found: Digest) -> DigestError | None:
-    """What is wrong with this rank's share of the files."""
-    files = found["files"]
+def _require_undamaged(folder: Path, saved: Digest) -> None:
+    """This rank's share of the files.
+
+    Raises:
+        DigestError: one is not as it was written.
+    """
+    files = saved["files"]
     sizes = {name: entry["size"] for name, entry in files.items()}
     mine = digest.shared_out(sizes, dist.get_world_size())[dist.get_rank()]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -142,12 +155,12 @@ def _damage(folder: Path, found: Digest) -> DigestError | None:
         )
     bad = {name: fault for name, fault in zip(mine, faults, strict=True) if fault}
     if not bad:
-        return None
+        return
     name = min(bad)
     also = f" So are {digest.first_names(set(bad) - {name})}." if len(bad) > 1 else ""
     held = held_in(folder, name, files[name])
     holds = f" It holds {held}." if held else ""
-    return DigestError(f"{bad[name]}.{holds}{also} {digest.way_out(folder)}")
+    raise DigestError(f"{bad[name]}.{holds}{also} {digest.way_out(folder)}")
 
 
 def held_in(folder: Path, name: str, entry: Mapping[str, Any]) -> str:

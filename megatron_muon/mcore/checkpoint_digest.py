@@ -1,8 +1,8 @@
 """Making a checkpoint's digest where ranks save one, and having it checked where they load it.
 
 ``save`` and ``load`` go around ``megatron.core.dist_checkpointing``'s, for all who call it, where
-the state dict is that of a model that Muon trains; ``recorded`` and ``seal_recorded`` are for what
-is written by ``torch.save`` alone, Megatron-LM's old format.
+the state dict is that of a model that Muon trains. What is written by ``torch.save`` alone,
+Megatron-LM's old format, is ``checkpoint_recorded``'s.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,25 +22,26 @@ import torch
 import torch.distributed as dist
 
 import megatron_muon
-from megatron_muon import digest
-from megatron_muon.agreement import raise_together
+from megatron_muon import digest, digest_parts
+from megatron_muon.agreement import together
 from megatron_muon.checksum import checksum
+from megatron_muon.claim import Save
 from megatron_muon.collectives import all_gather_texts
 from megatron_muon.digest import Files
 from megatron_muon.mcore.checkpoint_check import SHARD, THREADS, check, is_checked
+from megatron_muon.mcore.checkpoint_claim import Claim, require_free
 from megatron_muon.mcore.checkpoint_layout import check_layout
-from megatron_muon.mcore.checkpoint_model import Table, table_of
 from megatron_muon.mcore.checkpoint_owner import (
     Trained,
     Wanted,
+    Whole,
     local_folder,
     owner,
     trained_device,
     vocabulary,
     wanted_by_all,
-    whole_table,
+    whole_model,
 )
-from megatron_muon.mcore.shards import device_of
 
 # --- dist_checkpointing ------------------------------------------------------------------------
 
@@ -58,20 +58,26 @@ def save(
     Raises:
         OSError: the digest, or a file that is to be hashed, cannot be written or read; with an
             asynchronous save when that is finalized.
+        TwoSavesError: another save into the folder is going on, or has begun meanwhile.
         RuntimeError: on ranks that have no error themselves when another has.
     """
-    saving = Saving.of(owner(sharded_state_dict), str(checkpoint_dir))
+    saving = Saving.of(lambda: owner(sharded_state_dict), str(checkpoint_dir))
     if saving is None:
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    with _quiet_about_the_digest(saving.folder):
-        request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    try:
+        with _quiet_about_the_digest(saving.folder):
+            request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    except BaseException:
+        saving.claim.abandon()
+        raise
     if request is None:
         saving.seal()
         return None
     request.finalize_fns.append(saving.seal)  # Megatron's metadata come first, its tracker after
     if request.async_fn is None:
         return request
-    act = partial(_write_and_hash, request.async_fn, str(saving.folder), dist.get_rank())
+    rank, save = dist.get_rank(), saving.claim.save
+    act = partial(_write_and_hash, request.async_fn, str(saving.folder), rank, save)
     return request._replace(async_fn=act)
 
 
@@ -90,8 +96,9 @@ def load(
     """
     if not is_checked(str(checkpoint_dir)):
         exact = any(str(key).startswith("optimizer") for key in sharded_state_dict)
-        check(owner(sharded_state_dict), str(checkpoint_dir), exact=exact)
-    if wanted_by_all(owner(sharded_state_dict)) != Wanted.NOTHING:
+        check(lambda: owner(sharded_state_dict), str(checkpoint_dir), exact=exact)
+    _, wanted = wanted_by_all(lambda: owner(sharded_state_dict))
+    if wanted != Wanted.NOTHING:
         check_layout(sharded_state_dict, str(checkpoint_dir))
     return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
@@ -100,7 +107,7 @@ def load(
 def _quiet_about_the_digest(folder: Path) -> Iterator[None]:
     """Megatron warns of files in the folder: not where the mark of the digest is the only one."""
     logger = logging.getLogger("megatron.core.dist_checkpointing.serialization")
-    others = any(not digest.own_file(path.name) for path in folder.iterdir())
+    others = folder.is_dir() and any(not digest.own_file(path.name) for path in folder.iterdir())
 
     def passes(record: logging.LogRecord) -> bool:
         return others or "Overwriting old incomplete" not in record.getMessage()
@@ -113,11 +120,12 @@ def _quiet_about_the_digest(folder: Path) -> Iterator[None]:
 
 
 def _write_and_hash(
-    write: Callable[..., Any], folder: str, rank: int, *args: Any, **kwargs: Any
+    write: Callable[..., Any], folder: str, rank: int, save: Save, *args: Any, **kwargs: Any
 ) -> Any:
     """In the process of an asynchronous save: Megatron's writing, then what the digest needs."""
     result = write(*args, **kwargs)
-    digest.write_part(Path(folder), rank, {"files": _described(Path(folder), rank)})
+    part = {"files": _described(Path(folder), rank)}
+    digest_parts.write_part(Path(folder), save, rank, part)
     return result
 
 
@@ -129,72 +137,91 @@ class Saving:
     """A save that has begun.
 
     Attributes:
-        folder: the checkpoint's.
+        claim: on the checkpoint's folder.
         content: on rank 0 all of the digest but ``files``; on others empty.
     """
 
-    folder: Path
+    claim: Claim
     content: dict[str, Any]
 
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's."""
+        return self.claim.folder
+
     @classmethod
-    def of(cls, trained: Trained | None, checkpoint_dir: str) -> Saving | None:
+    def of(cls, find: Callable[[], Trained | None], checkpoint_dir: str) -> Saving | None:
         """Mark the folder as incomplete; None where no rank saves a model of Muon's, or the digest
         is switched off. Every rank of the world calls it.
 
+        Args:
+            find: whose model it is.
+            checkpoint_dir: the folder.
+
         Raises:
             OSError: the mark cannot be written.
+            TwoSavesError: another save into it is going on.
             NotImplementedError: the folder is in an object store.
+            RuntimeError: on ranks that have no error themselves when another has.
         """
-        wanted = wanted_by_all(trained)
+        trained, wanted = wanted_by_all(find)
         if wanted == Wanted.NOTHING:
             return None
         folder, device = local_folder(checkpoint_dir, wanted), trained_device(trained)
-        error: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                if wanted == Wanted.NO_DIGEST:
-                    (folder / digest.FILE_NAME).unlink(missing_ok=True)  # another save's
-                else:
-                    digest.begin(folder, wrote())
-            except OSError as own:
-                error = own
-        raise_together(error, None, device)
         if wanted == Wanted.NO_DIGEST:
+            first = dist.get_rank() == 0
+            together(lambda: _unmark(folder) if first else None, None, device)
             return None
-        table = whole_table(trained)
-        return cls(folder, _content(trained, table) if dist.get_rank() == 0 else {})
+        whole = whole_model(trained)
+        claim = Claim.stake(folder, wrote(), device)
+        content = _content(trained, whole, claim.save) if dist.get_rank() == 0 else {}
+        return cls(claim, content)
 
     def seal(self) -> None:
         """Hash the files and mark the folder as complete. Every rank of the world calls it.
 
         Raises:
             OSError: a file cannot be read, or the digest not be written.
+            TwoSavesError: another save into the folder has begun meanwhile.
             RuntimeError: on ranks that have no error themselves when another has.
         """
-        error: Exception | None = None
-        files: Files = {}
+        device = self.claim.device
+        self.claim.require_ours()
         try:
-            files = self._own_files()
-        except Exception as own:  # whatever it is, the other ranks must hear of it
-            error = own
-        raise_together(error, None, device_of([]))
-        every = all_gather_texts(json.dumps(files), None)
+            files = together(self._own_files, None, device)
+            every = all_gather_texts(json.dumps(files), None)
+            self.claim.require_ours()
+            merged = {name: entry for text in every for name, entry in json.loads(text).items()}
+            together(lambda: self._finish(merged), None, device)
+        finally:
+            self.claim.release()
+
+    def _finish(self, files: Files) -> None:
         if dist.get_rank() == 0:
-            try:
-                merged = {name: entry for text in every for name, entry in json.loads(text).items()}
-                digest.finish(self.folder, {**self.content, "files": merged})
-            except OSError as own:
-                error = own
-        raise_together(error, None, device_of([]))
+            self.claim.compare()
+            digest.finish(self.folder, {**self.content, "files": files})
 
     def _own_files(self) -> Files:
         rank = dist.get_rank()
-        left = digest.read_part(self.folder, rank)
+        left = digest_parts.read_part(self.folder, self.claim.save, rank)
         files: Files = left["files"] if left else _described(self.folder, rank)
+        if left:
+            require_unchanged(self.folder, files)
         if rank == 0:
             names = [name for name in _names(self.folder) if not SHARD.search(name)]
-            files = {**files, **_hashed(self.folder, names)}
+            files = {**files, **hashed(self.folder, names)}
         return files
+
+
+def is_seal(function: Any) -> bool:
+    """Whether a function that finalizes an asynchronous save makes a digest."""
+    return getattr(function, "__func__", None) is Saving.seal
+
+
+def _unmark(folder: Path) -> None:
+    """Take another save's digest away, which does not know of what is written now."""
+    require_free(folder)
+    (folder / digest.FILE_NAME).unlink(missing_ok=True)
 
 
 def wrote() -> dict[str, Any]:
@@ -207,13 +234,15 @@ def wrote() -> dict[str, Any]:
     }
 
 
-def _content(trained: Trained | None, table: Table) -> dict[str, Any]:
+def _content(trained: Trained | None, whole: Whole, save: Save) -> dict[str, Any]:
     return {
         "wrote": wrote(),
+        "save": save,
         "optimizer": "muon",
         "settings": asdict(trained.config) if trained else None,
         "vocabulary": vocabulary(),
-        "parameters": table,
+        "model": whole.settings,
+        "parameters": whole.table,
     }
 
 
@@ -228,60 +257,32 @@ def _names(folder: Path) -> list[str]:
 
 def _described(folder: Path, rank: int) -> Files:
     """The shards of torch_dist that a rank wrote."""
-    return _hashed(folder, [path.name for path in folder.glob(f"__{rank}_*.distcp")])
+    return hashed(folder, [path.name for path in folder.glob(f"__{rank}_*.distcp")])
 
 
-def _hashed(folder: Path, names: Sequence[str]) -> Files:
+def hashed(folder: Path, names: Sequence[str]) -> Files:
+    """``files`` of a digest, of files that torch has just written."""
     with ThreadPoolExecutor(THREADS) as pool:
         entries = pool.map(lambda name: digest.describe(folder / name, _just_written), names)
         return dict(zip(names, entries, strict=True))
+
+
+def require_unchanged(folder: Path, files: Files) -> None:
+    """Of files that were hashed a while ago; little of them is read.
+
+    Raises:
+        OSError: one is another now, so something else writes into the folder.
+    """
+    now = hashed(folder, list(files))
+    for name, entry in files.items():
+        if (now[name]["size"], now[name]["hash"]) != (entry["size"], entry["hash"]):
+            raise OSError(
+                f"{folder / name} was changed since this save wrote it: another job or a command "
+                "writes into the same folder. Let one job save there"
+            )
 
 
 def _just_written(path: Path) -> str:
     """Its checksum, with what torch has summed up, if it has: since 2.6 it can be told not to."""
     summed = getattr(torch.serialization, "get_crc32_options", lambda: True)()
     return checksum(path, written=summed)
-
-
-# --- what torch.save writes --------------------------------------------------------------------
-
-
-@contextmanager
-def recorded(trained: Trained | None, folder: Path) -> Iterator[None]:
-    """Within it, what this rank writes into the folder by ``torch.save`` is hashed, and a part of
-    the digest left there for ``seal_recorded``. No communication."""
-    if trained is None:
-        yield
-        return
-    own = torch.save
-    files: Files = {}
-    table = table_of(trained.model_chunks(), trained.config, trained.stage)
-    holds = sorted(table, key=lambda name: (table[name]["optimizer"] != "muon", name))[:3]
-
-    def save_and_hash(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        own(obj, f, *args, **kwargs)
-        if isinstance(f, (str, os.PathLike)) and folder in Path(f).parents:
-            entry = digest.describe(Path(f), _just_written)
-            files[str(Path(f).relative_to(folder))] = {**entry, "holds": holds}
-            part = {"files": files, "parameters": table}
-            digest.write_part(folder, dist.get_rank(), part)
-
-    torch.save = save_and_hash
-    try:
-        yield
-    finally:
-        torch.save = own
-
-
-def seal_recorded(saving: Saving) -> None:
-    """Mark the folder as complete, once all ranks have left ``recorded``; on rank 0 alone.
-
-    Raises:
-        OSError: the digest cannot be written.
-    """
-    files: Files = {}
-    table: Table = dict(saving.content["parameters"])
-    for part in digest.read_parts(saving.folder):
-        files.update(part["files"])
-        table.update(part["parameters"])
-    digest.finish(saving.folder, {**saving.content, "parameters": table, "files": files})

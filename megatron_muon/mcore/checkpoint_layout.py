@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.agreement import raise_together
+from megatron_muon.agreement import together
 from megatron_muon.mcore.checkpoint_buffers import MOMENTUM, OTHER_CUT
 from megatron_muon.mcore.checkpoint_groups import RECORD
 from megatron_muon.mcore.shards import device_of
@@ -47,20 +47,19 @@ def check_layout(sharded_state_dict: Mapping[str, Any], folder: str) -> None:
             names the first difference.
         RuntimeError: on ranks that have no error themselves when another has.
     """
-    error: Exception | None = None
-    try:
-        wanted = dict(_wanted(sharded_state_dict))
-        if any(_RANKS_OWN.search(key) or _MODEL_SPACE.match(key) for key in wanted):
-            found = _stored(folder)
-            problem = (
-                _other_cut(wanted, found)
-                or _other_prefix(wanted, found)
-                or _other_dtype(wanted, found)
-            )
-            error = ValueError(f"{folder}: {problem}") if problem else None
-    except Exception as own:  # whatever it is, the other ranks must hear of it
-        error = own
-    raise_together(error, None, device_of([]))
+    together(lambda: _check_own(sharded_state_dict, folder), None, device_of([]))
+
+
+def _check_own(sharded_state_dict: Mapping[str, Any], folder: str) -> None:
+    wanted = dict(_wanted(sharded_state_dict))
+    if not any(_RANKS_OWN.search(key) or _MODEL_SPACE.match(key) for key in wanted):
+        return
+    found = _stored(folder)
+    problem = (
+        _other_cut(wanted, found) or _other_prefix(wanted, found) or _other_dtype(wanted, found)
+    )
+    if problem:
+        raise ValueError(f"{folder}: {problem}")
 
 
 def _wanted(state: Any) -> Iterator[tuple[str, _Tensor | None]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_muon.agreement import attempt, raise_quoting, together
 from megatron_muon.collectives import all_gather_numbers, all_gather_texts
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.checkpoint_model import Table, table_of
+from megatron_muon.mcore.checkpoint_settings import Settings, settings_of
 from megatron_muon.mcore.groups import Stage
 from megatron_muon.mcore.shards import device_of
 
@@ -110,14 +112,30 @@ def owner_of_chunks(model_chunks: Sequence[Any]) -> Trained | None:
     return None
 
 
-def wanted_by_all(trained: Trained | None) -> Wanted:
-    """Whether a digest is to be made or checked. Every rank of the world calls it."""
+def wanted_by_all(find: Callable[[], Trained | None]) -> tuple[Trained | None, Wanted]:
+    """What ``find`` finds, and whether a digest is to be made or checked. Every rank of the world
+    calls it.
+
+    Args:
+        find: whose model this rank saves or loads; communicates nothing.
+
+    Raises:
+        RuntimeError: on ranks that have no error themselves when ``find`` raises on another.
+    """
     if not _any_built:
-        return Wanted.NOTHING
-    mine = Wanted.NOTHING
+        return None, Wanted.NOTHING
+    trained, error = attempt(find)
+    mine = int(Wanted.NOTHING)
     if trained is not None:
         mine = Wanted.DIGEST if trained.config.checkpoint_digest else Wanted.NO_DIGEST
-    return Wanted(max(all_gather_numbers([mine], None, trained_device(trained)))[0])
+    mine = _FAILED if error is not None else mine
+    (most,) = max(all_gather_numbers([mine], None, trained_device(trained)))
+    if most == _FAILED:
+        raise_quoting(error, None)
+    return trained, Wanted(most)
+
+
+_FAILED = len(Wanted)  # in place of what a rank wants
 
 
 def trained_device(trained: Trained | None) -> torch.device:
@@ -139,13 +157,34 @@ def local_folder(checkpoint_dir: str, wanted: Wanted) -> Path:
     return Path(checkpoint_dir)
 
 
-def whole_table(trained: Trained | None) -> Table:
-    """The parameters of all ranks. Every rank of the world calls it."""
-    own: Table = {}
-    if trained is not None and _speaks_for_replicas(trained.stage):
-        own = table_of(trained.model_chunks(), trained.config, trained.stage)
-    every = all_gather_texts(json.dumps(own), None)
-    return {name: entry for text in every for name, entry in json.loads(text).items()}
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A model over all ranks: ``parameters`` and ``model`` of a digest."""
+
+    table: Table
+    settings: Settings
+
+
+def whole_model(trained: Trained | None) -> Whole:
+    """Of the ranks that have a part of it. Every rank of the world calls it.
+
+    Raises:
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
+    own = together(lambda: _own_part(trained), None, trained_device(trained))
+    every = [json.loads(text) for text in all_gather_texts(json.dumps(own), None)]
+    table: Table = {name: entry for part in every for name, entry in part[0].items()}
+    settings: Settings = next((part[1] for part in every if part[1]), {})
+    return Whole(table, settings)
+
+
+def _own_part(trained: Trained | None) -> tuple[Table, Settings]:
+    if trained is None:
+        return {}, {}
+    chunks = trained.model_chunks()
+    speaks = _speaks_for_replicas(trained.stage)
+    table = table_of(chunks, trained.config, trained.stage) if speaks else {}
+    return table, settings_of(chunks)
 
 
 def _speaks_for_replicas(stage: Stage) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_muon import archive
-from megatron_muon.agreement import raise_together
+from megatron_muon.agreement import together
 from megatron_muon.mcore import checkpoint_foreign
 from megatron_muon.mcore.checkpoint_groups import RECORD
 from megatron_muon.mcore.checkpoint_state import FromAdamW
@@ -52,8 +52,8 @@ def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
         for part in parts:
             part.from_adamw = None
     errors = (_strange_main_params(part, "AdamW") or _other_owner(part) for part in parts)
-    error = next((error for error in errors if error is not None), None)
-    raise_together(error, None, device_of(optimizer.chained_optimizers[0].model_chunks))
+    device = device_of(optimizer.chained_optimizers[0].model_chunks)
+    together(lambda: _raise_first(errors), None, device)
 
 
 @contextmanager
@@ -75,12 +75,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
         RuntimeError: on ranks that have no error themselves when another has.
     """
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
-    error: Exception | None = None
-    try:
-        source = _source(Path(folder), optimizer)
-    except Exception as own:  # whatever it is, the other ranks must hear of it
-        error = own
-    raise_together(error, None, device)
+    source = together(lambda: _source(Path(folder), optimizer), None, device)
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     optimizer.source = source
     for part in parts:
@@ -92,7 +87,13 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
         for part in parts:
             part.main_is_weight = False
     strange = (_strange_main_params(part, "Megatron's own Muon") for part in parts)
-    raise_together(next((error for error in strange if error is not None), None), None, device)
+    together(lambda: _raise_first(strange), None, device)
+
+
+def _raise_first(errors: Iterable[Exception | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _source(folder: Path, optimizer: Any) -> checkpoint_foreign.Source:

@@ -118,6 +118,19 @@ def stage_of(
     )
 
 
+def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
+    """Of all that ``stage_of`` asks for; no communication.
+
+    Raises:
+        ValueError: the collection lacks one.
+    """
+    _whole_stage(pg_collection)
+    _tp(pg_collection)
+    if _is_moe(model_chunks):
+        _expert_tp(pg_collection)
+        _ep(pg_collection)
+
+
 def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """How many TP ranks share a weight and how many shards its buffer has: dense, and experts'.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core import optimizer as mcore_optimizer
 
-from megatron_muon.agreement import raise_together
+from megatron_muon.agreement import together
 from megatron_muon.config import MuonConfig
 from megatron_muon.exchange import Meter
 from megatron_muon.mcore import checkpoint_digest, ordered
@@ -107,15 +107,22 @@ def _get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **
     if config.optimizer != "muon":
         raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
-    refuse_unsupported(config, model_chunks)
-    refuse_groups(given.arguments)
-    raise_together(frozen_too_late(model_chunks), None, device_of(model_chunks))
+    together(lambda: _refuse(config, model_chunks, given), None, device_of(model_chunks))
     if _config.weight_decay_all_params:
         _decay_everything(given, config)
     with _asking_for_adam(config):
         optimizer = original(*given.args, **given.kwargs)
     make_muons(optimizer, model_chunks, _config, given.arguments.get("pg_collection"))
     return optimizer
+
+
+def _refuse(config: Any, model_chunks: list[Any], given: inspect.BoundArguments) -> None:
+    """What one pipeline stage may have and another not, among it."""
+    refuse_unsupported(config, model_chunks)
+    refuse_groups(given.arguments)
+    frozen = frozen_too_late(model_chunks)
+    if frozen is not None:
+        raise frozen
 
 
 def _get_megatron_muon_optimizer(

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon import collectives
-from megatron_muon.agreement import raise_together
+from megatron_muon.agreement import together
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.groups import Sizes, Stage
 from megatron_muon.mcore.matrices import matrices_of, partition_dim_of
@@ -31,16 +31,16 @@ def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> lis
     Raises:
         ValueError: a pattern matches no parameter of any stage.
     """
-    found = list(weights(model_chunks))
-    share, error = Share(), None
-    try:
-        share = share_of(found, config, stage.sizes)
-    except Exception as own:  # e.g. an expert's weight that no other stage has
-        error = own
-    raise_together(error, None, stage.device)
     patterns = [*config.muon_include, *config.muon_exclude]
-    matched = [int(any(matching(weight, [pattern]) for weight in found)) for pattern in patterns]
-    here = unsplit(found, config)
+
+    def own() -> tuple[list[Weight], Share, list[int], list[str]]:
+        """It may fail on some stages only, as with an expert's weight that no other stage has."""
+        found = list(weights(model_chunks))
+        share = share_of(found, config, stage.sizes)
+        matched = [int(any(matching(weight, [p]) for weight in found)) for p in patterns]
+        return found, share, matched, unsplit(found, config)
+
+    found, share, matched, here = together(own, None, stage.device)
     first = collectives.world_rank(0, stage.group)  # a number that only the stage's ranks have
     counts = [*share.numbers(), *(int(leaf in here) for leaf in UNSPLIT)]
     mine = [stage.instance, first, *counts, *matched]

@@ -42,6 +42,7 @@ def save_checkpoint(
 
     Raises:
         OSError: the tracker or the digest cannot be written.
+        TwoSavesError: another save into the folder is going on, or has begun meanwhile.
         RuntimeError: on ranks that have no error themselves when another has.
     """
     given = importlib.import_module("megatron.training").get_args()
@@ -49,9 +50,16 @@ def save_checkpoint(
     folder = _saved_into(given, named) if is_on(given) else None
     if folder is None:
         return original(iteration, model, *args, **kwargs)
+    from megatron_muon.mcore.checkpoint_recorded import voting
+
     tracker.put_into(_checkpointing())
     _on_rank_0(lambda: tracker.move_back(folder.parent, folder.name))
-    with _vocabulary(), _digest_of_torch(given, named, folder):
+    with ExitStack() as saving:
+        saving.enter_context(_vocabulary())
+        votes = saving.enter_context(voting(_device()))
+        saving.enter_context(tracker.failing(votes.keep))
+        saving.enter_context(_finalized_together())
+        saving.enter_context(_digest_of_torch(given, named, folder, votes))
         return original(iteration, model, *args, **kwargs)
 
 
@@ -66,21 +74,53 @@ def _saved_into(given: Any, named: dict[str, Any]) -> Path | None:
 
 
 @contextmanager
-def _digest_of_torch(given: Any, named: dict[str, Any], folder: Path) -> Iterator[None]:
+def _digest_of_torch(given: Any, named: dict[str, Any], folder: Path, votes: Any) -> Iterator[None]:
     """A digest where the model is written by ``torch.save``, before the tracker is."""
-    from megatron_muon.mcore import checkpoint_digest, checkpoint_owner
+    from megatron_muon.mcore import checkpoint_digest, checkpoint_owner, checkpoint_recorded
 
     if given.use_dist_ckpt or named.get("non_persistent_ckpt"):
         yield  # dist_checkpointing makes it
         return
     trained = checkpoint_owner.owner_of_chunks(_chunks(named["model"]))
-    saving = checkpoint_digest.Saving.of(trained, str(folder))
+    saving = checkpoint_digest.Saving.of(lambda: trained, str(folder))
     if saving is None:
         yield
         return
-    with checkpoint_digest.recorded(trained, folder):
-        with tracker.after(lambda: checkpoint_digest.seal_recorded(saving)):
+    with checkpoint_recorded.recorded(trained, saving, votes):
+        with tracker.after(lambda: checkpoint_recorded.seal_recorded(saving)):
             yield
+
+
+@contextmanager
+def _finalized_together() -> Iterator[None]:
+    """Within it, what an asynchronous save does once its digest is made (rank 0 writes the tracker)
+    ends on all ranks where it fails on one."""
+    from megatron_muon.agreement import together
+    from megatron_muon.mcore.checkpoint_digest import is_seal
+
+    module = _checkpointing()
+    original = module.schedule_async_save
+
+    def schedule(request: Any) -> Any:
+        functions = list(request.finalize_fns)
+        last = max((n for n, function in enumerate(functions) if is_seal(function)), default=None)
+        if last is not None:
+            after = functions[last + 1 :]
+            request.finalize_fns[last + 1 :] = [
+                lambda: together(lambda: _all(after), None, _device())
+            ]
+        return original(request)
+
+    module.schedule_async_save = schedule
+    try:
+        yield
+    finally:
+        module.schedule_async_save = original
+
+
+def _all(functions: list[Callable[[], Any]]) -> None:
+    for function in functions:
+        function()
 
 
 # --- loading ---------------------------------------------------------------------------------
@@ -137,32 +177,47 @@ def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
             yield
             return
         exact = not (given.finetune or given.no_load_optim)
-        check(owner_of_chunks(_chunks(model)), str(folder), exact)
+        check(lambda: owner_of_chunks(_chunks(model)), str(folder), exact)
         with checked(str(folder)):
             yield
 
 
 def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
-    """The folder that Megatron will read, as it finds it; None for none, and for a local one."""
+    """The folder that Megatron will read, as rank 0 finds it; None for none, and a local one."""
     _settle(load_dir, given.save)
     pretrained = getattr(given, "pretrained_checkpoint", None)
-    if pretrained and not (load_dir and _checkpointing().checkpoint_exists(load_dir)):
+    if pretrained and not _is_checkpoint(load_dir):
         load_dir = pretrained
         _settle(load_dir, given.save)
-    own, beside = None, None
-    if load_dir is not None:
-        own = _latest(load_dir, _step(given))
-    if given.non_persistent_ckpt_type == "global":
+    kind = given.non_persistent_ckpt_type
+    where = None
+    if kind == "global" and (given.non_persistent_global_ckpt_dir or load_dir):
         directory = given.non_persistent_global_ckpt_dir
-        if directory or load_dir:
-            where = _non_persistent(directory, load_dir)
-            _settle(where, _non_persistent(directory, given.save))
-            beside = _latest(where, None)
-    elif given.non_persistent_ckpt_type is not None:
+        where = _non_persistent(directory, load_dir)
+        _settle(where, _non_persistent(directory, given.save))
+    elif kind not in (None, "global"):
         return None
+    told = _by_rank_0(lambda: str(_newest(load_dir, _step(given), where) or ""))
+    return Path(told) if told else None
+
+
+def _newest(load_dir: str | None, step: int | None, beside_dir: str | None) -> Path | None:
+    own = None if load_dir is None else _latest(load_dir, step)
+    beside = None if beside_dir is None else _latest(beside_dir, None)
     if own is None or beside is None:
         return own or beside
-    return beside if beside.name >= own.name != "release" else own
+    return beside if _number(beside) >= _number(own) and own.name != "release" else own
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("iter_")) if folder.name != "release" else -1
+
+
+def _is_checkpoint(load_dir: str | None) -> bool:
+    if not load_dir:
+        return False
+    exists = _checkpointing().checkpoint_exists
+    return _by_rank_0(lambda: "yes" if exists(load_dir) else "no") == "yes"
 
 
 def _settle(load_dir: str | None, save_dir: str | None) -> None:
@@ -215,18 +270,29 @@ def _chunks(model: Any) -> list[Any]:
 
 def _on_rank_0(act: Callable[[], str | None]) -> None:
     """Do it on rank 0, print what it says, and go on on all ranks when it is done."""
-    from megatron_muon.agreement import raise_together
+    from megatron_muon.agreement import together
+
+    def act_and_say() -> None:
+        line = act() if dist.get_rank() == 0 else None
+        if line is not None:
+            print(f"[megatron_muon] {line}", flush=True)
+
+    together(act_and_say, None, _device())
+
+
+def _by_rank_0(find: Callable[[], str]) -> str:
+    """What rank 0 finds, on all ranks: files may look different from each."""
+    from megatron_muon.agreement import together
+    from megatron_muon.collectives import all_gather_texts
+
+    own = together(lambda: find() if dist.get_rank() == 0 else "", None, _device())
+    return all_gather_texts(own, None)[0]
+
+
+def _device() -> Any:
     from megatron_muon.mcore.shards import device_of
 
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            line = act()
-            if line is not None:
-                print(f"[megatron_muon] {line}", flush=True)
-        except (OSError, ValueError) as own:
-            error = own
-    raise_together(error, None, device_of([]))
+    return device_of([])
 
 
 @contextmanager

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_muon.agreement import raise_together
+from megatron_muon.agreement import together
+from megatron_muon.collectives import all_gather_texts
 
 _SAID = {
     "momentum": "AdamW's: Muon's momentum starts as exp_avg / (1 - β1)",
@@ -42,13 +43,8 @@ def from_other(
         yield
         return
     with ExitStack() as reading:
-        error: Exception | None = None
-        try:
-            how: Any = _into_muon(args, folder) if muon else _into_adamw(folder)
-        except Exception as own:  # whatever it is, the other ranks must hear of it
-            error = own
         device = _device(optimizer)
-        raise_together(error, None, device)
+        how = _agreed(lambda: _into_muon(args, folder) if muon else _into_adamw(folder), device)
         if how == "muon's":
             from megatron_muon.mcore.adamw_after_muon import reading_muon
             from megatron_muon.mcore.checkpoint_check import check_files
@@ -57,12 +53,21 @@ def from_other(
             if not getattr(args, "no_muon_checkpoint_digest", False):
                 check_files(folder, device)
             _say(f"{folder} is Muon's: Adam's moments of what Muon had start at zero")
-            reading.enter_context(reading_muon(optimizer, record_of(folder)["settings"]))
+
+            def read_as_muons() -> None:
+                settings = record_of(folder)["settings"]
+                reading.enter_context(reading_muon(optimizer, settings))
+
+            together(read_as_muons, None, device)
         elif how == "after muon":
             from megatron_muon.mcore.adamw_after_muon import YOUNG, go_on_after_muon
             from megatron_muon.mcore.checkpoint_switch import record_of
 
-            go_on_after_muon(optimizer, record_of(folder, YOUNG)["former"])
+            together(
+                lambda: go_on_after_muon(optimizer, record_of(folder, YOUNG)["former"]),
+                None,
+                device,
+            )
         elif how == "megatron's":
             from megatron_muon.mcore.checkpoint_switch import reading_megatron_muon
 
@@ -75,6 +80,18 @@ def from_other(
             _say(f"{folder} is {_SAID[how]}")
             reading.enter_context(reading_adamw(optimizer, how))
         yield
+
+
+def _agreed(find: Callable[[], str], device: Any) -> Any:
+    """How the checkpoint is read, on all ranks alike: collectives depend on it."""
+    how = together(find, None, device)
+    every = set(all_gather_texts(how, None))
+    if len(every) > 1:
+        raise ValueError(
+            "ranks see different files: a checkpoint must be on a file system that all of them "
+            f"share (some would read it as {', others as '.join(sorted(every))})"
+        )
+    return how
 
 
 def _into_muon(args: Namespace, folder: Path) -> str:

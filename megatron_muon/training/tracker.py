@@ -10,20 +10,25 @@ import builtins
 import contextlib
 import io
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_muon import digest
+from megatron_muon import claim, digest
+from megatron_muon.durable import write_text
 
 NAME = "latest_checkpointed_iteration.txt"
 # While the checkpoint that the tracker names is saved anew: where it is, and an empty file that is
 # there from before it is moved until the tracker is written again, or names it as it was.
 _ASIDE, _MARK = "{name}.before", "{name}.anew"
+_MARKED = re.compile(r"(iter_[0-9]{7,}|release)\.anew")
+_MOST = 4096  # bytes of a tracker; a number has few
 
 _first: Callable[[], None] | None = None  # called before the tracker is written
+_failed: Callable[[BaseException], None] | None = None  # called where it could not be written
 
 
 def put_into(checkpointing: Any) -> None:
@@ -71,11 +76,16 @@ class _Storage:
 def _written(path: Path) -> Iterator[io.StringIO]:
     text = io.StringIO()
     yield text
-    if _first is not None:
-        _first()
-    digest.write_text(path, text.getvalue())
-    for name in _marked(path.parent):
-        _clear(path.parent, name)
+    try:
+        if _first is not None:
+            _first()
+        write_text(path, text.getvalue())
+        for name in _marked(path.parent):
+            _clear(path.parent, name)
+    except BaseException as error:
+        if _failed is not None:
+            _failed(error)
+        raise
 
 
 @contextmanager
@@ -87,6 +97,18 @@ def after(act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _first = before
+
+
+@contextmanager
+def failing(told: Callable[[BaseException], None]) -> Iterator[None]:
+    """Within it ``told`` is called with what keeps the tracker from being written, which is raised
+    on one rank alone."""
+    global _failed
+    before, _failed = _failed, told
+    try:
+        yield
+    finally:
+        _failed = before
 
 
 @contextmanager
@@ -121,27 +143,22 @@ def named_by(save_dir: Path) -> str | None:
 
     Raises:
         ValueError: it has neither a number nor ``release``.
+        OSError: it cannot be read.
     """
+    path = save_dir / NAME
     try:
-        text = (save_dir / NAME).read_text(errors="backslashreplace").strip()
+        with path.open("rb") as file:
+            text = file.read(_MOST).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         return None
-    name = folder_of(text)
-    if name is None:
-        raise ValueError(
-            f"{save_dir / NAME} has {text[:40]!r} in it, neither the number of an iteration nor "
-            "release: write the number of the checkpoint to load into it, or give --ckpt-step"
-        )
-    return name
-
-
-def folder_of(text: str) -> str | None:
-    """The name of the folder that a tracker's text means; None where it means none."""
-    text = text.strip()
     if text == "release":
         return text
-    is_number = text.isascii() and text.isdigit() and len(text) < 20  # "²" is a digit, too
-    return f"iter_{int(text):07d}" if is_number else None
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise ValueError(
+            f"{path} has {text[:60]!r} in it, neither the number of an iteration nor release: "
+            "write the number of the checkpoint to load into it, or give --ckpt-step"
+        )
+    return f"iter_{int(text):07d}"
 
 
 def move_back(save_dir: Path, folder: str) -> str | None:
@@ -162,20 +179,31 @@ def move_back(save_dir: Path, folder: str) -> str | None:
     with contextlib.suppress(ValueError):
         if named_by(save_dir) != folder:
             return None
-    others = [n for n in digest.complete_iterations(save_dir) if f"iter_{n:07d}" != folder]
-    earlier = [n for n in others if f"iter_{n:07d}" < folder]
+    number = digest.iteration_of(folder)
+    others = [other for other in digest.complete_iterations(save_dir) if other != number]
+    earlier = [other for other in others if number is None or other < number]
     aside = save_dir / _ASIDE.format(name=folder)
     shutil.rmtree(aside, ignore_errors=True)
-    digest.write_text(save_dir / _MARK.format(name=folder), "")
+    write_text(save_dir / _MARK.format(name=folder), "")
     said = f"{save_dir / folder} is saved anew: until then the checkpoint there is in {aside}"
     if others:
-        number = (earlier or others)[-1]
-        digest.write_text(save_dir / NAME, str(number))
-        said = f"{said}, and {NAME} names iteration {number}"
+        named = (earlier or others)[-1]
+        write_text(save_dir / NAME, str(named))
+        said = f"{said}, and {NAME} names iteration {named}"
     else:
         (save_dir / NAME).unlink(missing_ok=True)
     os.rename(save_dir / folder, aside)
-    return said
+    return said + _passed_over(save_dir, number)
+
+
+def _passed_over(save_dir: Path, number: int | None) -> str:
+    damaged = [str(other) for other in digest.damaged_iterations(save_dir) if other != number]
+    if not damaged:
+        return ""
+    return (
+        f". WARNING: the digest of iteration {digest.first_names(damaged)} is damaged, so that "
+        "checkpoint cannot be loaded"
+    )
 
 
 def recover(save_dir: Path) -> str | None:
@@ -189,17 +217,19 @@ def recover(save_dir: Path) -> str | None:
     Raises:
         OSError: the folder cannot be written.
         ValueError: see ``named_by``.
+        TwoSavesError: the save goes on, in another job.
     """
     for name in _marked(save_dir):
         folder, aside = save_dir / name, save_dir / _ASIDE.format(name=name)
+        _require_stopped(folder)
         if folder.is_dir() and named_by(save_dir) == name:  # that was written last
             _clear(save_dir, name)
             continue
         if aside.is_dir() and not digest.says_complete(folder):
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(aside, folder)
-        text = "release" if name == "release" else str(int(name.removeprefix("iter_")))
-        digest.write_text(save_dir / NAME, text)
+        number = digest.iteration_of(name)
+        write_text(save_dir / NAME, "release" if number is None else str(number))
         _clear(save_dir, name)
         return f"the last save into {folder} was stopped: {NAME} names it as it was, complete"
     return None
@@ -222,10 +252,18 @@ def require_settled(load_dir: Path) -> None:
         )
 
 
+def _require_stopped(folder: Path) -> None:
+    if claim.is_held(folder):
+        raise digest.TwoSavesError(
+            f"{folder} is being saved anew by {claim.described(digest.saver(folder))}: wait for "
+            "that job or end it, and start this one again"
+        )
+
+
 def _marked(save_dir: Path) -> list[str]:
     """Names of what is saved anew."""
-    suffix = _MARK.format(name="")
-    return sorted(path.name.removesuffix(suffix) for path in save_dir.glob(f"*{suffix}"))
+    names = (path.name for path in save_dir.glob(_MARK.format(name="*")))
+    return sorted(match[1] for name in names if (match := _MARKED.fullmatch(name)))
 
 
 def _clear(save_dir: Path, name: str) -> None:
