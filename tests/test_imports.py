@@ -19,10 +19,10 @@ TIERS = [
         [
             *("arrangement", "buckets", "claim", "coefficients", "config", "digest"),
             *("digest_parts", "digest_text", "durable", "homes", "iteration"),
-            *("layout", "ordering", "plan", "report", "rounds", "setting_names"),
+            *("layout", "ordering", "pickles", "plan", "report", "rounds", "setting_names"),
         ],
     ),
-    ("tensors", ["checksum", "newton_schulz", "products", "update"]),
+    ("tensors", ["archive", "checksum", "newton_schulz", "products", "torch_dist", "update"]),
     ("communication", ["collectives", "agreement", "exchange", "phases"]),
     ("optimizer", ["optimizer"]),
     ("megatron", ["mcore", "cpu"]),

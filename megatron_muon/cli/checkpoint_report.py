@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon import digest
+from megatron_muon.cli.checkpoint_folder import located, read
 from megatron_muon.cli.checkpoint_matrices import matrices_by_name
 from megatron_muon.cli.checkpoint_rows import Row, parameters
-from megatron_muon.cli.checkpoint_tensors import RECORD, Contents, read
+from megatron_muon.cli.checkpoint_tensors import RECORD, Contents, are_settings
 from megatron_muon.mcore.checkpoint_foreign import writer_of
-from megatron_muon.training import tracker
 
 _KINDS = {
     "model": "model",
@@ -56,10 +56,11 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
         hashes: compare the hash of every file with the digest's, too.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
+        OSError: there is no checkpoint, or nothing says which one is meant.
     """
-    folder, faults, notes = _folder(path)
-    if not folder.is_dir():
+    place = located(path)
+    folder, faults, notes = place.folder, [*place.faults], [*place.notes]
+    if not place.is_there:
         return Report({"checkpoint": str(folder)}, (), {}, (), tuple(faults))
     said, wrong = _digest(folder, hashes)
     faults += wrong
@@ -77,7 +78,8 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     elif not isinstance(args, Namespace):
         notes.append("no matrices: the model's arguments are not in the checkpoint")
     else:
-        matrices, why = matrices_by_name(args, settings)
+        names = {stored.name for stored in found.stored.values() if stored.name is not None}
+        matrices, why = matrices_by_name(args, settings, len(names))
         notes += [f"no matrices: {why}"] if why else []
     expected = (said or {}).get("parameters", {})
     rows = parameters(found, expected, matrices)
@@ -90,46 +92,42 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     )
 
 
-def _folder(path: Path) -> tuple[Path, list[str], list[str]]:
-    """Of the iteration, with what is wrong or strange about the tracker file."""
-    file = path / tracker.NAME
-    if file.is_file():
-        named = _named(path, file)
-        if named is None:
-            return file, [f"{file} names no iteration: {file.read_text()!r}"], []
-        if not named.is_dir():
-            return named, [f"{file} names {named.name}, which is not there"], []
-        return named, [], []
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} is no folder")
-    named = _named(path.parent, path.parent / tracker.NAME)
-    if named is not None and named.name != path.name:
-        return path, [], [f"the tracker file names {named.name}, not this one"]
-    return path, [], []
-
-
-def _named(root: Path, file: Path) -> Path | None:
-    """What a tracker file points at; None if it is not there or says nothing that is known."""
-    text = file.read_text().strip() if file.is_file() else ""
-    if text == "release":
-        return root / text
-    return root / f"iter_{int(text):07d}" if text.isdigit() else None
-
-
 def _digest(folder: Path, hashes: bool) -> tuple[digest.Digest | None, list[str]]:
     """The digest, if there is one that can be used, and what is wrong with it or by it."""
+    file = folder / digest.FILE_NAME
+    if not file.exists():
+        return None, ["there is no digest to hold hashes against"] if hashes else []
+    if not file.is_file():  # reading a pipe would wait
+        return None, [f"{file} is no regular file"]
     try:
         said = digest.read(folder)
         if said is None:
-            return None, ["there is no digest to hold hashes against"] if hashes else []
+            return None, [f"{file} is gone"]
         digest.require_complete(folder, said)
     except digest.DigestError as error:
         return None, [str(error)]
-    faults = []
-    for name, entry in said["files"].items():
-        checksum = _checksum() if hashes else lambda path, entry=entry: str(entry["hash"])
-        faults.append(digest.fault(folder, name, entry, checksum))
+    if wrong := _unlikely(said):
+        return None, [f"{file} is not what megatron_muon writes: {wrong}"]
+    faults = (_fault(folder, name, entry, hashes) for name, entry in said["files"].items())
     return said, [fault for fault in faults if fault]
+
+
+def _unlikely(said: Mapping[str, Any]) -> str | None:
+    """What cannot be shown, or added up: whoever seals a digest can write anything into it."""
+    if not are_settings(said["wrote"]) or not are_settings(said["settings"] or {}):
+        return "settings, or versions, that are no plain values"
+    for name, entry in said["parameters"].items():
+        if any(size >= 1 << 62 for size in entry["shape"]) or len(entry["shape"]) > 64:
+            return f"the shape of {name[:100]!r}"
+    return None
+
+
+def _fault(folder: Path, name: str, entry: Mapping[str, Any], hashes: bool) -> str | None:
+    path = folder / name
+    if path.exists() and not path.is_file():
+        return f"{path} is no regular file"
+    checksum = _checksum() if hashes else lambda path: str(entry["hash"])
+    return digest.fault(folder, name, entry, checksum)
 
 
 def _checksum() -> Any:
@@ -140,7 +138,7 @@ def _checksum() -> Any:
 
 def _settings(found: Contents, said: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if said is not None:
-        settings: Mapping[str, Any] = said["settings"]
+        settings: Mapping[str, Any] | None = said["settings"]
         return settings
     records = [state[RECORD] for state in found.states if isinstance(state.get(RECORD), dict)]
     return records[0]["settings"] if records else None
@@ -153,7 +151,9 @@ def _facts(
     settings: Mapping[str, Any] | None,
 ) -> dict[str, str]:
     number = re.fullmatch(r"iter_(\d+)", folder.name)
-    iteration = found.common.get("iteration", int(number[1]) if number else "not known")
+    iteration = found.common.get("iteration")
+    if not isinstance(iteration, int):
+        iteration = int(number[1]) if number else "not known"
     facts = {
         "checkpoint": str(folder),
         "iteration": str(iteration),

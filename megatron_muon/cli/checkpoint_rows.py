@@ -207,4 +207,5 @@ def _where(*pieces: Stored) -> str:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Layer 10 after layer 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    parts = re.split("([0-9]+)", name)
+    return [(len(p.lstrip("0")), p) if at % 2 else (-1, p) for at, p in enumerate(parts)]

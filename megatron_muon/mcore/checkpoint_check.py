@@ -30,6 +30,7 @@ from megatron_muon.mcore.checkpoint_owner import (
     whole_model,
 )
 from megatron_muon.mcore.checkpoint_settings import SETTINGS_WAY_OUT, changed_settings
+from megatron_muon.torch_dist import read_metadata
 
 THREADS = 4  # that hash a rank's files; it seldom writes more than two
 SHARD = re.compile(r"__(\d+)_\d+\.distcp$")  # torch_dist: the rank that wrote it, its number there
@@ -171,10 +172,8 @@ def held_in(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
     if not SHARD.search(name):
         return ""
     try:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        places = FileSystemReader(folder).read_metadata().storage_data
-        held = {index.fqn for index, place in places.items() if place.relative_path == name}
+        places = read_metadata(folder).places
+        held = {key for (key, _), place in places.items() if place.file == name}
         weights = {key for key in held if not key.startswith("optimizer.")}
         return digest.first_names(
             {key for key in weights if "_extra_state" not in key} or weights or held

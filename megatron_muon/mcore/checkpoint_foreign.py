@@ -51,6 +51,7 @@ _KNOWN = {kind for kinds in _THEIRS.values() for kind in kinds}
 _IN_BUCKETS = re.compile(r"(?:chained_\d+\.)*optimizer\.distributed\.")
 _MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
 _SGD = "dampening"  # of SGD's groups, which have a momentum, too
+_CHAINS, _CHAIN = 4, 10_000  # how deep chains are, and how many optimizers they have, at most
 _BY_RANK = re.compile(r"layer_wise_optimizer_\d+\.pt$")
 # Of their groups, what is Muon's: ours has it in MuonConfig, once for all groups.
 _MOONSHOT = ("matched_adamw_rms", "momentum", "nesterov", "ns_steps")
@@ -148,23 +149,42 @@ def writer_of(
     """
     if any(_BY_RANK.search(file) for file in files):
         return "megatron_torch"
-    if any("use_muon" in group for group in _groups(states)):
+    if any("use_muon" in group for group in groups_of(states)):
         return "moonshot"
-    if any(_SGD in group for group in _groups(states)):
+    if any(_SGD in group for group in groups_of(states)):
         return None
     if any(at[1] == "momentum_buffer" for at in map(_STATE.match, keys) if at):
         return "megatron"
-    mus = any(key in group for group in _groups(states) for key in _MU)
+    mus = any(key in group for group in groups_of(states) for key in _MU)
     return "megatron_torch" if mus and not keys else None
 
 
 def states_of(saved: Any) -> list[StateDict]:
-    """The state dicts of an optimizer, or of a chain, which is a list or has numbers for keys."""
-    if isinstance(saved, list):
-        return [state for each in saved for state in states_of(each)]
-    if isinstance(saved, dict) and saved and all(isinstance(key, int) for key in saved):
-        return states_of([saved[number] for number in sorted(saved)])
-    return [saved] if isinstance(saved, dict) else []
+    """The state dicts of an optimizer, or of a chain, which is a list or has numbers for keys.
+
+    Raises:
+        ValueError: chains in chains without end, as in a damaged file.
+    """
+    states = [saved]
+    for _ in range(_CHAINS):
+        if not any(map(_is_chain, states)):
+            return [state for state in states if isinstance(state, dict)]
+        if sum(len(state) if _is_chain(state) else 1 for state in states) > _CHAIN:
+            break
+        states = [each for state in states for each in _chained(state)]
+    raise ValueError(f"the optimizer is no state dict and no chain of up to {_CHAIN} of them")
+
+
+def _is_chain(saved: Any) -> bool:
+    if isinstance(saved, dict):
+        return bool(saved) and all(isinstance(key, int) for key in saved)
+    return isinstance(saved, list)
+
+
+def _chained(saved: Any) -> list[Any]:
+    if not _is_chain(saved):
+        return [saved]
+    return saved if isinstance(saved, list) else [saved[number] for number in sorted(saved)]
 
 
 def refuse(writer: Writer) -> None:
@@ -192,7 +212,7 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
     Raises:
         ValueError: its Muon groups have several values of one setting.
     """
-    steps = [group["step"] for group in _groups(states) if "step" in group]
+    steps = [group["step"] for group in groups_of(states) if "step" in group]
     steps += [step for state in states if (step := _common_step(state)) is not None]
     adamw = _adamw(states)
     groups = [
@@ -201,7 +221,7 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
             **{key: value for key, value in group.items() if key not in _NOT_OURS},
             "step": max(steps, default=0),
         }
-        for group in _groups(states)
+        for group in groups_of(states)
     ]
     theirs = _settings(states)
     settings = {**dataclasses.asdict(config), **theirs}
@@ -276,7 +296,8 @@ def moonshot_owner(momentum_is_zero: bool, second_moment_is_zero: bool) -> str |
     return None if momentum_is_zero else "muon"
 
 
-def _groups(states: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def groups_of(states: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The parameter groups of all of them."""
     for state in states:
         yield from _inner(state).get("param_groups", ())
 
@@ -290,7 +311,7 @@ def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
     """What a group needs for AdamW, which their Muon groups may lack."""
     found: StateDict = {"bias_correction": True}
-    for group in _groups(states):
+    for group in groups_of(states):
         for key in ("bias_correction", "betas", "eps"):
             for name in (f"adamw_{key}", key):
                 if name in group:
@@ -306,7 +327,7 @@ def _common_step(state: Mapping[str, Any]) -> Any:
 
 def _settings(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What they say of Muon's settings, by our names."""
-    muons = [group for group in _groups(states) if group.get("use_muon")]
+    muons = [group for group in groups_of(states) if group.get("use_muon")]
     if not muons:
         return {"momentum": _mu(states)}
     found: dict[str, Any] = {}
@@ -319,7 +340,7 @@ def _settings(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _mu(states: Sequence[Mapping[str, Any]]) -> float:
-    found = {float(group[key]) for group in _groups(states) for key in _MU if key in group}
+    found = {float(group[key]) for group in groups_of(states) for key in _MU if key in group}
     if len(found) != 1:
         raise ValueError(
             "the checkpoint, of Megatron's own Muon, must say one momentum coefficient in its "

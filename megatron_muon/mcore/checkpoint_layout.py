@@ -21,6 +21,7 @@ from megatron_muon.agreement import together
 from megatron_muon.mcore.checkpoint_buffers import MOMENTUM, OTHER_CUT
 from megatron_muon.mcore.checkpoint_groups import RECORD
 from megatron_muon.mcore.shards import device_of
+from megatron_muon.torch_dist import read_metadata
 
 _RANKS_OWN = re.compile(r"(?:^|\.)optimizer\.distributed\.dp_group_idx_\d+\.(.+)$")
 _MODEL_SPACE = re.compile(r"(chained_\d+\.)?optimizer\.state\.")
@@ -77,19 +78,11 @@ def _wanted(state: Any) -> Iterator[tuple[str, _Tensor | None]]:
 
 def _stored(folder: str) -> Tensors:
     """Empty where it is no torch_dist checkpoint."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    if "://" in folder or not os.path.isfile(Path(folder) / ".metadata"):
+    if "://" in folder or not os.path.exists(Path(folder) / ".metadata"):
         return {}
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
-        key.split("/shard_")[0]: (
-            _Tensor(tuple(entry.size), entry.properties.dtype)
-            if isinstance(entry, TensorStorageMetadata)
-            else None
-        )
-        for key, entry in entries.items()
+        key.split("/shard_")[0]: None if entry is None else _Tensor(entry.size, entry.dtype)
+        for key, entry in read_metadata(Path(folder)).entries.items()
     }
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from megatron.core import dist_checkpointing
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
+from megatron_muon import archive
 from megatron_muon.agreement import together
 from megatron_muon.mcore import checkpoint_foreign
 from megatron_muon.mcore.checkpoint_groups import RECORD
 from megatron_muon.mcore.checkpoint_state import FromAdamW
 from megatron_muon.mcore.shards import device_of, owned_shards
+from megatron_muon.pickles import Unknown
+from megatron_muon.torch_dist import METADATA, Metadata, Shards, common, read_metadata
 
 Writer = Literal["muon", "adamw", "none"]
 _OPTIMIZERS = re.compile(r"(chained_\d+\.)*optimizer\.")
@@ -102,7 +102,9 @@ def _source(folder: Path, optimizer: Any) -> checkpoint_foreign.Source:
         checkpoint_foreign.refuse(writer)
     if writer != "megatron":
         raise ValueError(f"{folder} is no checkpoint of Megatron's own Muon in torch_dist")
-    source = checkpoint_foreign.Source(_keys(folder), _states(folder))
+    states = _states(folder)
+    _require_plain_groups(folder, states)
+    source = checkpoint_foreign.Source(_keys(folder), states)
     if source.is_fp32 and (optimizer.config.bf16 or optimizer.config.fp16):
         raise ValueError(
             f"{folder} is of an fp32 model, whose weights are its main parameters; this run would "
@@ -110,6 +112,14 @@ def _source(folder: Path, optimizer: Any) -> checkpoint_foreign.Source:
             "(--no-load-optim)"
         )
     return source
+
+
+def _require_plain_groups(folder: Path, states: list[dict[Any, Any]]) -> None:
+    """What goes on into this run's groups must be plain: other objects are not made of a file."""
+    for group in checkpoint_foreign.groups_of(states):
+        for key, value in group.items():
+            if isinstance(value, Unknown):
+                raise ValueError(f"{folder}: a parameter group's {key} is {value}, no plain value")
 
 
 def writer_of(folder: str | Path) -> Writer:
@@ -147,17 +157,31 @@ def record_of(folder: str | Path, key: str = RECORD) -> dict[str, Any]:
     Raises:
         KeyError: the checkpoint has none.
     """
-    for state in _states(Path(folder)):
+    folder = Path(folder)
+    for state in _states(folder):
         if key in state:
-            found: dict[str, Any] = state[key]
-            return found
-    name = next((name for name in _objects(Path(folder)) if f".{key}/" in name), None)
+            return _record(folder, key, state[key])
+    name = next((name for name in _objects(folder) if f".{key}/" in name), None)
     if name is None:
         raise KeyError(f"{folder} has no {key}")
-    read: dict[str, Any] = {name: None}
-    load(read, storage_reader=FileSystemReader(folder), no_dist=True)
-    (only,) = read[name]  # a ShardedObject is a list of one
-    return dict(only)
+    with _naming(folder, name):
+        saved = Shards(folder, _metadata(folder)).object(name)
+    return _record(folder, key, saved)
+
+
+def _record(folder: Path, key: str, saved: Any) -> dict[str, Any]:
+    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
+        raise ValueError(f"{folder}: {key} is damaged: it is a {type(saved).__name__}")
+    return saved
+
+
+@contextmanager
+def _naming(folder: Path, part: str) -> Iterator[None]:
+    """Errors of a damaged file, which say what is wrong, say which it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{folder / part} cannot be read: {error}") from error
 
 
 def has_record(folder: str | Path, key: str = RECORD) -> bool:
@@ -174,20 +198,31 @@ def _objects(folder: Path) -> list[str]:
 
 def _keys(folder: Path) -> list[str]:
     """Of all tensors and objects in torch_dist; else empty."""
-    if not (folder / ".metadata").is_file():
-        return []
-    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return list(_metadata(folder).entries)
+
+
+def _metadata(folder: Path) -> Metadata:
+    """Of torch_dist; else empty."""
+    if not (folder / METADATA).exists():
+        return Metadata({}, {})
+    with _naming(folder, METADATA):
+        return read_metadata(folder)
 
 
 def _states(folder: Path) -> list[dict[Any, Any]]:
     """The state dicts of a chain of optimizers that are the same on all ranks."""
-    if (folder / ".metadata").is_file():
-        saved = dist_checkpointing.load_common_state_dict(str(folder))
+    if (folder / METADATA).exists():
+        metadata = _metadata(folder)
+        with _naming(folder, "common.pt"):
+            saved = common(folder, metadata)
     else:
         files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
         if not files:
             raise FileNotFoundError(f"{folder} has no checkpoint in it")
-        saved = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
+        with _naming(folder, str(files[0].relative_to(folder))):
+            saved = archive.load(files[0])
+            if not isinstance(saved, dict):
+                raise ValueError(f"it holds a {type(saved).__name__}, not a dict")
     return checkpoint_foreign.states_of(saved.get("optimizer"))
 
 

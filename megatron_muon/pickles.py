@@ -1,0 +1,478 @@
+"""Reads a pickle as data: no byte of it chooses code that runs.
+
+Python's unpickler imports what a pickle names and calls it. This reader imports nothing. A name
+becomes a ``Name``, an object of a class becomes an ``Unknown`` with its arguments and its state.
+Only the makers that the caller passes are called, and each checks its arguments. The opcodes are
+those that protocols 2 to 5 write; the others are refused.
+
+Python's unpickler also fails in ways that no caller can catch: a nested tuple as a key overflows
+the C stack, and one opcode makes it allocate 64 GB. Here keys are checked and the memo is a dict.
+
+Source: the comments on opcodes in CPython's ``pickletools``.
+"""
+
+from __future__ import annotations
+
+import struct
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+MOST_BYTES = 1 << 31  # of one pickle; a large run's .metadata has some 10**8
+_KEY_DEPTH = 8  # of tuples in a key; Megatron's keys have one level
+
+
+class PickleError(ValueError):
+    """A pickle that is damaged, or that no torch.save and no Megatron has written."""
+
+
+class Name(NamedTuple):
+    """A class or function that a pickle names."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Unknown:
+    """An object of a class that no maker is for.
+
+    Attributes:
+        name: of its class, or of the function that would have made it.
+        args: that it would have been made with.
+        state: its attributes, or whatever its class saves; None where there is none.
+    """
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: Name, args: tuple[Any, ...] = (), state: Any = None) -> None:
+        self.name, self.args, self.state = name, args, state
+
+    def __repr__(self) -> str:
+        return f"an object of {self.name}"
+
+
+_STATELESS = (bool, bytes, float, frozenset, int, list, set, str, tuple, type(None))
+Maker = Callable[..., Any]
+Makers = Mapping[tuple[str, str], Maker]
+
+
+def _plain(make: Callable[[Any], Any]) -> Maker:
+    """A container of the items of another one, which are in the pickle themselves."""
+
+    def maker(items: Any = ()) -> Any:
+        if not isinstance(items, (list, tuple, set, frozenset, bytes)):
+            raise PickleError(f"a container is made of {type(items).__name__}")
+        return make(items)
+
+    return maker
+
+
+def _hashed(make: Callable[[Any], Any]) -> Maker:
+    return _plain(lambda items: make([_key(item) for item in items]))
+
+
+def _dict(*args: Any) -> dict[Any, Any]:
+    """Of OrderedDict and defaultdict, too; their items follow one by one."""
+    if args and not isinstance(args[0], (Name, type(None))):
+        raise PickleError("a dict is made of an object")
+    return {}
+
+
+def _bytearray(data: Any = b"", encoding: str = "") -> bytearray:
+    if isinstance(data, str) and encoding == "latin-1":  # protocol 2
+        return bytearray(data, "latin-1")
+    if not isinstance(data, bytes):
+        raise PickleError(f"a bytearray is made of {type(data).__name__}")
+    return bytearray(data)
+
+
+def _encoded(text: Any, encoding: Any) -> bytes:
+    """Bytes in protocol 2."""
+    if not isinstance(text, str) or encoding != "latin1":
+        raise PickleError("bytes are made of what is no text in latin1")
+    return text.encode("latin1")
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if not isinstance(real, float) or not isinstance(imaginary, float):
+        raise PickleError("a complex number is made of what is no number")
+    return complex(real, imaginary)
+
+
+def _namespace() -> Namespace:
+    return Namespace()
+
+
+PLAIN: Makers = {
+    ("argparse", "Namespace"): _namespace,
+    ("collections", "OrderedDict"): _dict,
+    ("collections", "defaultdict"): _dict,
+    ("builtins", "dict"): _dict,
+    ("builtins", "list"): _plain(list),
+    ("builtins", "set"): _hashed(set),
+    ("builtins", "frozenset"): _hashed(frozenset),
+    ("builtins", "bytes"): _plain(bytes),  # empty ones, in protocol 2
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "complex"): _complex,
+    ("_codecs", "encode"): _encoded,
+}
+_BUILTINS = {"__builtin__": "builtins"}  # as protocol 2 calls it
+
+
+def load(
+    data: bytes,
+    makers: Makers = PLAIN,
+    values: Mapping[tuple[str, str], Any] | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """The object that a pickle holds.
+
+    Args:
+        data: the pickle; what follows it is not looked at.
+        makers: by module and name, called with a class's or function's arguments. They must check
+            them and raise ``ValueError`` or ``TypeError``.
+        values: by module and name, what is no class and no function, such as a dtype.
+        persistent: makes an object of a persistent id; without it such ids are refused.
+
+    Raises:
+        PickleError: it is damaged, or has what is not read here; says what and where.
+    """
+    if len(data) > MOST_BYTES:
+        raise PickleError(f"a pickle of {len(data)} bytes, more than {MOST_BYTES}")
+    return _Machine(data, makers, values or {}, persistent).run()
+
+
+def _key(value: Any, depth: int = 0) -> Any:
+    """A value that may be hashed: hashing a deeply nested tuple would overflow the stack."""
+    if isinstance(value, tuple) and not isinstance(value, Name):
+        if depth == _KEY_DEPTH:
+            raise PickleError("a key is nested too deeply")
+        for each in value:
+            _key(each, depth + 1)
+    elif type(value).__hash__ is None:
+        raise PickleError(f"a key is of type {type(value).__name__}")
+    return value
+
+
+class _Stop(Exception):
+    """The end of a pickle."""
+
+
+class _Machine:
+    """A stack machine for one pickle."""
+
+    def __init__(
+        self,
+        data: bytes,
+        makers: Makers,
+        values: Mapping[tuple[str, str], Any],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        self._data, self._at = data, 0
+        self._makers, self._values, self._persistent = makers, values, persistent
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []  # the stacks below each mark
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        data, steps, end = self._data, _STEPS, len(self._data)
+        start = 0
+        try:
+            while True:
+                start = self._at
+                if start >= end:
+                    raise PickleError("it ends too early")
+                self._at = start + 1
+                step = steps[data[start]]
+                if step is None:
+                    raise PickleError(f"opcode {data[start : start + 1]!r} is not read here")
+                step(self)
+        except _Stop:
+            if len(self._stack) == 1 and not self._below:
+                return self._stack[0]
+            raise PickleError("it is damaged: objects are left over at its end") from None
+        except PickleError as error:
+            raise PickleError(f"pickle, at byte {start}: {error}") from None
+        except IndexError:
+            why = "it ends too early" if self._at >= end else "an object is missing"
+            raise PickleError(f"pickle, at byte {start}: {why}") from None
+        except (TypeError, ValueError, OverflowError) as error:
+            raise PickleError(f"pickle, at byte {start}: {error}") from None
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> bytes:
+        start, stop = self._at, self._at + count
+        if stop > len(self._data):
+            raise PickleError("it ends too early")
+        self._at = stop
+        return self._data[start:stop]
+
+    def _number(self, size: int) -> int:
+        if size > 1:
+            return int.from_bytes(self._take(size), "little")
+        number = self._data[self._at]  # IndexError where it ends
+        self._at += 1
+        return number
+
+    def _line(self) -> str:
+        stop = self._data.find(b"\n", self._at)
+        if stop < 0:
+            raise PickleError("it ends too early")
+        start, self._at = self._at, stop + 1
+        return self._data[start:stop].decode()
+
+    # --- the stack ------------------------------------------------------------------------------
+
+    def _marked(self) -> list[Any]:
+        """What is above the last mark, which goes."""
+        items, self._stack = self._stack, self._below.pop()
+        return items
+
+    def mark(self) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def pop(self) -> None:
+        if self._stack:
+            del self._stack[-1]
+        else:
+            self._stack = self._below.pop()
+
+    def pop_mark(self) -> None:
+        self._marked()
+
+    def stop(self) -> None:
+        raise _Stop
+
+    def proto(self) -> None:
+        version = self._number(1)
+        if not 2 <= version <= 5:
+            raise PickleError(f"of protocol {version}, 2 to 5 are read")
+
+    def frame(self) -> None:
+        if self._number(8) > len(self._data) - self._at:
+            raise PickleError("it ends too early")
+
+    # --- memo -----------------------------------------------------------------------------------
+
+    def memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def _put(self, size: int) -> None:
+        self._memo[self._number(size)] = self._stack[-1]
+
+    def _get(self, size: int) -> None:
+        number = self._number(size)
+        if number not in self._memo:
+            raise PickleError(f"it refers to object {number}, which is not there")
+        self._stack.append(self._memo[number])
+
+    # --- scalars --------------------------------------------------------------------------------
+
+    def long(self) -> None:
+        self._stack.append(int.from_bytes(self._take(self._number(1)), "little", signed=True))
+
+    def signed(self) -> None:
+        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+
+    def real(self) -> None:
+        self._stack.append(struct.unpack(">d", self._take(8))[0])
+
+    def _text(self, size: int) -> None:
+        self._stack.append(self._take(self._number(size)).decode(errors="surrogatepass"))
+
+    # --- containers -----------------------------------------------------------------------------
+
+    def few(self, count: int) -> None:
+        items = self._stack[-count:]
+        if len(items) < count:
+            raise IndexError
+        self._stack[-count:] = [tuple(items)]
+
+    def put_tuple(self) -> None:
+        items = tuple(self._marked())
+        self._stack.append(items)
+
+    def put_list(self) -> None:
+        items = self._marked()
+        self._stack.append(items)
+
+    def put_dict(self) -> None:
+        items = self._marked()
+        self._stack.append({})
+        self._set(items)
+
+    def put_frozenset(self) -> None:
+        items = frozenset([_key(item) for item in self._marked()])
+        self._stack.append(items)
+
+    def append(self) -> None:
+        item = self._stack.pop()
+        self._extend([item])
+
+    def appends(self) -> None:
+        self._extend(self._marked())
+
+    def _extend(self, items: Any) -> None:
+        target = self._stack[-1]
+        if type(target) is list:
+            target.extend(items)
+        elif not isinstance(target, Unknown):
+            raise PickleError(f"items are put into a {type(target).__name__}")
+
+    def setitem(self) -> None:
+        value = self._stack.pop()
+        key = self._stack.pop()
+        self._set([key, value])
+
+    def setitems(self) -> None:
+        self._set(self._marked())
+
+    def _set(self, items: Any) -> None:
+        target = self._stack[-1]
+        if len(items) % 2:
+            raise PickleError("a key has no value")
+        if type(target) is dict:
+            for key in items[::2]:
+                if type(key) is not str:
+                    _key(key)
+            target.update(zip(items[::2], items[1::2], strict=True))
+        elif not isinstance(target, Unknown):
+            raise PickleError(f"values are put into a {type(target).__name__}")
+
+    def additems(self) -> None:
+        items = self._marked()
+        target = self._stack[-1]
+        if type(target) is not set:
+            raise PickleError(f"elements are put into a {type(target).__name__}")
+        target.update([_key(item) for item in items])
+
+    # --- objects --------------------------------------------------------------------------------
+
+    def name_line(self) -> None:
+        module = self._line()
+        self._stack.append(self._named(module, self._line()))
+
+    def stack_global(self) -> None:
+        name = self._stack.pop()
+        module = self._stack.pop()
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise PickleError("a name is no text")
+        self._stack.append(self._named(module, name))
+
+    def _named(self, module: str, name: str) -> Any:
+        named = Name(_BUILTINS.get(module, module), name)
+        return self._values.get(named, named)
+
+    def reduce(self) -> None:
+        args = self._stack.pop()
+        made = self._stack.pop()
+        self._make(made, args)
+
+    def newobj(self) -> None:
+        self.reduce()
+
+    def newobj_ex(self) -> None:
+        self._stack.pop()  # by keyword: only of classes that are not known here
+        self.reduce()
+
+    def _make(self, made: Any, args: Any) -> None:
+        if not isinstance(args, tuple) or not isinstance(made, (Name, Unknown)):
+            raise PickleError(f"a {type(made).__name__} is called")
+        if isinstance(made, Unknown):  # what an unknown function returned
+            self._stack.append(Unknown(made.name, args))
+            return
+        maker = self._makers.get(made)
+        self._stack.append(Unknown(made, args) if maker is None else maker(*args))
+
+    def build(self) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if isinstance(target, Unknown):
+            target.state = state
+        elif isinstance(target, Namespace):
+            if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+                raise PickleError("a Namespace's attributes are no dict by name")
+            vars(target).update(state)
+        elif isinstance(target, Name) or type(target) in _STATELESS:
+            raise PickleError(f"a {type(target).__name__} is given a state")
+        # Else a dict or a tensor: attributes of it, of which nothing is read.
+
+    def persid(self) -> None:
+        if self._persistent is None:
+            raise PickleError("it refers to an object outside of it")
+        self._stack.append(self._persistent(self._stack.pop()))
+
+
+def _push(make: Callable[[], Any]) -> Callable[[_Machine], None]:
+    return lambda machine: machine._stack.append(make())
+
+
+def _push_number(size: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine._stack.append(machine._number(size))
+
+
+def _push_bytes(size: int, make: Callable[[bytes], Any] = bytes) -> Callable[[_Machine], None]:
+    return lambda machine: machine._stack.append(make(machine._take(machine._number(size))))
+
+
+def _sized(method: Callable[[_Machine, int], None], size: int) -> Callable[[_Machine], None]:
+    return lambda machine: method(machine, size)
+
+
+_BY_OPCODE: dict[bytes, Callable[[_Machine], None]] = {
+    b"\x80": _Machine.proto,
+    b"\x95": _Machine.frame,
+    b".": _Machine.stop,
+    b"(": _Machine.mark,
+    b"0": _Machine.pop,
+    b"1": _Machine.pop_mark,
+    b"\x94": _Machine.memoize,
+    b"q": _sized(_Machine._put, 1),
+    b"r": _sized(_Machine._put, 4),
+    b"h": _sized(_Machine._get, 1),
+    b"j": _sized(_Machine._get, 4),
+    b"N": _push(lambda: None),
+    b"\x88": _push(lambda: True),
+    b"\x89": _push(lambda: False),
+    b"K": _push_number(1),
+    b"M": _push_number(2),
+    b"J": _Machine.signed,
+    b"\x8a": _Machine.long,
+    b"G": _Machine.real,
+    b"X": _sized(_Machine._text, 4),
+    b"\x8c": _sized(_Machine._text, 1),
+    b"\x8d": _sized(_Machine._text, 8),
+    b"B": _push_bytes(4),
+    b"C": _push_bytes(1),
+    b"\x8e": _push_bytes(8),
+    b"\x96": _push_bytes(8, bytearray),
+    b")": _push(tuple),
+    b"]": _push(list),
+    b"}": _push(dict),
+    b"\x8f": _push(set),
+    b"\x85": _sized(_Machine.few, 1),
+    b"\x86": _sized(_Machine.few, 2),
+    b"\x87": _sized(_Machine.few, 3),
+    b"t": _Machine.put_tuple,
+    b"l": _Machine.put_list,
+    b"d": _Machine.put_dict,
+    b"\x91": _Machine.put_frozenset,
+    b"a": _Machine.append,
+    b"e": _Machine.appends,
+    b"s": _Machine.setitem,
+    b"u": _Machine.setitems,
+    b"\x90": _Machine.additems,
+    b"c": _Machine.name_line,
+    b"\x93": _Machine.stack_global,
+    b"R": _Machine.reduce,
+    b"\x81": _Machine.newobj,
+    b"\x92": _Machine.newobj_ex,
+    b"b": _Machine.build,
+    b"Q": _Machine.persid,
+}
+_STEPS = [_BY_OPCODE.get(bytes([code])) for code in range(256)]
