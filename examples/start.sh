@@ -8,14 +8,17 @@ fi
 export PYTHONPATH=${here%/examples/*}${PYTHONPATH:+:$PYTHONPATH} # this clone's megatron_muon
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 SMOKE=${SMOKE:-0}
-[[ $SMOKE != 1 ]] || source "$here/../smoke.sh"
+if [[ $SMOKE == 1 ]]; then # the same training on CPUs, at the sizes that each script sets for it
+  export OMP_NUM_THREADS=1 # a thread a process, since there are more processes than cores
+  export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} # one machine; gloo then needs no host name
+fi
 
 # Starts Megatron-LM's script on this node with the array ARGS, then the flags given here.
 start() {
   [[ -n $DATA_PATH ]] && ARGS+=(--data-path $DATA_PATH) || ARGS+=(--mock-data)
   [[ -z $SAVE ]] || ARGS+=(--save "$SAVE" --load "$SAVE" --save-interval "${SAVE_INTERVAL:-1000}")
   [[ -z $TENSORBOARD_DIR ]] || ARGS+=(--tensorboard-dir "$TENSORBOARD_DIR")
-  [[ $SMOKE != 1 ]] || replace_gpu_only
+  [[ $SMOKE != 1 ]] || ARGS+=(--muon-cpu) # replaces what only a GPU has, and prints each
   exec torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
     -m megatron_muon "$MEGATRON_LM_PATH/pretrain_gpt.py" "${ARGS[@]}" "$@"

@@ -11,13 +11,14 @@ import functools
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_muon.launch import check_installation, without_gpu
+from megatron_muon.launch import ON_CPU, check_installation, hide_gpus, without_gpu
 from megatron_muon.mcore.hooks import SeamError
 from megatron_muon.training.install import asks_for_muon, install_training, replace_everywhere
 
@@ -26,6 +27,8 @@ _fault: SeamError | None = None  # why Muon cannot run with this Megatron
 
 def _install() -> None:
     global _fault
+    if ON_CPU in sys.argv:
+        hide_gpus()  # before anything of this process uses one
     try:
         install_training()
     except SeamError as error:  # no fault of a run that does not ask for Muon
@@ -49,8 +52,14 @@ def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs
         training = importlib.import_module("megatron.training")
         assert training.__file__ is not None
         check_installation(Path(training.__file__).resolve().parents[2])
+    if _runs_on_cpu(args):
         without_gpu(late=True)
     return original(args, *rest, **kwargs)
+
+
+def _runs_on_cpu(args: Any) -> bool:
+    """Where there is no GPU: a run with Muon, and any that asks for the CPU."""
+    return asks_for_muon(args) or bool(getattr(args, "muon_cpu", None))
 
 
 def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +75,7 @@ def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any
         given["parsed_args"] = parse_args(
             given.get("extra_args_provider"), given.get("ignore_unknown_args", False)
         )
-    given["allow_no_cuda"] = asks_for_muon(given["parsed_args"])
+    given["allow_no_cuda"] = _runs_on_cpu(given["parsed_args"])
     return original(*call.args, **call.kwargs)
 
 

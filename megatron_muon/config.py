@@ -61,7 +61,8 @@ class MuonConfig:
             deterministic mode takes one at a time. As many workspaces are needed. No effect on CPU.
         weight_decay_all_params: decay RMSNorm gammas and biases too, and whatever else an override
             gives ``wd_mult`` 0. Off, as in Megatron; the paper (appendix D) recommends it for long
-            runs.
+            runs. It holds for ``optimizer='adam'`` as well, so that Muon and AdamW are compared
+            with the same decay; no other setting does.
         split_qkv: orthogonalize the Q, K and V parts of a fused QKV weight as three matrices.
         muon_include, muon_exclude: patterns of parameter names (``fnmatch``: ``*``, ``?``, ``[]``)
             that overrule the routing: Muon's even so (2-D weights only), AdamW's even so. Names are

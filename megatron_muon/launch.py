@@ -10,14 +10,24 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import platform
+import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import megatron_muon
 
-USAGE = "usage: torchrun ... -m megatron_muon SCRIPT.py [its arguments, with --optimizer muon]"
+USAGE = (
+    "usage: torchrun ... -m megatron_muon [--muon-cpu] SCRIPT.py [its arguments, with --optimizer "
+    "muon]\n--muon-cpu runs it on the CPU over gloo, as without it where there is no GPU"
+)
+ON_CPU = "--muon-cpu"  # also among the script's arguments
+_REQUIRES_PYTHON = re.compile(
+    r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 class MixedInstallationError(RuntimeError):
@@ -36,7 +46,9 @@ def main(argv: Sequence[str]) -> None:
         MixedInstallationError: another megatron.core than the checkout's would be imported.
         SeamError: the checkout's version is not one that the plugin knows.
     """
-    if not argv or argv[0] in ("-h", "--help"):
+    if argv and argv[0] == ON_CPU:
+        argv = [*argv[1:2], ON_CPU, *argv[2:]]
+    if not argv or argv[0] in ("-h", "--help", ON_CPU):
         raise SystemExit(USAGE)
     if list(argv) == ["--version"]:
         print(f"megatron-muon {megatron_muon.__version__}")
@@ -48,8 +60,11 @@ def main(argv: Sequence[str]) -> None:
     # what `python SCRIPT` would put first, and the checkout that the script imports
     sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
     check_installation(checkout)
-    without_gpu()
-    importlib.import_module("megatron_muon.training.install").install_training()
+    if ON_CPU in argv:
+        hide_gpus()
+    with naming_python(checkout / "megatron" / "core"):
+        without_gpu()
+        importlib.import_module("megatron_muon.training.install").install_training()
     sys.argv = [str(script), *argv[1:]]
     runpy.run_path(str(script), run_name="__main__")
 
@@ -92,6 +107,45 @@ def check_installation(checkout: Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def naming_python(core: Path) -> Iterator[None]:
+    """Within it Megatron is imported; where that fails since this Python is older than the core
+    asks for, one line says so.
+
+    Raises:
+        SystemExit: with that line.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever a foreign package raises
+        line = older_python(core)
+        if line is None:
+            raise
+        text = f"megatron_muon: error: {line} ({type(error).__name__}: {error})"
+        raise SystemExit(text) from error
+
+
+def older_python(core: Path) -> str | None:
+    """What to say where this Python is older than a folder ``megatron/core`` asks for, else None.
+
+    By ``requires-python`` in the checkout's pyproject.toml, or in the metadata of the distribution
+    that the folder was installed from.
+    """
+    root = core.parent.parent
+    for file in (root / "pyproject.toml", *sorted(root.glob("megatron_core-*.dist-info/METADATA"))):
+        text = file.read_text(errors="replace") if file.is_file() else ""
+        wanted = _REQUIRES_PYTHON.search(text)
+        if wanted is None:
+            continue
+        oldest = tuple(int(part) for part in wanted[2].split("."))
+        if sys.version_info[: len(oldest)] < oldest:
+            return (
+                f"megatron-core {version_of(core)} needs Python {wanted[1]} ({file}), and this is "
+                f"Python {platform.python_version()}: run it with that one, or take an older core"
+            )
+    return None
+
+
 def version_of(core: Path) -> str:
     """The version that a folder ``megatron/core`` says in its package_info.py, without import."""
     file = core / "package_info.py"
@@ -109,6 +163,21 @@ def version_parts(file: Path) -> dict[str, object]:
     return parts
 
 
+def hide_gpus() -> None:
+    """Have torch see no GPU.
+
+    Raises:
+        RuntimeError: torch has looked for GPUs already and keeps what it saw.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        raise RuntimeError(
+            f"{ON_CPU}: torch uses a GPU of this machine already; start the process with "
+            "CUDA_VISIBLE_DEVICES= in its environment"
+        )
+
+
 def without_gpu(*, late: bool = False) -> None:
     """Turn on the CPU runtime where there is no GPU, and say so; twice is once.
 
@@ -122,4 +191,5 @@ def without_gpu(*, late: bool = False) -> None:
     cpu.enable(late=late)
     importlib.import_module("megatron_muon.cpu.training").enable()
     if int(os.environ.get("RANK", "0")) == 0:
-        print("[megatron_muon] no GPU is here: Megatron runs on the CPU over gloo", flush=True)
+        why = ON_CPU if ON_CPU in sys.argv else "no GPU is here"
+        print(f"[megatron_muon] {why}: Megatron runs on the CPU over gloo", flush=True)

@@ -42,6 +42,19 @@ class Share:
         return Share(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
+def active_line(version: str, core: str) -> str:
+    """One line by which a log shows that this package's Muon runs, and not Megatron's own.
+
+    Args:
+        version: of megatron-muon.
+        core: version of megatron-core.
+    """
+    return (
+        f"{PREFIX} megatron-muon {version} is active: Distributed Muon over the "
+        f"DistributedOptimizer of megatron-core {core}"
+    )
+
+
 # Fused projections that are one matrix each, by the module's name.
 UNSPLIT = {
     "linear_kv_down_proj": "multi-latent attention's projections",

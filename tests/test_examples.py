@@ -96,22 +96,13 @@ def asked(standin: Path, name: str, *flags: str, **variables: object) -> list[st
     env = environment(standin, MEGATRON_LM_PATH=standin, **variables)
     done = start(EXAMPLES / name / "training.sh", env, *flags)
     assert done.returncode == 0, done.stderr
-    return [word for word in done.stdout.splitlines() if not word.startswith("smoke: ")]
+    return done.stdout.splitlines()
 
 
 def has(words: list[str], wanted: str) -> bool:
     """Whether a flag and its value stand in ``words``, side by side."""
     parts = wanted.split()
     return any(words[i : i + len(parts)] == parts for i in range(len(words)))
-
-
-def gpu_only() -> list[tuple[str, str, str]]:
-    """smoke.sh's list: what a script has, what replaces it, why."""
-    source = f"source {EXAMPLES / 'smoke.sh'} && printf '%s\\n' \"${{GPU_ONLY[@]}}\""
-    text = subprocess.run(["bash", "-c", source], capture_output=True, text=True, check=True).stdout
-    rows = [tuple(line.split("|")) for line in text.splitlines()]
-    assert rows and all(len(row) == 3 for row in rows)
-    return rows  # type: ignore[return-value]
 
 
 # --- without a checkout -----------------------------------------------------------------------
@@ -123,7 +114,7 @@ def test_a_folder_is_complete_and_its_script_short(name: str) -> None:
     assert {path.name for path in folder.iterdir()} >= {"README.md", "training.sh", "train.sbatch"}
     lines = (folder / "training.sh").read_text().splitlines()
     assert len(lines) <= 80 and max(map(len, lines)) <= 100
-    for script in (folder / "training.sh", folder / "train.sbatch", EXAMPLES / "smoke.sh"):
+    for script in (folder / "training.sh", folder / "train.sbatch", EXAMPLES / "start.sh"):
         subprocess.run(["bash", "-n", str(script)], check=True)
     assert f"({name}/README.md)" in (EXAMPLES / "README.md").read_text()
 
@@ -152,7 +143,6 @@ def test_the_defaults_are_the_recipe(name: str, standin: Path) -> None:
 def test_the_adamw_twin_differs_in_nothing_else(name: str, standin: Path) -> None:
     muon, adam = (" ".join(asked(standin, name, OPTIMIZER=given)) for given in ("muon", "adam"))
     ours = "--optimizer muon --muon-matched-adamw-rms 0.2"
-    ours += "" if name == "gpt_340m" else " --weight-decay-all-params"
     assert muon.count(ours) == 1 and muon.replace(ours, "--optimizer adam") == adam
     env = environment(standin, MEGATRON_LM_PATH=standin, OPTIMIZER="sgd")
     done = start(EXAMPLES / name / "training.sh", env)
@@ -188,27 +178,15 @@ def test_muons_flags_are_the_plugins(name: str, standin: Path) -> None:
     ours = {flag.option for flag in FLAGS}
     words = asked(standin, name)
     assert {word for word in words if word.startswith("--muon")} <= ours
-    assert not any("muon" in row[0] + row[1] for row in gpu_only())
 
 
-def test_smoke_replaces_flags_of_the_scripts_by_what_they_do_not_have(standin: Path) -> None:
-    full = {name: asked(standin, name) for name in SCENARIOS}
-    smoke = {name: asked(standin, name, SMOKE=1) for name in SCENARIOS}
-    for old, new, why in gpu_only():
-        assert why and (not old or any(has(words, old) for words in full.values())), old
-        for name in SCENARIOS:
-            assert not old or not has(smoke[name], old), (name, old)
-            gone = bool(old) and has(full[name], old)
-            assert has(smoke[name], new) or (not new) or (old and not gone), (name, new)
-            assert smoke[name].count(new.split(" ")[0]) <= 1
-
-
-def test_smoke_prints_what_it_replaces(standin: Path) -> None:
-    env = environment(standin, MEGATRON_LM_PATH=standin, SMOKE=1)
-    text = start(EXAMPLES / "moe_1b" / "training.sh", env).stdout
-    for old, new, why in gpu_only():
-        said = f"replaced {old} by {new or 'nothing'}" if old else f"added {new}"
-        assert f"smoke: {said}: {why}\n" in text
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_smoke_changes_sizes_and_asks_for_the_cpu(name: str, standin: Path) -> None:
+    """What only a GPU has stays on the line: the launcher replaces it."""
+    full, smoke = asked(standin, name), asked(standin, name, SMOKE=1)
+    flags = [[word for word in words if word.startswith("--")] for words in (full, smoke)]
+    assert flags[1] == [*flags[0], "--muon-cpu"]
+    assert has(smoke, "--distributed-backend nccl")
 
 
 # --- with a checkout --------------------------------------------------------------------------
@@ -288,8 +266,10 @@ def test_smoke_trains(name: str, optimizer: str, variables: dict, machine: Path)
         flags = ["--q-lora-rank", "32"]  # the README says why
     text = smoke(machine, name, *flags, OPTIMIZER=optimizer, **variables)
     assert_trained(text, optimizer)
-    assert "smoke: replaced --distributed-backend nccl" in text
-    assert "[megatron_muon] no GPU is here" in text
+    assert "[megatron_muon] --muon-cpu: Megatron runs on the CPU" in text
+    assert text.count("on the CPU: --distributed-backend gloo in place of nccl") == 1
+    if optimizer == "adam" and name != "gpt_340m":
+        assert "[megatron_muon] --weight-decay-all-params: AdamW decays norms' gammas" in text
 
 
 @needs_checkout

@@ -14,7 +14,7 @@ if [[ $SMOKE == 1 ]]; then # sizes for 2 processes on 2 CPU cores
   GPUS_PER_NODE=${GPUS_PER_NODE:-2}
 fi
 
-OPTIMIZER=${OPTIMIZER:-muon} # or adam: all else is the same but the decay of norms (README.md)
+OPTIMIZER=${OPTIMIZER:-muon} # or adam: everything else is the same
 LAYERS=${LAYERS:-18} DENSE_LAYERS=${DENSE_LAYERS:-2} HIDDEN=${HIDDEN:-728} FFN=${FFN:-2176}
 HEADS=${HEADS:-8} HEAD_SIZE=${HEAD_SIZE:-128} VOCAB_SIZE=${VOCAB_SIZE:-60415} # NullTokenizer adds 1
 EXPERTS=${EXPERTS:-64} TOPK=${TOPK:-6} SHARED_EXPERTS=${SHARED_EXPERTS:-2}
@@ -29,7 +29,7 @@ TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size $VOCAB_SIZE}
 samples=$((TRAIN_TOKENS / SEQ_LENGTH))
 
 case $OPTIMIZER in
-  muon) optimizer="--optimizer muon --muon-matched-adamw-rms 0.2 --weight-decay-all-params" ;;
+  muon) optimizer="--optimizer muon --muon-matched-adamw-rms 0.2" ;;
   adam) optimizer="--optimizer adam" ;;
   *) echo "OPTIMIZER is muon or adam, not '$OPTIMIZER'" >&2 && exit 2 ;;
 esac
@@ -47,7 +47,8 @@ ARGS=(
   --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3
   --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall
   --moe-grouped-gemm --moe-permute-fusion
-  $optimizer --use-distributed-optimizer --overlap-grad-reduce --lr "$LR" --min-lr "$MIN_LR"
+  $optimizer --weight-decay-all-params --use-distributed-optimizer --overlap-grad-reduce
+  --lr "$LR" --min-lr "$MIN_LR"
   --lr-decay-style cosine --lr-decay-samples $((samples * 98 / 100))
   --lr-warmup-samples $((samples / 100)) --weight-decay 0.1 --clip-grad 1.0 --bf16
   --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8 --train-samples "$samples"

@@ -15,7 +15,7 @@ if [[ $SMOKE == 1 ]]; then # sizes for 4 processes on 2 CPU cores: TP2, EP4
   GPUS_PER_NODE=${GPUS_PER_NODE:-4}
 fi
 
-OPTIMIZER=${OPTIMIZER:-muon} # or adam: all else is the same but the decay of norms (README.md)
+OPTIMIZER=${OPTIMIZER:-muon} # or adam: everything else is the same
 LAYERS=${LAYERS:-27} DENSE_LAYERS=${DENSE_LAYERS:-1} HIDDEN=${HIDDEN:-2048} FFN=${FFN:-11264}
 HEADS=${HEADS:-16} HEAD_SIZE=${HEAD_SIZE:-128} ROPE_SIZE=${ROPE_SIZE:-64}
 KV_LORA_RANK=${KV_LORA_RANK:-512} VOCAB_SIZE=${VOCAB_SIZE:-163839} # NullTokenizer adds 1
@@ -31,7 +31,7 @@ DATA_PATH=${DATA_PATH:-} SAVE=${SAVE:-} TENSORBOARD_DIR=${TENSORBOARD_DIR:-} # e
 TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size $VOCAB_SIZE}
 
 case $OPTIMIZER in
-  muon) optimizer="--optimizer muon --muon-matched-adamw-rms 0.2 --weight-decay-all-params" ;;
+  muon) optimizer="--optimizer muon --muon-matched-adamw-rms 0.2" ;;
   adam) optimizer="--optimizer adam" ;;
   *) echo "OPTIMIZER is muon or adam, not '$OPTIMIZER'" >&2 && exit 2 ;;
 esac
@@ -52,7 +52,8 @@ ARGS=(
   --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3
   --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3
   --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion
-  $optimizer --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16
+  $optimizer --weight-decay-all-params --use-distributed-optimizer --overlap-grad-reduce
+  --overlap-param-gather --bf16
   --lr "$LR" --min-lr "$MIN_LR" --lr-decay-style cosine --lr-decay-iters "$TRAIN_ITERS"
   --lr-warmup-iters "$WARMUP_ITERS" --weight-decay 0.1 --clip-grad 1.0 --adam-beta1 0.9
   --adam-beta2 0.95 --train-iters "$TRAIN_ITERS" --micro-batch-size "$MICRO_BATCH_SIZE"

@@ -18,8 +18,15 @@ from megatron_muon.cli import patch_tree
 from megatron_muon.cli.patch import describe
 from megatron_muon.cli.patch_lines import PatchError
 from megatron_muon.cli.versions import has_flag
-from megatron_muon.launch import MixedInstallationError, check_installation
-from megatron_muon.mcore.hooks import SeamError, check_hook, check_hooks, hooks_of, megatron_version
+from megatron_muon.launch import MixedInstallationError, check_installation, older_python
+from megatron_muon.mcore.hooks import (
+    SeamError,
+    Version,
+    check_hook,
+    check_hooks,
+    hooks_of,
+    megatron_version,
+)
 from megatron_muon.mcore.presence import WAY_OUT
 
 _OLDEST_TORCH = (2, 4)
@@ -72,7 +79,7 @@ def _environment() -> Iterator[Row]:
     if torch.cuda.is_available():
         device = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
     else:
-        device = "no GPU: the CPU runtime would be on (give --distributed-backend gloo)"
+        device = "no GPU: the CPU runtime would be on"
     yield Row("device", device)
     for name, distribution, module in (
         ("transformer-engine", "transformer-engine", "transformer_engine"),
@@ -98,6 +105,7 @@ def _megatron(checkout: Path | None) -> Iterator[Row]:
     yield _core(where)
     yield _hooks()
     if found is not None:
+        yield _plain_command(found)
         row = _training_hooks()
         # a core's own megatron.training, from 0.19 on, is nothing that a script needs
         yield row if checkout is not None else Row(row.name, row.fault or row.value)
@@ -131,7 +139,9 @@ def _core(where: Path) -> Row:
         version, _ = megatron_version()
     except Exception as error:  # whatever a foreign package raises
         what = f"{type(error).__name__}: {error}"
-        return Row("megatron-core", f"({where})", f"megatron.core cannot be imported: {what}")
+        why = older_python(where)
+        fault = f"{why} ({what})" if why else f"megatron.core cannot be imported: {what}"
+        return Row("megatron-core", f"({where})", fault)
     return Row("megatron-core", f"{version} ({where})")
 
 
@@ -150,6 +160,39 @@ def _hooks() -> Row:
     except (SeamError, ImportError) as error:
         return Row("hooks", ", ".join([found, *(f"not {name}" for name in missing)]), str(error))
     return Row("hooks", found)
+
+
+def _plain_command(checkout: Path) -> Row:
+    """Whose Muon `torchrun pretrain_gpt.py --optimizer muon --use-distributed-optimizer` is."""
+    patched = False
+    with contextlib.suppress(PatchError, OSError):
+        patched = patch_tree.look(checkout, any_version=True).state == "patched"
+    core = importlib.import_module("megatron.core.optimizer")
+    emerging = getattr(core, "HAVE_EMERGING_OPTIMIZERS", False)  # since core 0.17
+    return Row("plain command", whose_muon(megatron_version()[1], patched, emerging))
+
+
+def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
+    """What ``--optimizer muon --use-distributed-optimizer`` without the launcher starts.
+
+    Args:
+        version: of megatron-core.
+        patched: the checkout has the patch's lines.
+        emerging: emerging_optimizers can be imported, as that core needs it.
+    """
+    if patched:
+        return "Distributed Muon, by the patch"
+    way = "Distributed Muon takes the launcher or megatron-muon patch apply"
+    if version < (0, 16):
+        return f"an error, since this Megatron-LM has no --optimizer muon; {way}"
+    if version < (0, 18):
+        return f"an error, since Megatron's own Muon takes no distributed optimizer; {way}"
+    if not emerging:
+        return f"an error, since Megatron's own Muon needs emerging_optimizers; {way}"
+    return (
+        "Megatron's own layer-wise Muon, which turns the distributed optimizer off without a word: "
+        f"not Distributed Muon; {way}"
+    )
 
 
 def _training_hooks() -> Row:
@@ -175,7 +218,7 @@ def _refused() -> Row:
 
 
 def _refused_flags() -> Row:
-    """What a configuration does not say, so that only the command line can be refused."""
+    """What is refused on the command line: also what no configuration says."""
     flags = importlib.import_module("megatron_muon.training.install").REFUSED
     return Row("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import megatron_muon
 from megatron_muon import plan as plans
 from megatron_muon.agreement import (
     PlanMismatchError,
@@ -29,7 +30,7 @@ from megatron_muon.mcore.distributed_optimizer import (
     muon_over,
 )
 from megatron_muon.mcore.groups import Stage
-from megatron_muon.mcore.hooks import check_built
+from megatron_muon.mcore.hooks import check_built, megatron_version
 from megatron_muon.mcore.loss_scale import share_loss_scale
 from megatron_muon.mcore.ordered import require_ordered
 from megatron_muon.mcore.routing import Found, local_experts, muon_parameters, on_every_ep_rank
@@ -39,7 +40,9 @@ from megatron_muon.newton_schulz import at_once_on
 from megatron_muon.optimizer import DistributedMuon
 from megatron_muon.phases import phases
 from megatron_muon.products import plan_device, said_of_products, travel_dtype, try_products
-from megatron_muon.report import newton_schulz_line, start_line
+from megatron_muon.report import active_line, newton_schulz_line, start_line
+
+_has_said_active = False
 
 
 def make_muons(
@@ -74,7 +77,7 @@ def make_muons(
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
-    lines = survey(model_chunks, config, stage)
+    lines = [*_active(), *survey(model_chunks, config, stage)]
     optimizer.__class__ = MuonChainedOptimizer
     optimizer.voters = groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
@@ -82,6 +85,15 @@ def make_muons(
     checkpoint_owner.remember(model_chunks, config, stage)
     for line in lines:
         print(line, flush=True)
+
+
+def _active() -> list[str]:
+    """For rank 0, once in a process: that the plugin is active."""
+    global _has_said_active
+    if _has_said_active or dist.get_rank() != 0:
+        return []
+    _has_said_active = True
+    return [active_line(megatron_muon.__version__, megatron_version()[0])]
 
 
 def _checked(

@@ -55,6 +55,11 @@ def forget() -> None:
     _any_built = False
 
 
+def every_trained() -> list[Trained]:
+    """The models that Muon trains on this rank."""
+    return list(_trained.values())
+
+
 class Wanted(IntEnum):
     """What a rank knows of a save or load: nothing of Muon's, or with or without a digest."""
 

@@ -100,13 +100,20 @@ def meter(optimizer: Any) -> Meter:
 
 
 def _get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Wraps Megatron's: lets it build its AdamW distributed optimizers, then makes those Muon's."""
+    """Wraps Megatron's: lets it build its AdamW distributed optimizers, then makes those Muon's.
+
+    With ``weight_decay_all_params`` AdamW itself spares no weight, too; else it is Megatron's.
+    """
     original = _originals["get_megatron_optimizer"]
-    if _config is None or config.optimizer.lower() != "muon":
+    twin = config.optimizer == "adam" and _config is not None and _config.weight_decay_all_params
+    if _config is None or (config.optimizer.lower() != "muon" and not twin):
         return original(config, model_chunks, *args, **kwargs)
+    given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
+    if twin:
+        _decay_everything(given, config)
+        return original(*given.args, **given.kwargs)
     if config.optimizer != "muon":
         raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
-    given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
     together(lambda: _refuse(config, model_chunks, given), None, device_of(model_chunks))
     if _config.weight_decay_all_params:
         _decay_everything(given, config)

@@ -126,12 +126,22 @@ def _model_modes(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
         "keep a weight per expert",
     )
     for chunk in model_chunks:
+        for module in chunk.modules():  # a part of the model may have a configuration of its own
+            yield ("qk_clip", getattr(getattr(module, "config", None), "qk_clip", False), _QK_CLIP)
         for name, param in chunk.named_parameters():
             yield (
                 "generalized tensor parallelism",
                 getattr(param, "is_gtp_weight_remat", False) and name,
                 "use tensor parallelism alone",
             )
+
+
+_QK_CLIP = (
+    "leave it off, since Megatron's clip takes the main parameter for the whole matrix, and the "
+    "distributed optimizer, AdamW's too, has a shard of it: the clip would end the run at the "
+    "first logit above its threshold, after it had scaled a part; log_max_attention_logit "
+    "alone works"
+)
 
 
 def _upstream_faults(config: Any, model: Any) -> Iterator[tuple[str, Any, str]]:

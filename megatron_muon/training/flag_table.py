@@ -57,7 +57,7 @@ FLAGS = (
     ),
     _flag(
         "--no-muon-nesterov",
-        f"orthogonalize M in place of G + μM, on or off ({_PAPER} has Nesterov's); default off",
+        f"orthogonalize M in place of G + μM ({_PAPER} has Nesterov's); a switch; default: G + μM",
         **_ON,
     ),
     _flag(
@@ -68,13 +68,13 @@ FLAGS = (
     ),
     _flag(
         "--muon-nesterov",
-        f"orthogonalize G + μM, on or off; {_UPSTREAMS} since core 0.18; default on, Megatron's "
-        "own Muon: off",
+        f"orthogonalize G + μM; a switch; {_UPSTREAMS} since core 0.18; default: so too, "
+        "--no-muon-nesterov asks for M; Megatron's own Muon: M",
         **_ON,
     ),
     _flag(
         "--muon-use-nesterov",
-        f"the same as --muon-nesterov, on or off; {_UPSTREAMS} in core 0.16 and 0.17; default on",
+        f"the same as --muon-nesterov; a switch; {_UPSTREAMS} in core 0.16 and 0.17",
         **_ON,
     ),
     _flag(
@@ -106,8 +106,8 @@ FLAGS = (
     ),
     _flag(
         "--muon-no-split-qkv",
-        "orthogonalize a fused QKV weight as one matrix, on or off; "
-        f"{_UPSTREAMS}; default off: Q, K and V apart",
+        "orthogonalize a fused QKV weight as one matrix; a switch; "
+        f"{_UPSTREAMS}; default: Q, K and V apart",
         action="store_false",
         dest="muon_split_qkv",
     ),
@@ -126,13 +126,14 @@ FLAGS = (
     ),
     _flag(
         "--muon-use-syrk",
-        "Triton's symmetric product in Newton-Schulz, on or off; not here: an error; "
-        f"{_UPSTREAMS} after core 0.19; default off",
+        "Triton's symmetric product in Newton-Schulz; a switch; not here: an error; "
+        f"{_UPSTREAMS} after core 0.19; default: torch's products",
         **_ON,
     ),
     _flag(
         "--weight-decay-all-params",
-        f"decay norms' gammas and biases too, on or off ({_PAPER}, appendix D); default off",
+        f"decay norms' gammas and biases too ({_PAPER}, appendix D); a switch; with --optimizer "
+        "adam, too, the AdamW twin of such a run; megatron_muon's; default: they are not decayed",
         **_ON,
     ),
     _flag(
@@ -225,14 +226,21 @@ FLAGS = (
     _flag(
         "--adamw-from-muon",
         "for --optimizer adam: load a checkpoint of Muon's, with Adam's moments and count of steps "
-        "at zero for what Muon had, on or off; without effect on one of AdamW's; megatron_muon's; "
-        "default off",
+        "at zero for what Muon had; a switch; without effect on one of AdamW's; megatron_muon's; "
+        "default: such a checkpoint is refused",
         **_ON,
     ),
     _flag(
         "--no-muon-checkpoint-digest",
         "neither write nor check the digest of a checkpoint (size and checksum of its files, its "
-        "parameters), on or off; megatron_muon's; default off: they are written and checked",
+        "parameters); a switch; megatron_muon's; default: it is written and checked",
+        **_ON,
+    ),
+    _flag(
+        "--muon-cpu",
+        "run on the CPU over gloo, as by itself where there is no GPU, and hide the GPUs that are "
+        "here: what only a GPU has is replaced, and each replacement printed; a switch; with any "
+        "optimizer; megatron_muon's; default: the CPU only where there is no GPU",
         **_ON,
     ),
     _flag(

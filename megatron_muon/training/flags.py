@@ -89,7 +89,7 @@ def muon_backend(args: Namespace) -> str:
             "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 and later "
             "have); leave it out"
         )
-    foreign = foreign_flags(args, {*own_defaults(args), "muon_backend"})
+    foreign = foreign_flags(args, {*own_defaults(args), "muon_backend", "muon_cpu"})
     if foreign:
         raise ValueError(
             f"--muon-backend upstream leaves everything to Megatron's own Muon, which has no "

@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_muon.training import bucketing, checkpointing, flags, namespace
+from megatron_muon.config import MuonConfig
+from megatron_muon.training import bucketing, checkpointing, flags, memory, namespace
+from megatron_muon.training.flag_values import KEPT
 
 
 class Seam(NamedTuple):
@@ -142,10 +144,13 @@ def _validate_args(
         NotImplementedError: Muon does not have it yet; names the option and the way out.
     """
     if not asks_for_muon(args):
-        namespace.leave_to_megatron(args)
-        return original(args, defaults or {}, **kwargs)
+        told = [*_leave_out(args), *_on_the_cpu(args)]
+        result = original(args, defaults or {}, **kwargs)
+        _tell(told)
+        return result
     again = namespace.is_on(args)  # a namespace may be validated twice
     told = [] if again else _turn_on(args)
+    told += _on_the_cpu(args)
     args.optimizer = "adam"
     try:
         result = original(args, defaults or {}, **kwargs)
@@ -153,10 +158,37 @@ def _validate_args(
         args.optimizer = "muon"
     if not again:
         told += bucketing.choose_buckets(args)
-    if int(os.environ.get("RANK", "0")) == 0:
-        for line in told:
-            print(f"[megatron_muon] {line}", flush=True)
+    _tell(told)
     return result
+
+
+def _tell(lines: list[str]) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        for line in lines:
+            print(f"[megatron_muon] {line}", flush=True)
+
+
+def _on_the_cpu(args: Any) -> list[str]:
+    """Where the CPU runtime is on, replace what only a GPU has; lines that say so."""
+    if not importlib.import_module("megatron_muon.cpu").enabled():
+        return []
+    options = importlib.import_module("megatron_muon.cpu.options")
+    options.refuse(args)
+    told: list[str] = options.replace(args)
+    return told
+
+
+def _leave_out(args: Any) -> list[str]:
+    """Leave a run that is not Muon's to Megatron, but for AdamW's ``--weight-decay-all-params``."""
+    again = not hasattr(args, KEPT)
+    namespace.leave_to_megatron(args)
+    if args.optimizer != "adam" or not getattr(args, "weight_decay_all_params", False):
+        return []
+    importlib.import_module("megatron_muon.mcore.install").install(
+        MuonConfig(weight_decay_all_params=True)
+    )
+    line = "--weight-decay-all-params: AdamW decays norms' gammas and biases, too"
+    return [] if again else [line]
 
 
 def _turn_on(args: Any) -> list[str]:
@@ -178,10 +210,14 @@ def _turn_on(args: Any) -> list[str]:
     return told
 
 
-# Flags that stop a run here, and why; ``mcore.supported`` has what a configuration can say.
+# Flags that stop a run here, before any model is made, and why; ``mcore.supported`` has what a
+# configuration can say.
 REFUSED = {
     "--use-precision-aware-optimizer": "which keeps no fp32 main parameters of Megatron's",
     "--use-mup": "whose rates are Adam's",
+    "--qk-clip": "which takes a main parameter for the whole matrix, where the distributed "
+    "optimizer, AdamW's too, has a shard of it: the run would end at the first logit above the "
+    "threshold (--log-max-attention-logit alone works)",
 }
 
 
@@ -275,5 +311,12 @@ _SEAMS = (
         _get_megatron_muon_optimizer,
         always=False,
         everywhere=False,  # megatron.core's own is mcore.install's
+    ),
+    Seam(
+        "training",
+        "report_theoretical_memory",
+        ("args",),
+        memory.report_theoretical_memory,
+        always=False,
     ),
 )

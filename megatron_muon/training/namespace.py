@@ -16,6 +16,10 @@ from megatron_muon.training.flag_table import FLAGS
 from megatron_muon.training.flag_values import KEPT
 from megatron_muon.training.flags import foreign_flags, restore_defaults
 
+# Flags that a run with another optimizer may have: with any, and with AdamW.
+_OF_ANY = ("muon_cpu",)
+_OF_ADAM = ("adamw_from_muon", "weight_decay_all_params")
+
 
 def is_on(args: Any) -> bool:
     """True once ``validate_args`` has found that the run is Muon's."""
@@ -36,8 +40,11 @@ def leave_to_megatron(args: Namespace) -> None:
         return
     upstream = args.optimizer == "muon"  # --muon-backend upstream, which says so if called again
     kept = {*own, "muon_backend"} if upstream else {*own}
-    if args.optimizer == "adam" and getattr(args, "adamw_from_muon", None):
-        kept |= {"adamw_from_muon", "no_muon_checkpoint_digest"}
+    kept |= {dest for dest in _OF_ANY if getattr(args, dest, None)}
+    if args.optimizer == "adam":
+        kept |= {dest for dest in _OF_ADAM if getattr(args, dest, None)}
+        if getattr(args, "adamw_from_muon", None):
+            kept.add("no_muon_checkpoint_digest")
     foreign = foreign_flags(args, kept)
     if foreign:
         raise ValueError(
@@ -102,6 +109,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "no_muon_checkpoint_digest": not config.checkpoint_digest,
         "muon_defaults": getattr(args, "muon_defaults", None) or "moonlight",
         "muon_backend": "plugin",
+        "muon_cpu": bool(getattr(args, "muon_cpu", None)),
     }
 
 

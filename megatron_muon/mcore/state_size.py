@@ -1,0 +1,30 @@
+"""How many elements of Muon's state a rank has: a figure for its start, not a measurement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_muon.mcore.checkpoint_owner import Trained, every_trained
+from megatron_muon.mcore.weights import weights, why_adamw
+
+
+def muon_elements() -> float:
+    """A rank's share of the Muon elements of its stage, over all models that Muon trains.
+
+    The mean over the ranks that shard a buffer. No communication.
+    """
+    return sum(_elements(trained) for trained in every_trained())
+
+
+def _elements(trained: Trained) -> float:
+    stage = trained.stage
+    sizes, ranks = stage.sizes, stage.group.size()
+    dense, experts = ranks / sizes.tp, ranks / (sizes.expert_tp * sizes.ep)
+    muons: list[Any] = [
+        weight
+        for weight in weights(trained.model_chunks())
+        if weight.param.requires_grad
+        and not weight.is_tied_copy
+        and why_adamw(weight, trained.config) is None
+    ]
+    return sum(weight.param.numel() / (experts if weight.is_expert else dense) for weight in muons)
