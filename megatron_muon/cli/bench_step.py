@@ -124,6 +124,13 @@ def _check(given: Namespace, flags: Namespace) -> None:
             f"{heads} attention heads do not divide --hidden {given.hidden}, or --tp {given.tp} "
             "does not divide them: see --heads"
         )
+    groups = flags.num_query_groups if flags.group_query_attention else heads
+    if "muon-paper" in given.rows and groups < given.tp and not flags.multi_latent_attention:
+        raise ValueError(
+            f"muon-paper gathers slices of one size from all TP ranks, but --tp {given.tp} cuts "
+            f"{groups} query group(s), so that not every rank has some of Q, K and V: leave it "
+            "out of --rows"
+        )
     if given.traces is not None and not given.traces.is_dir():
         raise ValueError(f"--traces {given.traces}: there is no such folder")
     for name in ("json", "plot"):
