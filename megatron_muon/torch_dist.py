@@ -154,7 +154,7 @@ def _place(index: Any, info: Any) -> tuple[tuple[str, Numbers | None], Place]:
     offset = where.get("offset")
     key = _text(where.get("fqn")), None if offset is None else _numbers(offset)
     file = _text(state.get("relative_path"))
-    if Path(file).name != file or "\0" in file:  # a file of the folder, nowhere else
+    if Path(file).name != file or file in ("", "..") or "\0" in file:  # nowhere but in the folder
         raise MetadataError(f"it places {key[0]!r} in {file!r}, which is no name of a file")
     if state.get("transform_descriptors"):
         raise MetadataError(f"{key[0]!r} is compressed, which is not read here")

@@ -95,6 +95,8 @@ def _table(report: Report) -> list[str]:
 
 
 def _sizes(report: Report) -> list[str]:
+    if not report.bytes:
+        return []
     width = max(map(len, report.bytes))
     return ["bytes on disk", *(f"  {k:{width}}  {v:>15,}" for k, v in report.bytes.items())]
 

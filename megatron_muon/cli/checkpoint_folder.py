@@ -74,7 +74,7 @@ def _named(file: Path) -> tuple[Path | None, str]:
 
 def _refuse_several(path: Path) -> None:
     names = sorted(each.name for each in path.iterdir() if _ITERATION.fullmatch(each.name))
-    if names and not (path / METADATA).exists():
+    if names and not (path / METADATA).exists() and not files_of(path):
         raise FileNotFoundError(
             f"{path} has no {tracker.NAME}, so nothing says which of its checkpoints is meant: "
             f"give the folder of one, such as {path / names[-1]}"

@@ -94,19 +94,15 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
 
 def _digest(folder: Path, hashes: bool) -> tuple[digest.Digest | None, list[str]]:
     """The digest, if there is one that can be used, and what is wrong with it or by it."""
-    file = folder / digest.FILE_NAME
-    if not file.exists():
-        return None, ["there is no digest to hold hashes against"] if hashes else []
-    if not file.is_file():  # reading a pipe would wait
-        return None, [f"{file} is no regular file"]
     try:
         said = digest.read(folder)
         if said is None:
-            return None, [f"{file} is gone"]
+            return None, ["there is no digest to hold hashes against"] if hashes else []
         digest.require_complete(folder, said)
     except digest.DigestError as error:
         return None, [str(error)]
     if wrong := _unlikely(said):
+        file = folder / digest.FILE_NAME
         return None, [f"{file} is not what megatron_muon writes: {wrong}"]
     faults = (_fault(folder, name, entry, hashes) for name, entry in said["files"].items())
     return said, [fault for fault in faults if fault]
@@ -119,6 +115,8 @@ def _unlikely(said: Mapping[str, Any]) -> str | None:
     for name, entry in said["parameters"].items():
         if any(size >= 1 << 62 for size in entry["shape"]) or len(entry["shape"]) > 64:
             return f"the shape of {name[:100]!r}"
+        if entry["optimizer"] not in ("muon", "adamw", "frozen"):
+            return f"the optimizer of {name[:100]!r}, {entry['optimizer'][:100]!r}"
     return None
 
 
