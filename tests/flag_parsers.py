@@ -109,6 +109,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "from-adamw": (["--muon-from-adamw", "momentum"], {}),
     "moonlight": (["--muon-defaults", "moonlight"], {}),
     "backend": (["--muon-backend", "plugin"], {}),
+    "cpu": (["--muon-cpu"], {}),
     "twice the same": (["--muon-ns-steps", "7", "--muon-num-ns-steps", "7"], {"ns_steps": 7}),
 }
 

@@ -11,6 +11,9 @@ from pathlib import Path
 import megatron.core
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
+
+from megatron_muon.cli.doctor_rows import whose_muon
 
 ROOT = Path(__file__).parent.parent
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
@@ -51,6 +54,9 @@ def test_the_installed_megatron_core() -> None:
     assert found["megatron-core"].startswith(f"{megatron.core.__version__} (")
     assert "use_precision_aware_optimizer" in found["refused options"]
     assert "use_distributed_optimizer" not in found["refused options"]
+    if "qk_clip" in TransformerConfig.__dataclass_fields__:
+        assert "qk_clip" in found["refused options"].split(", ")
+        assert "log_max_attention_logit" not in found["refused options"]
     have, _, of = found["hooks"].partition(" of ")
     assert have == of and int(of) > 5
     if not torch.cuda.is_available():
@@ -97,6 +103,37 @@ def test_a_core_that_cannot_be_imported(tmp_path: Path) -> None:
     assert "cannot be imported: ImportError: no such wheel" in rows(done.stdout)["verdict"]
 
 
+def test_a_core_that_needs_a_newer_python(tmp_path: Path) -> None:
+    core = tmp_path / "megatron/core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("from typing import nothing_of_this_name\n")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\n")
+    (tmp_path / "pyproject.toml").write_text('requires-python = ">=3.99"\n')
+    verdict = rows(doctor(path=(tmp_path,)).stdout)["verdict"]
+    assert verdict.startswith("Muon would not run: megatron-core 0.19.0 needs Python >=3.99 (")
+    assert "cannot import name 'nothing_of_this_name' from 'typing'" in verdict
+
+
+@pytest.mark.parametrize(
+    ("version", "patched", "emerging", "said"),
+    [
+        ((0, 12), False, False, "an error, since this Megatron-LM has no --optimizer muon"),
+        ((0, 16), False, True, "an error, since Megatron's own Muon takes no distributed optimi"),
+        ((0, 19), False, False, "an error, since Megatron's own Muon needs emerging_optimizers"),
+        ((0, 19), False, True, "Megatron's own layer-wise Muon, which turns the distributed opt"),
+        ((0, 20), False, True, "Megatron's own layer-wise Muon, which turns the distributed opt"),
+        ((0, 12), True, False, "Distributed Muon, by the patch"),
+        ((0, 20), True, True, "Distributed Muon, by the patch"),
+    ],
+)
+def test_whose_muon_a_plain_command_starts(
+    version: tuple[int, int], patched: bool, emerging: bool, said: str
+) -> None:
+    text = whose_muon(version, patched, emerging)
+    assert text.startswith(said)
+    assert patched or text.endswith("takes the launcher or megatron-muon patch apply")
+
+
 def _checkout(root: Path) -> Path:
     """A checkout as far as its version is asked for."""
     for name, text in (
@@ -132,3 +169,4 @@ def test_a_checkout() -> None:
     assert found["patch"].startswith("not patched: ")
     assert found["training hooks"] == "all"
     assert "--use-precision-aware-optimizer" in found["refused flags"]
+    assert "Distributed Muon takes the launcher or" in found["plain command"]

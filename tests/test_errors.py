@@ -113,6 +113,11 @@ UNSUPPORTED = {
         {"model": {"moe_single_grouped_weight": True}},
         "does not support moe_single_grouped_weight yet (got True): keep a weight per expert",
     ),
+    "qk clip": (
+        {"model": {"qk_clip": True}},
+        "does not support qk_clip yet (got True): leave it off, since Megatron's clip takes the "
+        "main parameter for the whole matrix",
+    ),
     "early gather in fp16": (
         {
             "optimizer": {
@@ -150,6 +155,12 @@ def test_an_unsupported_mode_is_refused_before_any_collective(name: str) -> None
         pytest.skip(f"OptimizerConfig of megatron-core {VERSION} has no {', '.join(new)}")
     for text in run(_error_of_building, 2, CASE, Topology(dp=2), changes):
         assert message in text, text
+
+
+def test_logging_the_largest_logit_alone_is_not_refused() -> None:
+    changes = {"model": {"log_max_attention_logit": True}}
+    (text,) = run(_error_of_building, 1, CASE, Topology(), changes)
+    assert "called before the error" in text  # it went on to the first collective
 
 
 class _Fsdp2(torch.nn.Module):

@@ -46,6 +46,18 @@ def test_every_flag_is_known_and_says_what_it_is_and_its_default(version: str) -
     assert "--muon-homes" in parser.format_help()  # its text has no stray %
 
 
+def test_no_help_of_a_switch_says_on_or_off() -> None:
+    """A switch takes no value, so nobody can write one of the two."""
+    parser = parser_of("0.12")
+    add_flags(parser)
+    actions = [parser._option_string_actions[flag.option] for flag in FLAGS]
+    switches = [action for action in actions if action.nargs == 0]
+    assert len(switches) > 5
+    for action in switches:
+        assert "a switch" in str(action.help), action.option_strings
+        assert not re.search(r"on or off|default:? (on|off)", str(action.help))
+
+
 @EVERY
 def test_megatrons_own_actions_stay(version: str) -> None:
     parser = parser_of(version)
@@ -251,3 +263,4 @@ def test_megatrons_own_muon_takes_its_own_flags_and_no_other(version: str) -> No
         muon_backend(parsed(version, *upstream, "--muon-homes", "local"))
     with pytest.raises(ValueError, match="has no --no-muon-nesterov"):
         muon_backend(parsed(version, *upstream, "--no-muon-nesterov"))
+    assert muon_backend(parsed(version, *upstream, "--muon-cpu")) == "upstream"

@@ -38,7 +38,7 @@ def test_a_flag_of_megatrons_is_megatrons_with_another_optimizer(version: str) -
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.option)
 def test_a_flag_of_the_plugins_needs_muon(version: str, flag: object) -> None:
     option = flag.option  # type: ignore[attr-defined]
-    if option in parser_of(version)._option_string_actions:
+    if option in parser_of(version)._option_string_actions or option == "--muon-cpu":
         return
     parser = parser_of(version)
     add_flags(parser)
@@ -56,6 +56,26 @@ def test_adamw_after_muon_may_load_without_the_digest(version: str) -> None:
     )
     leave_to_megatron(args)
     assert args.adamw_from_muon and args.no_muon_checkpoint_digest
+
+
+@EVERY
+def test_adamw_may_decay_every_parameter(version: str) -> None:
+    args = parsed(version, "--optimizer", "adam", "--weight-decay-all-params")
+    leave_to_megatron(args)
+    expected = vars(parser_of(version).parse_args([]))
+    assert vars(args) == {**expected, "weight_decay_all_params": True}
+    args = parsed(version, "--optimizer", "sgd", "--weight-decay-all-params")
+    with pytest.raises(ValueError, match="--weight-decay-all-params is for"):
+        leave_to_megatron(args)
+
+
+@EVERY
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_any_optimizer_may_run_on_the_cpu(version: str, optimizer: str) -> None:
+    args = parsed(version, "--optimizer", optimizer, "--muon-cpu")
+    leave_to_megatron(args)
+    expected = vars(parser_of(version).parse_args(["--optimizer", optimizer]))
+    assert vars(args) == {**expected, "muon_cpu": True}
 
 
 @WITH_MUON

@@ -167,6 +167,30 @@ def test_several_buffers_are_counted_one_by_one() -> None:
     assert "by buffer" not in start_line(plan, stage=0, experts=False, buckets=[2])
 
 
+def _said_active() -> tuple[str, str]:
+    """What is printed of it where an optimizer is built, and where another one is then."""
+    from megatron_muon.mcore import build as plugin
+
+    printed = []
+    plugin._has_said_active = False  # as in a new process
+    for _ in range(2):
+        with redirect_stdout(io.StringIO()) as out:
+            start(Case(layers=1), Topology(dp=2))
+        printed.append("\n".join(x for x in out.getvalue().splitlines() if "is active" in x))
+    return printed[0], printed[1]
+
+
+def test_a_log_says_once_on_rank_0_that_the_plugin_is_active() -> None:
+    import megatron.core
+
+    import megatron_muon
+
+    first, other = run(_said_active, 2)
+    line = f"[megatron_muon] megatron-muon {megatron_muon.__version__} is active: Distributed Muon"
+    core = f"over the DistributedOptimizer of megatron-core {megatron.core.__version__}"
+    assert first == (f"{line} {core}", "") and other == ("", "")
+
+
 def test_the_start_line_says_in_how_many_rounds_the_exchange_is() -> None:
     matrices, blocks = whole_matrix("a", (10, 10), 0, 1)
     held = [

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpt import Case, Topology, build, held, make_optimizer, start, take_step, train
+from gpt import Case, Topology, build, held, make_optimizer, take_step, train
 from installed import VERSION
 from ranks import run
 from whole import differences, whole
@@ -144,12 +144,20 @@ def test_the_name_muon_is_the_plugins_also_where_megatron_has_a_function_for_it(
     assert "layer_wise_distributed_optimizer=True asks for Megatron's own Muon" in text
 
 
-def _decayed(all_params: bool) -> dict[str, float]:
+def _decayed(all_params: bool, optimizer: str) -> dict[str, float]:
     """With lr · decay = 1 a decayed parameter becomes minus its update: how much is left of it."""
     import torch
 
-    case = replace(ADAM, optimizer="muon", steps=1, muon=(("weight_decay_all_params", all_params),))
-    built = start(case, Topology())
+    import megatron_muon
+
+    settings = megatron_muon.MuonConfig(weight_decay_all_params=all_params)
+    case = replace(ADAM, optimizer=optimizer, steps=1)
+    megatron_muon.install(settings)
+    try:
+        built = build(case, Topology())
+        built.optimizer = make_optimizer(built)
+    finally:
+        megatron_muon.uninstall()
     shards = {n: s[2]["main"].copy() for n, s in held(built)["shards"].items()}
     for inner in built.optimizer.chained_optimizers:
         for group in inner.optimizer.param_groups:
@@ -164,9 +172,12 @@ def _decayed(all_params: bool) -> dict[str, float]:
     return left
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
 @pytest.mark.parametrize("all_params", [False, True], ids=["", "all"])
-def test_weight_decay_all_params_decays_gammas_and_biases_too(all_params: bool) -> None:
-    (left,) = run(_decayed, 1, all_params)
+def test_weight_decay_all_params_decays_gammas_and_biases_too(
+    all_params: bool, optimizer: str
+) -> None:
+    (left,) = run(_decayed, 1, all_params, optimizer)
     vectors = {n for n in left if "layernorm" in n or n.endswith(".bias")}
     assert vectors and vectors != left.keys()
     for name, share in left.items():

@@ -9,9 +9,10 @@ import importlib.util
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import megatron_muon
 from megatron_muon.cli import patch_tree
@@ -19,9 +20,11 @@ from megatron_muon.cli.patch import describe
 from megatron_muon.cli.patch_lines import PatchError
 from megatron_muon.cli.versions import has_flag
 from megatron_muon.launch import MixedInstallationError, check_installation, older_python
+from megatron_muon.mcore.checkpoint_hooks import ATTRIBUTES
 from megatron_muon.mcore.hooks import (
     SeamError,
     Version,
+    check_attribute,
     check_hook,
     check_hooks,
     hooks_of,
@@ -147,14 +150,17 @@ def _core(where: Path) -> Row:
 
 def _hooks() -> Row:
     text, version = megatron_version()
-    expected = hooks_of(version)
+    checks: list[tuple[Any, Callable[..., None]]] = [
+        *((hook, check_hook) for hook in hooks_of(version)),
+        *((attribute, check_attribute) for attribute in ATTRIBUTES),
+    ]
     missing = []
-    for hook in expected:
+    for row, check in checks:
         try:
-            check_hook(hook, text)
+            check(row, text)
         except (SeamError, ImportError):
-            missing.append(str(hook))
-    found = f"{len(expected) - len(missing)} of {len(expected)}"
+            missing.append(str(row))
+    found = f"{len(checks) - len(missing)} of {len(checks)}"
     try:
         check_hooks()
     except (SeamError, ImportError) as error:

@@ -229,8 +229,7 @@ def replace(args: Namespace) -> list[str]:
     for row in REPLACED:
         value = getattr(args, row.dest, None)
         if _name(value) in row.gpu:
-            on_cpu = type(value)[row.cpu] if isinstance(value, Enum) else row.cpu
-            setattr(args, row.dest, on_cpu)
+            setattr(args, row.dest, type(value)[row.cpu] if isinstance(value, Enum) else row.cpu)
             old = "" if isinstance(value, bool) else f" in place of {_name(value)}"
             lines.append(f"on the CPU: {row.said}{old}: {row.why}")
     if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:

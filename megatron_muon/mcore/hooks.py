@@ -1,21 +1,30 @@
 """The Megatron symbols that the plugin relies on, and what it relies on them for.
 
-Read this to know what a Megatron upgrade can break. ``check_hooks`` compares the functions with the
-installed megatron-core, ``check_built`` the attributes with an optimizer that it has built; both
+Read this and ``checkpoint_hooks`` to know what a Megatron upgrade can break. ``check_hooks``
+compares both with the installed megatron-core, ``check_training_hooks`` the rows of Megatron-LM
+with what is imported, ``check_built`` the attributes with an optimizer that Megatron has built; all
 stop with the symbol's name where they differ.
 """
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
-# Minor versions of megatron-core, 0.x, that the plugin was tested with; 20 is main's.
-OLDEST, NEWEST = (0, 12), (0, 20)
-Version = tuple[int, int]
+from megatron_muon.mcore.checkpoint_hooks import (
+    ARGUMENTS,
+    ATTRIBUTES,
+    CHECKPOINT_HOOKS,
+    GROUP_KEYS,
+)
+from megatron_muon.mcore.hook import NEWEST, OLDEST, Attribute, Hook, Version
 
+__all__ = ["HOOKS", "NEWEST", "OLDEST", "Hook", "SeamError", "Version"]
+_TRAINING = "megatron.training"
 
 _WAY_OUT = (
     "If this Megatron is a fork's, give it the symbol that the release of its version has; else "
@@ -25,29 +34,6 @@ _WAY_OUT = (
 
 class SeamError(RuntimeError):
     """The installed Megatron lacks a symbol that the plugin hooks, or has another shape of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hook:
-    """A symbol of Megatron.
-
-    Attributes:
-        module: where it is looked up at call time.
-        name: of the symbol, with a dot for a class's attribute.
-        parameters: those that must be in its signature.
-        relied_on: what the plugin needs it to do.
-        since, until: the first and the last minor version that has it in this shape.
-    """
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
-    relied_on: str
-    since: Version = OLDEST
-    until: Version = NEWEST
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
 
 
 HOOKS = (
@@ -121,6 +107,7 @@ HOOKS = (
         "DistributedOptimizer.get_parameters",
         ("self",),
         "the flat fp32 shards that the inner optimizer updates",
+        inherited=True,
     ),
     Hook(
         "megatron.core.optimizer.distrib_optimizer",
@@ -181,45 +168,56 @@ HOOKS = (
         (),
         "the ranks that a layer's experts are spread over",
     ),
+    *CHECKPOINT_HOOKS,
 )
-
-
-# Of a DistributedOptimizer: what each attribute is relied on for.
-ATTRIBUTES = {
-    "model_chunks": "the DDP-wrapped modules, for names and marks of parameters",
-    "is_stub_optimizer": "True on a rank that has no parameter groups and never steps",
-    "config": "its timers, and what the run asks for",
-    "grad_scaler": "None, or the loss scaler, which dense and experts' optimizers come to share",
-    "distributed_optimizer_instance_id": "which of several instances this rank is in",
-}
-# And of one that is no stub.
-BUILT_ATTRIBUTES = {
-    "optimizer": "the inner Adam: its param_groups hold flat shards, its state is ours to fill",
-    "init_state_fn": "called with the inner optimizer to fill its state before a load",
-    "data_parallel_group": "the ranks that each bucket is cut over",
-    "buffers": "each with param_index_map (start, stop, bucket) and buckets (offset, grad_data)",
-    "model_float16_groups": "parameters in step with shard_fp32_from_float16_groups",
-    "shard_fp32_from_float16_groups": "their flat fp32 main parameters",
-    "model_fp32_groups": "parameters in step with shard_fp32_groups",
-    "shard_fp32_groups": "flat views of them",
-}
 
 
 def check_built(dist_opt: Any) -> None:
     """Compare the attributes with a DistributedOptimizer that Megatron has built.
 
     Raises:
-        SeamError: names the attribute.
+        SeamError: names the attribute, or the key of a parameter group.
     """
-    attributes = dict(ATTRIBUTES)
-    if not getattr(dist_opt, "is_stub_optimizer", False):
-        attributes |= BUILT_ATTRIBUTES
-    for name, relied_on in attributes.items():
-        if not hasattr(dist_opt, name):
-            version = importlib.import_module("megatron.core").__version__
+    is_stub = getattr(dist_opt, "is_stub_optimizer", False)
+    for attribute in ATTRIBUTES:
+        if attribute.owner == "DistributedOptimizer" and (attribute.of_stubs or not is_stub):
+            _require(dist_opt, attribute)
+    if is_stub:
+        return
+    for buffer in dist_opt.buffers:
+        for attribute in ATTRIBUTES:
+            if attribute.owner == "_ParamAndGradBuffer":
+                _require(buffer, attribute)
+            elif attribute.owner == "_ParamAndGradBucket":
+                _require(buffer.buckets[0], attribute)
+    for group in dist_opt.optimizer.param_groups:
+        for key, relied_on in GROUP_KEYS.items():
+            if key not in group and f"pre_{key}" not in group:
+                raise SeamError(
+                    f"a parameter group of megatron-core {megatron_version()[0]} has no {key}, "
+                    f"which megatron_muon needs: {relied_on}. {_WAY_OUT}"
+                )
+
+
+def _require(built: Any, attribute: Attribute) -> None:
+    if not hasattr(built, attribute.name):
+        raise SeamError(
+            f"{type(built).__name__} of megatron-core {megatron_version()[0]} has no "
+            f"{attribute.name}, which megatron_muon needs: {attribute.relied_on}. {_WAY_OUT}"
+        )
+
+
+def check_arguments(args: Any) -> None:
+    """Compare Megatron-LM's arguments, once it has checked them, with those that are read.
+
+    Raises:
+        SeamError: names the one that is missing.
+    """
+    for name, relied_on in ARGUMENTS.items():
+        if not hasattr(args, name):
             raise SeamError(
-                f"{type(dist_opt).__name__} of megatron-core {version} has no {name}, which "
-                f"megatron_muon needs: {relied_on}"
+                f"the arguments of Megatron-LM of core {megatron_version()[0]} have no {name}, "
+                f"which megatron_muon needs: {relied_on}. {_WAY_OUT}"
             )
 
 
@@ -232,7 +230,16 @@ def megatron_version() -> tuple[str, Version]:
 
 def hooks_of(version: Version) -> list[Hook]:
     """Those that a version of megatron-core has."""
-    return [hook for hook in HOOKS if hook.since <= version <= hook.until]
+    return [hook for hook in _of(version) if not hook.module.startswith(_TRAINING)]
+
+
+def training_hooks_of(version: Version) -> list[Hook]:
+    """Those that the Megatron-LM of a version has beside its core."""
+    return [hook for hook in _of(version) if hook.module.startswith(_TRAINING)]
+
+
+def _of(version: Version) -> Iterator[Hook]:
+    return (hook for hook in HOOKS if hook.since <= version <= hook.until)
 
 
 def check_hooks() -> None:
@@ -250,6 +257,19 @@ def check_hooks() -> None:
         )
     for hook in hooks_of(version):
         check_hook(hook, text)
+    for attribute in ATTRIBUTES:
+        check_attribute(attribute, text)
+
+
+def check_training_hooks() -> None:
+    """Compare the rows of Megatron-LM with what is imported.
+
+    Raises:
+        SeamError: names the symbol, and the way out.
+    """
+    text, version = megatron_version()
+    for hook in training_hooks_of(version):
+        check_hook(hook, text)
 
 
 def _text(version: Version) -> str:
@@ -262,15 +282,17 @@ def check_hook(hook: Hook, version: str) -> None:
     Raises:
         SeamError: names it and the way out.
     """
-    symbol: object = importlib.import_module(hook.module)
+    symbol = _module(hook.module, f"{hook}", hook.relied_on, version)
     for part in hook.name.split("."):
-        symbol = getattr(symbol, part, None)
+        own = not isinstance(symbol, type) or hook.inherited or part in vars(symbol)
+        symbol = getattr(symbol, part, None) if own else None
         if symbol is None:
             raise SeamError(
                 f"megatron-core {version} has no {hook}, which megatron_muon needs: "
                 f"{hook.relied_on}. {_WAY_OUT}"
             )
-    assert callable(symbol)
+    if not hook.parameters:
+        return
     found = inspect.signature(symbol).parameters
     missing = [name for name in hook.parameters if name not in found]
     if missing:
@@ -278,3 +300,48 @@ def check_hook(hook: Hook, version: str) -> None:
             f"{hook} of megatron-core {version} has no parameter {', '.join(missing)}, which "
             f"megatron_muon needs: {hook.relied_on}. {_WAY_OUT}"
         )
+
+
+def _module(name: str, row: str, relied_on: str, version: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # it is there, and lacks something that is not Megatron's
+        raise SeamError(
+            f"megatron-core {version} has no {row}, which megatron_muon needs: {relied_on}. "
+            f"{_WAY_OUT}"
+        ) from error
+
+
+def check_attribute(attribute: Attribute, version: str) -> None:
+    """See that some method of a class sets an attribute: there is no object of it to ask yet.
+
+    Raises:
+        SeamError: names it and the way out.
+    """
+    module = _module(attribute.module, f"{attribute}", attribute.relied_on, version)
+    owner = getattr(module, attribute.owner, None)
+    if owner is None or attribute.name not in _attributes_set(owner):
+        raise SeamError(
+            f"megatron-core {version} has no {attribute}, which megatron_muon needs: "
+            f"{attribute.relied_on}. {_WAY_OUT}"
+        )
+
+
+@cache
+def _attributes_set(owner: type) -> frozenset[str]:
+    """Names that methods of a class of Megatron's, and of those it inherits from, assign to."""
+    classes = [each for each in owner.__mro__ if each.__module__.startswith("megatron.")]
+    codes = (
+        getattr(inspect.unwrap(getattr(member, "__func__", member)), "__code__", None)
+        for each in classes
+        for member in vars(each).values()
+    )
+    return frozenset(
+        step.argval
+        for code in codes
+        if code is not None
+        for step in dis.get_instructions(code)
+        if step.opname == "STORE_ATTR"
+    )

@@ -18,13 +18,9 @@ def _elements(trained: Trained) -> float:
     stage = trained.stage
     sizes, ranks = stage.sizes, stage.group.size()
     dense, experts = ranks / sizes.tp, ranks / (sizes.expert_tp * sizes.ep)
-    muons = [
-        weight
-        for weight in weights(trained.model_chunks())
-        if weight.param.requires_grad
-        and not weight.is_tied_copy
-        and why_adamw(weight, sizes.tp_of(weight), trained.config) is None
-    ]
-    return float(
-        sum(weight.param.numel() / (experts if weight.is_expert else dense) for weight in muons)
-    )
+    total = 0.0
+    for weight in weights(trained.model_chunks()):
+        trains = weight.param.requires_grad and not weight.is_tied_copy
+        if trains and why_adamw(weight, sizes.tp_of(weight), trained.config) is None:
+            total += weight.param.numel() / (experts if weight.is_expert else dense)
+    return total

@@ -74,7 +74,8 @@ FLAGS = (
     ),
     _flag(
         "--muon-use-nesterov",
-        f"the same as --muon-nesterov; a switch; {_UPSTREAMS} in core 0.16 and 0.17",
+        f"the same as --muon-nesterov; a switch; {_UPSTREAMS} in core 0.16 and 0.17; default: so "
+        "too",
         **_ON,
     ),
     _flag(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.hooks import SeamError, check_arguments, check_training_hooks
 from megatron_muon.training import bucketing, checkpointing, flags, memory, namespace
 from megatron_muon.training.flag_values import KEPT
 
@@ -51,6 +52,7 @@ def install_training() -> None:
         name: importlib.import_module(f"megatron.training.{name}")
         for name in ("arguments", "checkpointing", "initialize", "training")
     }
+    check_training_hooks()
     for seam in _SEAMS:
         original: Any = getattr(modules[seam.module], seam.name, None)
         if hasattr(original, "megatron_muon_wraps"):
@@ -76,8 +78,6 @@ def asks_for_muon(args: Any) -> bool:
 
 
 def _check_shape(seam: Seam, original: Any) -> None:
-    from megatron_muon.mcore.hooks import SeamError
-
     symbol = f"megatron.training.{seam.module}.{seam.name}"
     version = importlib.import_module("megatron.core").__version__
     if original is None:
@@ -156,6 +156,7 @@ def _validate_args(
         result = original(args, defaults or {}, **kwargs)
     finally:
         args.optimizer = "muon"
+    check_arguments(args)
     if not again:
         told += bucketing.choose_buckets(args)
     _tell(told)
