@@ -119,6 +119,13 @@ def test_the_whole_matrix_says_whether_it_is_a_vector(
     assert (why_adamw(weight, 2, MuonConfig()) is None) == at_tp_2
 
 
+def test_a_weight_without_elements_is_adamws_and_no_patterns() -> None:
+    empty = _one("decoder.layers.0.mlp.linear_fc1.weight", _weight(0, 4), "ColumnParallelLinear")
+    assert why_adamw(empty, 1, MuonConfig()) == "no elements"
+    with pytest.raises(ValueError, match=r"shape \(0, 4\), but Muon updates matrices"):
+        why_adamw(empty, 1, MuonConfig(muon_include=("*fc1*",)))
+
+
 def test_an_experts_matrix_is_whole_over_expert_tp_ranks() -> None:
     fc2 = _one(f"{EXPERTS}local_experts.0.linear_fc2.weight", _weight(4, 1))
     assert why_adamw(fc2, 2, MuonConfig()) is None

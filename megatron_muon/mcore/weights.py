@@ -157,15 +157,16 @@ def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
             f"{named('muon_exclude')} {excluded[0]!r}: change one of the patterns"
         )
     if included:
-        if weight.param.dim() != 2:
+        if weight.param.dim() != 2 or not weight.param.numel():
             raise ValueError(
                 f"{named('muon_include')} {included[0]!r} matches {weight.name} of shape "
-                f"{tuple(weight.param.shape)}, but Muon updates matrices: only 2-D weights"
+                f"{tuple(weight.param.shape)}, but Muon updates matrices: only 2-D weights that "
+                "have elements"
             )
         return None
     if excluded:
         return f"{named('muon_exclude')} {excluded[0]!r}"
-    return _why_adamw_by_itself(weight, tp_size)
+    return _why_adamw_by_itself(weight, tp_size) if weight.param.numel() else "no elements"
 
 
 def is_unknown(weight: Weight, tp_size: int, config: MuonConfig) -> bool:
