@@ -112,13 +112,13 @@ def together(act: Callable[[], T], group: Group | None, device: torch.device) ->
 def raise_together(error: BaseException | None, group: Group | None, device: torch.device) -> None:
     """Raise on every rank of the group if one has an error: its own, or one that quotes the first.
 
-    Without a process group there is nobody else to tell.
+    Without a process group, or in one of a single rank, there is nobody else to tell.
 
     Raises:
         BaseException: ``error`` where there is one.
         RuntimeError: on the other ranks.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error is not None:
             raise error
         return

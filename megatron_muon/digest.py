@@ -116,6 +116,12 @@ def saver(folder: Path) -> Save | None:
     return None if content is None else content["save"]
 
 
+def unfinished(folder: Path) -> Save | None:
+    """The save whose mark is there and that has not come to its end; None for none."""
+    content, _ = _content(folder)
+    return None if content is None or content["complete"] else content["save"]
+
+
 def _clear(folder: Path, *kept: str) -> None:
     for path in folder.glob("megatron_muon.*"):
         if path.name not in (FILE_NAME, *kept) and own_file(path.name):

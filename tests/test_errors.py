@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,8 @@ def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) 
 
     def forbidden(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if any(frame.name == "raise_together" for frame in traceback.extract_stack()):
+                return originals[name](*args, **kwargs)  # the vote by which it ends on all ranks
             collectives.append(name)
             raise AssertionError(f"{name} called before the error")
 

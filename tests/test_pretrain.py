@@ -55,6 +55,18 @@ def test_muon_trains(processes: int, layout: str) -> None:
     assert argument(text, "muon_momentum") == "0.95"
 
 
+@pytest.mark.slow
+def test_muon_trains_where_tp_cuts_query_groups() -> None:
+    """2 groups on 4 ranks: a loss like that of whole groups on 2 ranks."""
+    if version() < (0, 16):
+        pytest.skip("Megatron itself refuses more TP ranks than query groups")
+    cut, whole = (
+        losses(pretrain(tp, MUON, "--bf16", f"--tensor-model-parallel-size {tp}")) for tp in (4, 2)
+    )
+    assert cut[5] < cut[2] < cut[0]
+    assert cut == pytest.approx(whole, rel=0.02)
+
+
 def test_adam_through_the_launcher_is_megatrons() -> None:
     text = pretrain(1, ADAM)
     assert losses(text)[5] < losses(text)[0]

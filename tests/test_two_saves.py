@@ -36,8 +36,8 @@ def held(tmp_path: Path, a: Job, b: Job, **how: Any) -> tuple[Meeting, dict[str,
         assert len({text is None for text in texts}) == 1, texts  # all of its ranks, or none
         for text in texts:
             if text is not None:
-                (pid,) = set(re.findall(r"process (\d+) on \S+, SLURM_JOB_ID job-" + other, text))
-                assert pid in pids[other], text
+                named = set(re.findall(r"process (\d+) on \S+, SLURM_JOB_ID job-" + other, text))
+                assert named and named <= pids[other], text
     return meeting, errors
 
 
@@ -127,7 +127,7 @@ def test_without_locks_the_format_torch_tells_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("locks", [True, False], ids=["locks", "no-locks"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_at_random_moments(seed: int, locks: bool, tmp_path: Path) -> None:
     jobs = (Job(name, jitter=0.3) for name in "AB")
     meeting, errors = held(tmp_path, *jobs, locks=locks, seed=seed)

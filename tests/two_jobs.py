@@ -168,12 +168,27 @@ def _error(meeting: Meeting, job: Job, number: int, rank: int) -> str | None:
             else:
                 sealing.save(built, meeting.folder, meeting.format)
     except Exception as error:
+        _leave(meeting, number, rank)
         return f"{type(error).__name__}: {error}"
     finally:
         STOPS.job = None
         if rank == 0:
             say(signals, f"{job.name} done")
     return None
+
+
+def _leave(meeting: Meeting, number: int, rank: int) -> None:
+    """As the process of a rank that has failed ends: others that wait for it, in Megatron's own
+    collectives among them, hear of it."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting.signals}/alone{number}.{rank}",
+        rank=0,
+        world_size=1,
+    )
 
 
 def _save_in_background(built: Any, meeting: Meeting, job: Job, signals: Path) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,8 @@ class Claim:
         device: that the world communicates from.
         lock: shared with the other ranks; None where there is none.
         place: of the folder in its file system, on rank 0: another one may take its name.
+        before: the save that had not ended there when this one began, and may go on: no lock tells.
+        written: all ranks have written all their files, before any other save began.
     """
 
     folder: Path
@@ -47,6 +49,8 @@ class Claim:
     device: torch.device
     lock: BinaryIO | None = None
     place: tuple[int, int] = (0, 0)
+    before: Save | None = None
+    written: bool = False
 
     @classmethod
     def stake(cls, folder: Path, wrote: Mapping[str, Any], device: torch.device) -> Claim:
@@ -62,7 +66,8 @@ class Claim:
         _, error = attempt(lambda: staked._begin(wrote) if first else None)
         try:
             raise_together(error, None, device)
-            staked.save = json.loads(all_gather_texts(json.dumps(staked.save), None)[0])
+            said = json.dumps([staked.save, staked.before])
+            staked.save, staked.before = json.loads(all_gather_texts(said, None)[0])
             together(staked._join, None, device)
         except BaseException:
             staked.release()
@@ -71,12 +76,18 @@ class Claim:
 
     def _begin(self, wrote: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        last = digest.saver(self.folder)
         try:
             self.lock = claim.take(self.folder)
+            self.before = digest.unfinished(self.folder) if self.lock is None else None
             digest.begin(self.folder, wrote, self.save)
             claim.share(self.lock)
         except claim.HeldError:
             raise self._refused() from None
+        except OSError:
+            if digest.saver(self.folder) not in (None, last, self.save):  # it took our file away
+                raise self._refused() from None
+            raise
         status = self.folder.stat()
         self.place = (status.st_dev, status.st_ino)
         _tell_of_no_locks(self.lock, self.folder)
@@ -100,7 +111,7 @@ class Claim:
 
     def require_ours(self) -> None:
         """Stop where another save has begun since. Every rank of the world calls it, once it has
-        written its files; the claim ends where it raises.
+        written all its files; the claim ends where it raises.
 
         Raises:
             TwoSavesError: says whose it is.
@@ -108,9 +119,10 @@ class Claim:
         """
         try:
             together(self.compare, None, self.device)
-        except BaseException:
+        except BaseException as error:
             self.abandon()
-            raise
+            self.raise_explained(error)
+        self.written = True
 
     def compare(self) -> None:
         """Of this rank alone.
@@ -125,6 +137,26 @@ class Claim:
                 f"{claim.described(self.save)}, {other}. {_ONE_JOB}"
             )
 
+    def raise_explained(self, error: BaseException) -> NoReturn:
+        """Raise ``explained``."""
+        explained = self.explained(error)
+        if explained is error:
+            raise error
+        raise explained from error
+
+    def explained(self, error: BaseException) -> BaseException:
+        """An error of this save; where another has begun, which takes files away, that one."""
+        _, lost = attempt(self.compare)
+        if isinstance(error, TwoSavesError) or (lost is None and self.before is None):
+            return error
+        if lost is None:
+            lost = TwoSavesError(
+                f"{type(error).__name__}: {error}. When this save into {self.folder} began, that of"
+                f" {claim.described(self.before)}, had not ended: if it goes on, it takes files "
+                f"away. {_ONE_JOB}"
+            )
+        return lost
+
     def abandon(self) -> None:
         """End a save that has failed. No communication."""
         if dist.get_rank() == 0:
@@ -136,6 +168,8 @@ class Claim:
 
         Not where another folder has taken the name: what was there before, say, put back.
         """
+        if self.written:
+            return
         status = self.folder.stat()
         if (status.st_dev, status.st_ino) != self.place:
             return

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 import megatron_muon
-from megatron_muon import digest, digest_parts
+from megatron_muon import claim, digest, digest_parts
 from megatron_muon.agreement import together
 from megatron_muon.checksum import checksum
 from megatron_muon.claim import Save
 from megatron_muon.collectives import all_gather_texts
-from megatron_muon.digest import Files
+from megatron_muon.digest import Files, TwoSavesError
 from megatron_muon.mcore.checkpoint_check import SHARD, THREADS, check, is_checked
 from megatron_muon.mcore.checkpoint_claim import Claim, require_free
 from megatron_muon.mcore.checkpoint_layout import check_layout
@@ -67,9 +67,9 @@ def save(
     try:
         with _quiet_about_the_digest(saving.folder):
             request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    except BaseException:
+    except BaseException as error:
         saving.claim.abandon()
-        raise
+        saving.claim.raise_explained(error)
     if request is None:
         saving.seal()
         return None
@@ -123,10 +123,17 @@ def _write_and_hash(
     write: Callable[..., Any], folder: str, rank: int, save: Save, *args: Any, **kwargs: Any
 ) -> Any:
     """In the process of an asynchronous save: Megatron's writing, then what the digest needs."""
-    result = write(*args, **kwargs)
-    part = {"files": _described(Path(folder), rank)}
-    digest_parts.write_part(Path(folder), save, rank, part)
-    return result
+    lock = claim.join(Path(folder))  # it may outlive the rank
+    try:
+        other = digest.other_save(Path(folder), save)
+        if other is not None:
+            raise TwoSavesError(f"{folder} is not written into: {other}")
+        result = write(*args, **kwargs)
+        part = {"files": _described(Path(folder), rank)}
+        digest_parts.write_part(Path(folder), save, rank, part)
+        return result
+    finally:
+        claim.release(lock)
 
 
 # --- saving ------------------------------------------------------------------------------------
@@ -173,9 +180,9 @@ class Saving:
             together(lambda: _unmark(folder) if first else None, None, device)
             return None
         whole = whole_model(trained)
-        claim = Claim.stake(folder, wrote(), device)
-        content = _content(trained, whole, claim.save) if dist.get_rank() == 0 else {}
-        return cls(claim, content)
+        staked = Claim.stake(folder, wrote(), device)
+        content = _content(trained, whole, staked.save) if dist.get_rank() == 0 else {}
+        return cls(staked, content)
 
     def seal(self) -> None:
         """Hash the files and mark the folder as complete. Every rank of the world calls it.
@@ -193,6 +200,8 @@ class Saving:
             self.claim.require_ours()
             merged = {name: entry for text in every for name, entry in json.loads(text).items()}
             together(lambda: self._finish(merged), None, device)
+        except BaseException as error:
+            self.claim.raise_explained(error)
         finally:
             self.claim.release()
 

@@ -39,6 +39,11 @@ class Votes:
         """Whether the ranks have yet to hear of it."""
         return self._error is error
 
+    def exchange(self, error: BaseException, other: BaseException) -> None:
+        """Keep another in its place, if it is kept."""
+        if self._error is error:
+            self._error = other
+
     def vote(self) -> None:
         """Every rank of the world calls it.
 
@@ -127,9 +132,13 @@ def recorded(trained: Trained | None, saving: Saving, votes: Votes) -> Iterator[
     torch.save = save_and_hash
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         saving.claim.abandon()
-        raise
+        explained = saving.claim.explained(error)
+        votes.exchange(error, explained)
+        if explained is error:
+            raise
+        raise explained from error
     finally:
         torch.save = own
         votes.checks.remove(check)
