@@ -28,6 +28,7 @@ from megatron_lm import (
     needs_checkout,
     words,
 )
+from test_pretrain_cpu import of_a_gpu
 
 from megatron_muon.cli import patch_tree
 
@@ -78,6 +79,26 @@ def test_a_patched_checkout_trains_as_through_the_launcher(patched: Path) -> Non
     assert text.count("[megatron_muon] no GPU is here") == 1
     launched = done([*start, "-m", "megatron_muon", str(CHECKOUT / "pretrain_gpt.py"), *options])
     assert numbers(text) == numbers(launched)
+
+
+@no_gpu
+def test_a_gpus_command_line_trains_in_a_patched_checkout(patched: Path) -> None:
+    script = str(patched / "pretrain_gpt.py")
+    options = of_a_gpu("--bf16 --distributed-backend nccl --muon-cpu", MUON)
+    text = done([*TORCHRUN, "--nproc-per-node=1", script, *options], **COMPILING)
+    assert losses(text)[5] < losses(text)[0]
+    assert text.count("[megatron_muon] on the CPU: --distributed-backend gloo in place of") == 1
+    assert text.count("is active: Distributed Muon over the DistributedOptimizer") == 1
+
+
+@no_gpu
+def test_adamws_twin_decays_all_in_a_patched_checkout(patched: Path) -> None:
+    """``--muon-cpu`` is for any optimizer; without it AdamW needs the GPU, as without the patch."""
+    script = str(patched / "pretrain_gpt.py")
+    options = of_a_gpu("--bf16 --optimizer adam --weight-decay-all-params --muon-cpu")
+    text = done([*TORCHRUN, "--nproc-per-node=1", script, *options], **COMPILING)
+    assert losses(text)[5] < losses(text)[0]
+    assert text.count("--weight-decay-all-params: AdamW decays norms' gammas") == 1
 
 
 @no_gpu

@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from megatron_muon.launch import version_of  # noqa: E402 after the path is set
 
-FILES = [f"test_pretrain{name}.py" for name in ("", "_oracle", "_saved", "_resume")]
+FILES = [f"test_pretrain{name}.py" for name in ("", "_cpu", "_oracle", "_saved", "_resume")]
 OPTIONS = ["test_pretrain_options.py"]
 # Column, and the tests that it stands for: the start of a test's name.
 COLUMNS = {
@@ -29,6 +29,7 @@ COLUMNS = {
     "TP2 PP2 DP2 SP, overlaps": "test_muon_trains[tp2-pp2-dp2]",
     "MoE EP2": "test_muon_trains[ep2]",
     "AdamW": "test_adam_through_the_launcher",
+    "a GPU's command line on a CPU": "test_a_gpus_command_line_trains",
     "tokenised file": "test_muon_trains_on_a_tokenised_file",
     "3 steps = oracle": "test_three_steps_equal_the_oracles",
     "wrong flags": "test_wrong_flags",
