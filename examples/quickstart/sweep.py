@@ -47,7 +47,7 @@ SETTINGS = {
     "batch 8": Setting(_BATCH_8, (1e-3, 2e-3, 4e-3, 8e-3), (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)),
     "batch 8, no warm-up": Setting(f"{_BATCH_8} --lr-warmup-iters 0", (2e-3,), (2e-3, 8e-3)),
     "batch 8, 640 steps, constant": Setting(
-        f"{_BATCH_8} --train-iters 640 --lr-decay-style constant", (2e-3,), (2e-3, 8e-3)
+        f"{_BATCH_8} --train-iters 640 --lr-decay-style constant", (2e-3,), (2e-3,)
     ),
 }
 
