@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -26,6 +28,7 @@ _JOB = (
     *("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "JOB_ID"),
     *("KUBERNETES_POD_NAME", "POD_NAME", "TORCHELASTIC_RUN_ID"),
 )
+_MOST = 1 << 16  # bytes of what the lock's file says
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 
 Save = dict[str, Any]
@@ -58,11 +61,23 @@ def described(save: Mapping[str, Any] | None) -> str:
     return f"process {save['pid']} on {save['host']}{job}, which began at {save['began']} UTC"
 
 
-def take(folder: Path, wait: float | None = None) -> BinaryIO | None:
+def is_save(value: Any) -> bool:
+    """Whether a value that was read has the form of ``identity``."""
+    return (
+        isinstance(value, dict)
+        and all(isinstance(value.get(key), str) for key in ("id", "host", "began"))
+        and re.fullmatch("[0-9a-f]{16}", value["id"]) is not None  # files are named by it
+        and isinstance(value.get("pid"), int)
+        and isinstance(value.get("job"), dict)
+    )
+
+
+def take(folder: Path, save: Save | None, wait: float | None = None) -> BinaryIO | None:
     """Lock a folder against all other jobs; for the one process that begins a save.
 
     Args:
         folder: is there.
+        save: left in the lock's file for ``holder``; None leaves it as it is.
         wait: seconds to wait for others to end; None for ``WAIT``.
 
     Returns:
@@ -78,6 +93,7 @@ def take(folder: Path, wait: float | None = None) -> BinaryIO | None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, folder / LOCK_NAME):
+                _leave(file, save)
                 return file
             file.close()  # the save that ended meanwhile has removed it
         except BlockingIOError:
@@ -148,10 +164,38 @@ def is_held(folder: Path) -> bool:
     if not (folder / LOCK_NAME).exists():
         return False
     try:
-        release(take(folder, 0.0))
+        release(take(folder, None, 0.0))
     except HeldError:
         return True
     return False
+
+
+def holder(folder: Path) -> Save | None:
+    """Who holds the lock, where its file says so: it does right after it was taken."""
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        save = read(folder / LOCK_NAME)
+        if save is not None:
+            return save
+        time.sleep(_PAUSE)
+    return None
+
+
+def read(path: Path) -> Save | None:
+    """A save that a file names; None where it names none, or is not there."""
+    try:
+        with path.open("rb") as file:
+            save = json.loads(file.read(_MOST))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return dict(save) if is_save(save) else None
+
+
+def _leave(file: BinaryIO, save: Save | None) -> None:
+    if save is not None:
+        file.truncate(0)
+        file.write(json.dumps(save).encode())
+        file.flush()
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:

@@ -24,6 +24,7 @@ a save. Two saves into one folder leave a mark with ``other``, the one that was 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_muon import claim
 from megatron_muon.claim import LOCK_NAME, Save, described
 from megatron_muon.digest_text import MOST, completed, opened, sealed
 from megatron_muon.durable import write_text
@@ -42,7 +44,10 @@ Files = dict[str, dict[str, Any]]
 Checksum = Callable[[Path], str]
 
 _ITERATION = re.compile(r"iter_([0-9]{7,})")
-_OWN = re.compile(r"megatron_muon\..*(part\.json|tmp|lock)")  # beside the digest itself
+_OWN = re.compile(r"megatron_muon\..*(part\.json|tmp|lock|contested)")  # beside the digest itself
+
+
+_CONTESTED = "megatron_muon.{save}.contested"  # what another save leaves for that one
 
 
 class DigestError(ValueError):
@@ -84,7 +89,7 @@ def finish(folder: Path, content: Mapping[str, Any]) -> None:
         OSError: it cannot be written.
     """
     write_text(folder / FILE_NAME, sealed({"format": FORMAT, "complete": True, **content}))
-    _clear(folder)
+    _clear(folder, *(path.name for path in folder.glob(_CONTESTED.format(save="*"))))
 
 
 def contest(folder: Path, save: Save, other: Save | None) -> None:
@@ -93,6 +98,8 @@ def contest(folder: Path, save: Save, other: Save | None) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    if other is not None:  # it may be about to write its digest over this mark
+        write_text(folder / _CONTESTED.format(save=other["id"]), json.dumps(save))
     mark = {"format": FORMAT, "complete": False, "wrote": {}, "save": save, "other": other}
     write_text(folder / FILE_NAME, sealed(mark))
 
@@ -107,7 +114,13 @@ def other_save(folder: Path, save: Save) -> str | None:
         return f"another save began there: {described(theirs)}"
     if content["other"] is not None:
         return f"another save began there: {described(content['other'])}"
-    return None
+    contested = contester(folder, save)
+    return contested and f"another save has written there, too: {described(contested)}"
+
+
+def contester(folder: Path, save: Save) -> Save | None:
+    """Who has left word for a save that it has written into the folder, too."""
+    return claim.read(folder / _CONTESTED.format(save=save["id"]))
 
 
 def saver(folder: Path) -> Save | None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from megatron_muon.claim import is_save
+
 MOST = 1 << 28  # bytes; a million parameters take about half of it
 
 
@@ -95,12 +97,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _is_save(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and all(isinstance(value.get(key), str) for key in ("id", "host", "began"))
-        and _is_number(value.get("pid"))
-        and isinstance(value.get("job"), dict)
-    )
+    return value is None or is_save(value)
 
 
 _IS_RIGHT: dict[str, Callable[[Any], bool]] = {

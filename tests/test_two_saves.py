@@ -117,6 +117,15 @@ def test_without_locks_the_mark_tells(name: str, tmp_path: Path) -> None:
             digest.require_complete(Path(meeting.folder), saved)
 
 
+def test_what_the_other_says_while_the_digest_is_written_counts(tmp_path: Path) -> None:
+    """B looks at its mark and writes its digest; in between A says that it has written there."""
+    a = Job("A", stops={SHARDS: "B at shards"})
+    b = Job("B", after="A at shards", stops={SHARDS: "", SEAL: "A done"})
+    meeting, errors = held(tmp_path, a, b, locks=False)
+    assert lost(errors) == "AB"
+    assert kept(meeting) == ""
+
+
 def test_without_locks_the_format_torch_tells_too(tmp_path: Path) -> None:
     """Both TP ranks write a file; B does while A is between its own."""
     a, b = Job("A", stops={PART: "B done"}), Job("B", after="A at part")

@@ -29,7 +29,7 @@ class Job:
     Attributes:
         name: of its signals ``NAME at POINT`` and ``NAME done``.
         after: the signal that it starts after; "" at once.
-        stops: by point, the signal that it goes on after.
+        stops: by point, the signal that it goes on after; "" at once.
         background: an asynchronous save, during which rank 0 waits for this signal.
         jitter: seconds that it waits at most at each point; where there are no stops.
     """
@@ -83,7 +83,8 @@ class Stops:
             time.sleep(self.random.uniform(0, self.job.jitter))
         if point in self.job.stops:
             say(self.signals, f"{self.job.name} at {point}")
-            wait(self.signals, self.job.stops[point])
+            if self.job.stops[point]:
+                wait(self.signals, self.job.stops[point])
 
     def _point(self, name: str, writes: bool) -> str | None:
         if name.endswith(".distcp"):

@@ -78,7 +78,7 @@ class Claim:
         self.folder.mkdir(parents=True, exist_ok=True)
         last = digest.saver(self.folder)
         try:
-            self.lock = claim.take(self.folder)
+            self.lock = claim.take(self.folder, self.save)
             self.before = digest.unfinished(self.folder) if self.lock is None else None
             digest.begin(self.folder, wrote, self.save)
             claim.share(self.lock)
@@ -105,7 +105,8 @@ class Claim:
     def _refused(self) -> TwoSavesError:
         return TwoSavesError(
             f"another save into {self.folder} is going on, that of "
-            f"{claim.described(digest.saver(self.folder))}; this one has written nothing there. "
+            f"{claim.described(claim.holder(self.folder) or digest.saver(self.folder))}; this one "
+            "has written nothing there. "
             f"{_ONE_JOB}"
         )
 
@@ -136,6 +137,28 @@ class Claim:
                 f"{self.folder} has files of two saves, so it is not complete: since that of "
                 f"{claim.described(self.save)}, {other}. {_ONE_JOB}"
             )
+
+    def finish(self, content: Mapping[str, Any]) -> None:
+        """Make the digest; on rank 0 alone, once all ranks have written.
+
+        Another save may say between our look at the mark and our writing that it is there, too.
+
+        Args:
+            content: as in ``digest.finish``.
+
+        Raises:
+            TwoSavesError: another save has begun; the folder is not complete.
+            OSError: the digest cannot be written.
+        """
+        self.compare()
+        digest.finish(self.folder, content)
+        try:
+            self.compare()
+        except TwoSavesError:
+            if digest.saver(self.folder) == self.save:  # ours went over the other's
+                other = digest.contester(self.folder, self.save)
+                digest.contest(self.folder, self.save, other)
+            raise
 
     def raise_explained(self, error: BaseException) -> NoReturn:
         """Raise ``explained``."""
@@ -191,8 +214,8 @@ def require_free(folder: Path) -> None:
     """
     if claim.is_held(folder):
         raise TwoSavesError(
-            f"a save into {folder} is going on, that of "
-            f"{claim.described(digest.saver(folder))}. {_ONE_JOB}"
+            f"a save into {folder} is going on, that of {claim.described(claim.holder(folder))}. "
+            f"{_ONE_JOB}"
         )
 
 

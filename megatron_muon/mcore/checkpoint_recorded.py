@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon import digest, digest_parts
+from megatron_muon import digest_parts
 from megatron_muon.agreement import attempt, raise_together, together
 from megatron_muon.digest import Files
 from megatron_muon.mcore.checkpoint_digest import Saving, hashed, require_unchanged
@@ -163,5 +163,4 @@ def seal_recorded(saving: Saving) -> None:
     for part in digest_parts.read_parts(saving.folder, saving.claim.save):
         files.update(part["files"])
         table.update(part["parameters"])
-    saving.claim.compare()
-    digest.finish(saving.folder, {**saving.content, "parameters": table, "files": files})
+    saving.claim.finish({**saving.content, "parameters": table, "files": files})

@@ -255,7 +255,7 @@ def require_settled(load_dir: Path) -> None:
 def _require_stopped(folder: Path) -> None:
     if claim.is_held(folder):
         raise digest.TwoSavesError(
-            f"{folder} is being saved anew by {claim.described(digest.saver(folder))}: wait for "
+            f"{folder} is being saved anew by {claim.described(claim.holder(folder))}: wait for "
             "that job or end it, and start this one again"
         )
 
