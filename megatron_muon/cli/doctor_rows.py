@@ -109,7 +109,7 @@ def _megatron(checkout: Path | None) -> Iterator[Row]:
     yield _hooks()
     if found is not None:
         yield _plain_command(found)
-        row = _training_hooks()
+        row = _training_hooks(found)
         # a core's own megatron.training, from 0.19 on, is nothing that a script needs
         yield row if checkout is not None else Row(row.name, row.fault or row.value)
         yield _refused_flags()
@@ -141,10 +141,7 @@ def _core(where: Path) -> Row:
         importlib.import_module("megatron.core.optimizer")
         version, _ = megatron_version()
     except Exception as error:  # whatever a foreign package raises
-        what = f"{type(error).__name__}: {error}"
-        why = older_python(where)
-        fault = f"{why} ({what})" if why else f"megatron.core cannot be imported: {what}"
-        return Row("megatron-core", f"({where})", fault)
+        return Row("megatron-core", f"({where})", _not_imported("megatron.core", where, error))
     return Row("megatron-core", f"{version} ({where})")
 
 
@@ -201,15 +198,22 @@ def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
     )
 
 
-def _training_hooks() -> Row:
+def _training_hooks(checkout: Path) -> Row:
     try:
         importlib.import_module("megatron_muon.training.install").install_training()
     except SeamError as error:
         return Row("training hooks", "not all", str(error))
     except Exception as error:  # whatever a checkout raises where it is imported
-        what = f"{type(error).__name__}: {error}"
-        return Row("training hooks", "none", f"megatron.training cannot be imported: {what}")
+        fault = _not_imported("megatron.training", checkout / "megatron" / "core", error)
+        return Row("training hooks", "none", fault)
     return Row("training hooks", "all")
+
+
+def _not_imported(module: str, core: Path, error: Exception) -> str:
+    """Why a module of Megatron's could not be, and where it is the Python, which one it needs."""
+    what = f"{type(error).__name__}: {error}"
+    why = older_python(core)
+    return f"{why} ({what})" if why else f"{module} cannot be imported: {what}"
 
 
 def _adam() -> Row:

@@ -16,7 +16,7 @@ _SINCE = {
     "--activation-func-clamp-value",
     16: "--attention-output-gate --moe-latent-size --moe-shared-expert-gate --mtp-standalone "
     "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
-    "--linear-num-value-heads --linear-value-head-dim --moe-enable-routing-replay",
+    "--linear-num-value-heads --linear-value-head-dim --moe-enable-routing-replay --qk-clip",
     17: "--optimizer-cuda-graph --mtp-use-repeated-layer --mtp-hybrid-override-pattern --use-mup "
     "--mup-attn-scale-power --mup-base-head-dim --mup-base-hidden-size --mup-embedding-mult "
     "--mup-output-mult --mup-width-mult",
