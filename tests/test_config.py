@@ -78,6 +78,8 @@ def test_a_bad_setting_is_refused(
 @pytest.mark.parametrize("field", fields(MuonConfig), ids=lambda field: field.name)
 def test_a_wrong_value_names_field_and_flag(field: Field[object]) -> None:
     for wrong in (None, b"", 1j, [1], {"a": 1}):
+        if wrong is field.default:
+            continue
         with pytest.raises((TypeError, ValueError)) as refused:
             MuonConfig(**{field.name: wrong})
         assert f"{field.name} ({FLAG_OF[field.name]})" in str(refused.value)
