@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_written_in_the_end_is_one_line(
         ("--json /no/such/dir/x", "--json /no/such/dir/x: there is no folder /no/such/dir"),
         ("--json /", "--json / is a folder"),
         ("--dp 0", "--world-size 0 is not a multiple"),
-        ("--muon-round-mib 0", "round_bytes (--muon-round-mib) must be at least 1, got 0"),
+        ("--muon-round-mib -1", "round_bytes (--muon-round-mib) must be at least 1, got -1048576"),
         ("--rows adam", "invalid choice: 'adam'"),
         ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
         # those of Megatron-LM's that rows cannot have, have already, or would not feel

@@ -241,7 +241,8 @@ def _add_muon(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--muon-round-mib",
         type=float,
-        help="of ours (256, or twice what the largest parameter has, if that is more)",
+        default=0.0,
+        help="of ours (%(default)s: 256, or twice what the largest parameter has, if that is more)",
     )
     group.add_argument(
         "--muon-tp-mode",

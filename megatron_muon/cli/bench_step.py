@@ -68,7 +68,7 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     config = MuonConfig(
         ns_steps=given.ns_steps,
         **homes_of(given),
-        round_bytes=None if mib is None else round(mib * (1 << 20)),
+        round_bytes=round(mib * (1 << 20)) if mib else None,
     )
     names = list(given.rows)
     left_out = why_no_upstream(flags) if "upstream-layerwise" in names else None

@@ -161,9 +161,9 @@ def _number(args: Namespace, name: str) -> float:
 
 def _round_bytes(args: Namespace) -> int | None:
     mib = value_given(args, "muon_round_mib")
-    if mib is not None and mib < 1:
-        raise ValueError(f"--muon-round-mib must be at least 1, got {mib}")
-    return _MOONLIGHT.round_bytes if mib is None else int(mib) << 20
+    if mib is not None and mib < 0:
+        raise ValueError(f"--muon-round-mib must be at least 1, or 0 for the default, got {mib}")
+    return int(mib) << 20 if mib else None
 
 
 def differences(args: Namespace) -> list[str]:
