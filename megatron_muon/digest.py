@@ -115,7 +115,9 @@ def other_save(folder: Path, save: Save) -> str | None:
     if content["other"] is not None:
         return f"another save began there: {described(content['other'])}"
     contested = contester(folder, save)
-    return contested and f"another save has written there, too: {described(contested)}"
+    if contested is None:
+        return None
+    return f"another save has written there, too: {described(contested)}"
 
 
 def contester(folder: Path, save: Save) -> Save | None:
