@@ -396,7 +396,8 @@ def test_weight_decay_of_all_parameters_survives_a_load(
     of_all = replace(BF16, muon=(("weight_decay_all_params", True),))
     case, saved = (of_all, BF16) if now else (BF16, of_all)
     results = run(_decays_after_load, 2, case, saved, format, str(tmp_path))
-    line = f"weight_decay_all_params is {now} now; the checkpoint was saved with {not now}"
+    setting = "weight_decay_all_params (--weight-decay-all-params)"
+    line = f"{setting} is {now} now; the checkpoint was saved with {not now}"
     for rank, (mults, printed) in enumerate(results):
         assert set(mults) == ({1.0} if now else {0.0, 1.0})
         assert (line in printed) == (rank == 0)

@@ -103,7 +103,7 @@ def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
     assert "Megatron's own Muon: its" not in text and len(losses(text)) == 4
     dp2 = f"{MUON} --muon-momentum 0.8 --ckpt-fully-parallel-load"
     text = pretrain(2, dp2, options(third, "torch_dist"))
-    assert "momentum is 0.8 now; the checkpoint was saved with 0.9" in text
+    assert "momentum (--muon-momentum) is 0.8 now; the checkpoint was saved with 0.9" in text
     assert losses(text)[0] == pytest.approx(unswitched[0], rel=2**-8)
 
 

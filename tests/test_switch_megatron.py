@@ -139,7 +139,9 @@ def test_another_momentum_coefficient_is_said(tmp_path: Path) -> None:
     other = replace(CASE, muon=())
     (after,) = run(_loaded, 1, other, Topology(), TORCH_DIST[0], str(tmp_path))
     said = [line for line in after["printed"] if "saved with" in line]
-    assert said == ["[megatron_muon] momentum is 0.95 now; the checkpoint was saved with 0.9"]
+    assert said == [
+        "[megatron_muon] momentum (--muon-momentum) is 0.95 now; the checkpoint was saved with 0.9"
+    ]
 
 
 def test_a_weight_that_was_adamws_there_is_refused(tmp_path: Path) -> None:
