@@ -103,7 +103,8 @@ def test_what_is_printed_is_what_a_run_does(
                 if not row["ep_rank"]
             }
             assert shown == result["weights"]
-    said = sorted(line for result in results for line in result["lines"])
+    lines = [line for result in results for line in result["lines"]]
+    said = sorted(line for line in lines if " is active: " not in line)  # once in a process
     stages = [line for stage in found["stages"] for line in stage["lines"]]
     assert said == sorted(found["lines"] + stages)
 
