@@ -133,14 +133,14 @@ def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: Sequen
         f"{count} bucket(s), {_cut(plan, [buffer])}" for buffer, count in enumerate(buckets)
     ]
     several = f", by buffer: {'; '.join(by_buffer)}" if len(buckets) > 1 else ""
-    flops = plan.ns_flops()
+    flops, sent = plan.ns_flops(), plan.sent_bytes()
     mean = sum(flops) / len(flops)
     return (
         f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: "
         f"{len(plan.matrices)} matrices in {len(plan.parameters)} parameters; "
         f"{sum(buckets)} bucket(s), {cut}{several}; "
-        f"the exchange sends {_amount(max(plan.sent_bytes()))}B a step on the busiest rank, "
-        f"in {len(plan.rounds)} round(s); "
+        f"the exchange sends {_amount(sum(sent) / len(sent))}B a step on the mean rank and "
+        f"{_amount(max(sent))}B on the busiest rank, in {len(plan.rounds)} round(s); "
         f"Newton-Schulz {_amount(sum(flops))}flop a step on the stage, "
         f"{max(flops) / mean if mean else 1:.2f} × the mean on the busiest rank"
     )

@@ -173,8 +173,8 @@ def test_a_file_that_cannot_be_written_in_the_end_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--rounds 0", "--rounds must be above 0, got 0"),
-        ("--vocab 0", "--vocab must be at least 1, got 0"),
+        ("--rounds 0", "argument --rounds: must be a whole number of at least 1, got '0'"),
+        ("--vocab 0", "argument --vocab: must be a whole number of at least 1, got '0'"),
         ("--tp 3 --hidden 64 --heads 4", "4 attention heads do not divide --hidden 64, or --tp 3"),
         ("--ep 2", "--ep 2 needs --num-experts"),
         ("--ep 2 --num-experts 3", "--num-experts 3 is not a multiple of --ep 2"),
@@ -182,8 +182,8 @@ def test_a_file_that_cannot_be_written_in_the_end_is_one_line(
         ("--json no/such/x.json", "--json no/such/x.json: there is no folder no/such"),
         ("--json /no/such/dir/x", "--json /no/such/dir/x: there is no folder /no/such/dir"),
         ("--json /", "--json / is a folder"),
-        ("--dp 0", "--world-size 0 is not a multiple"),
-        ("--muon-round-mib -1", "round_bytes (--muon-round-mib) must be at least 1, got -1048576"),
+        ("--dp 0", "argument --dp: must be a whole number of at least 1, got '0'"),
+        ("--muon-round-mib 0", "--muon-round-mib: must be a finite number above 0, got '0'"),
         ("--rows adam", "invalid choice: 'adam'"),
         ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
         # those of Megatron-LM's that rows cannot have, have already, or would not feel
@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_written_in_the_end_is_one_line(
         ("--optimizer muon", "--optimizer is said here by --rows"),
         ("--lr 1e-3", "--lr cannot be given here: what a step costs does not depend on it"),
         ("--muon-ns-coefficients cans", "--muon-ns-coefficients cannot be given here"),
-        ("--ddp-num-buckets 0", "--ddp-num-buckets must be at least 1, got 0"),
+        ("--ddp-num-buckets 0", "argument --ddp-num-buckets: must be a whole number of at least 1"),
         ("--ddp-num-buckets 2 --ddp-bucket-size 9", "give one of them"),
         ("--rows adamw --ddp-bucket-size 9", "--ddp-bucket-size has no effect on these rows"),
         ("--group-query-attention --num-query-groups 3", "num_query_groups (3) must be"),

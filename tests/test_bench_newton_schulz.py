@@ -100,9 +100,9 @@ def test_accuracy_is_of_the_dtype_and_of_every_shape_that_is_given(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--rounds 0", "argument --rounds: must be a whole number of at least 1, got 0"),
-        ("--steps 0", "argument --steps: must be a whole number of at least 1, got 0"),
-        ("--batch -1", "argument --batch: must be a whole number of at least 1, got -1"),
+        ("--rounds 0", "argument --rounds: must be a whole number of at least 1, got '0'"),
+        ("--steps 0", "argument --steps: must be a whole number of at least 1, got '0'"),
+        ("--batch -1", "argument --batch: must be a whole number of at least 1, got '-1'"),
         (
             "--steps 7 --coefficients cubic5",
             "'cubic5' are for 5 steps, and ns_steps (--muon-ns-steps) is 7",

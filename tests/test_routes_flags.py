@@ -6,20 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from installed import NAME
-from megatron_lm import PATHS, needs_checkout
+from megatron_lm import CHECKOUT, PATHS, ROOT, needs_checkout
 from model_flags import TINY
 
 from megatron_muon.cli import main
 from megatron_muon.cli.versions import RANGES, has_flag
+from megatron_muon.launch import version_of
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--num-layers", "two"], "argument --num-layers: invalid int value: 'two'"),
+        (["--num-layers", "two"], "argument --num-layers: must be a whole number of at least 1"),
         (["--normalization", "Batch"], "argument --normalization: invalid choice: 'Batch'"),
         (["--num-experts", "4", "--moe-layer-freq", "[0,2]"], "no number and no list of 0 and 1"),
         (["--moe-layer-freq", "__import__('os')"], "no number and no list of 0 and 1"),
@@ -32,7 +34,7 @@ from megatron_muon.cli.versions import RANGES, has_flag
         (["--tensor-model-parallel-size", "3"], "num_attention_heads (4) must be a multiple"),
         (["--num-distributed-optimizer-instances", "2"], "does not divide the 1 shards"),
         (["--no-position-embedding", "--position-embedding-type", "none"], "needs --position"),
-        (["--spec", "a", "b"], "--spec is not supported"),
+        (["--spec", "a", "b"], "--spec a b is not supported: the layers that are built here are"),
         (["--fp8-param-gather"], "does not support fp8_param_gather yet"),
         (["--optimizer-cpu-offload"], "does not support optimizer_cpu_offload yet"),
         (["--num-layers", "2", "17"], "unrecognized arguments: 17"),
@@ -129,3 +131,76 @@ def test_what_differs_from_transformer_engine_is_said(capsys: pytest.CaptureFixt
     )
     assert "experts.linear_fc1.weight7 as experts.local_experts.7.linear_fc1.weight" in said.err
     assert ".experts.local_experts.{0..3}.linear_fc1.weight" in said.out
+
+
+# --- a checkout, and what no flag is ----------------------------------------------------------
+
+
+def test_the_core_that_the_model_is_built_with_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import megatron.core
+
+    folder = str(Path(megatron.core.__path__[0]).resolve())
+    assert main(["routes", *TINY]) == 0
+    assert capsys.readouterr().out.startswith(f"megatron-core {NAME} ({folder})\n\npipeline stage")
+    assert main(["routes", "--json", *TINY]) == 0
+    printed = json.loads(capsys.readouterr().out)["megatron_core"]
+    assert printed == {"version": NAME, "folder": folder}
+
+
+def test_a_folder_that_is_no_checkout_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["routes", str(tmp_path), *TINY])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and str(tmp_path) in said.err
+    assert said.err.startswith("megatron-muon routes: error: ")
+
+
+@needs_checkout
+def test_a_checkout_is_taken_as_doctor_takes_it() -> None:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'python311'}"}
+    command = [sys.executable, "-c", f"import typing_override; {MAIN}"]
+    arguments = ["routes", str(CHECKOUT), *TINY]
+    done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    version = version_of(CHECKOUT / "megatron" / "core")
+    assert done.stdout.startswith(f"megatron-core {version}")
+    assert f"({CHECKOUT.resolve() / 'megatron' / 'core'})" in done.stdout.split("\n")[0]
+
+
+MAIN = "import sys; from megatron_muon.cli import main; sys.exit(main(sys.argv[1:]))"
+UNREAD = """
+import argparse, json, megatron_muon
+megatron_muon.cpu.enable()
+from megatron.core.transformer import TransformerConfig
+from megatron.training.arguments import add_megatron_arguments
+from megatron_muon.cli.not_built import why_another_model
+from megatron_muon.cli.routes import _parser
+
+theirs = argparse.ArgumentParser(allow_abbrev=False)
+add_megatron_arguments(theirs)
+known = set(_parser(TransformerConfig)._option_string_actions)
+unread = [
+    action.option_strings[0]
+    for action in theirs._actions
+    if not known & set(action.option_strings) and not why_another_model(action.option_strings[0])
+]
+print(json.dumps(unread))
+"""
+
+
+@needs_checkout
+def test_every_flag_that_is_not_read_is_known_to_change_no_parameter() -> None:
+    """A flag that Megatron gets must be read, refused, or looked at and added to the list."""
+    env = {**os.environ, **PATHS, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", f"import typing_override\n{UNREAD}"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    unread = set(json.loads(result.stdout.splitlines()[-1]))
+    reviewed = (ROOT / "tests" / "flags_of_a_run.txt").read_text().split("\n")
+    known = {line for line in reviewed if line.startswith("--")}
+    assert len(unread) > 200
+    assert sorted(unread - known) == []

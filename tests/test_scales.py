@@ -46,7 +46,7 @@ def test_scales_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "| `unit_rms_norm` | 1 | 0.125 | 0.125 | 0.0312 |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["scales", "--factor", "-1"])
-    assert "matched_adamw_rms (--muon-matched-adamw-rms) must be above 0" in capsys.readouterr().err
+    assert "argument --factor: must be a finite number above 0" in capsys.readouterr().err
 
 
 LEGACY_EXPERTS = (

@@ -11,9 +11,11 @@ import argparse
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from megatron_muon.cli.muon_flags import add_home_flags
+from megatron_muon.cli.hybrid import is_hybrid
+from megatron_muon.cli.muon_flags import MOST_STEPS, add_home_flags
+from megatron_muon.cli.numbers import MOST_HERE, count, positive, up_to
 from megatron_muon.config import MuonConfig
 
 ROWS = (
@@ -167,17 +169,15 @@ def _check_values(flags: Namespace) -> None:
             f"--transformer-impl {flags.transformer_impl} cannot be given here: every row's layers "
             "are Megatron's local ones; leave it out"
         )
-    buckets = {"size": flags.ddp_bucket_size, "num": flags.ddp_num_buckets}
-    if None not in buckets.values():
+    if None not in (flags.ddp_bucket_size, flags.ddp_num_buckets):
         raise ValueError(
             "--ddp-bucket-size and --ddp-num-buckets say the same in two ways: give one of them"
         )
-    for name, value in (
-        ("--ddp-bucket-size", flags.ddp_bucket_size),
-        ("--ddp-num-buckets", flags.ddp_num_buckets),
-    ):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    if is_hybrid(flags) or getattr(flags, "experimental_attention_variant", None):
+        raise ValueError(
+            "every row's model is a GPT with attention in each layer: leave out --spec, "
+            "--hybrid-... and --experimental-attention-variant"
+        )
 
 
 class _ModelParser(argparse.ArgumentParser):
@@ -194,18 +194,24 @@ def command_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    here: dict[str, Any] = {"type": count(most=MOST_HERE), "metavar": "N"}
+    sizes: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
     ranks = parser.add_argument_group("ranks")
     for name, default in (("tp", 2), ("pp", 1), ("dp", 2), ("cp", 1), ("ep", 1)):
-        ranks.add_argument(f"--{name}", type=int, default=default, metavar="N", help="%(default)s")
-    ranks.add_argument("--threads", type=int, metavar="N", help="of a rank (default: cores/ranks)")
+        ranks.add_argument(f"--{name}", **here, default=default, help="%(default)s")
+    ranks.add_argument("--threads", **here, help="of a rank (default: cores/ranks)")
     ranks.add_argument(
-        "--minutes", type=float, default=60, metavar="N", help="to give up after (%(default)s)"
+        "--minutes",
+        type=up_to(100_000, least=0.01),
+        default=60,
+        metavar="N",
+        help="to give up after (%(default)s)",
     )
     model = parser.add_argument_group("model")
     for name, size in (("hidden", 256), ("layers", 4), ("seq", 1024), ("vocab", 32_000)):
-        model.add_argument(f"--{name}", type=int, default=size, metavar="N", help="%(default)s")
-    model.add_argument("--heads", type=int, metavar="N", help="default: hidden / 64")
-    model.add_argument("--ffn", type=int, metavar="N", help="default: Megatron's, 4 x hidden")
+        model.add_argument(f"--{name}", **sizes, default=size, help="%(default)s")
+    model.add_argument("--heads", **sizes, help="default: hidden / 64")
+    model.add_argument("--ffn", **sizes, help="default: Megatron's, 4 x hidden")
     _add_muon(parser.add_argument_group("what is measured"))
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="all figures")
@@ -235,14 +241,15 @@ def _add_muon(group: argparse._ArgumentGroup) -> None:
         help="further rows of muon-contiguous: all matrices in one round, and every parameter a "
         "round of its own",
     )
-    group.add_argument("--rounds", type=int, default=7, metavar="N", help="%(default)s")
-    group.add_argument("--ns-steps", type=int, default=default.ns_steps, help="%(default)s")
+    numbers: dict[str, Any] = {"metavar": "N", "help": "%(default)s"}
+    group.add_argument("--rounds", type=count(most=1 << 20), default=7, **numbers)
+    steps = count(most=MOST_STEPS)
+    group.add_argument("--ns-steps", type=steps, default=default.ns_steps, **numbers)
     add_home_flags(group)
     group.add_argument(
         "--muon-round-mib",
-        type=float,
-        default=0.0,
-        help="of ours (%(default)s: 256, or twice what the largest parameter has, if that is more)",
+        type=positive,
+        help="of ours (256, or twice what the largest parameter has, if that is more)",
     )
     group.add_argument(
         "--muon-tp-mode",

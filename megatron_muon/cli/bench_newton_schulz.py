@@ -17,8 +17,10 @@ from torch import Tensor
 from megatron_muon.cli import newton_schulz_accuracy as accuracy
 from megatron_muon.cli import newton_schulz_restarts
 from megatron_muon.cli.files import require_writable
+from megatron_muon.cli.muon_flags import MOST_STEPS
 from megatron_muon.cli.newton_schulz_ceiling import ceiling_on
 from megatron_muon.cli.newton_schulz_peers import Run, peers
+from megatron_muon.cli.numbers import count
 from megatron_muon.coefficients import SETS, CoefficientName, NsDtype, Restarts, parse, schedule
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.iteration import ns_flops, schedule_of
@@ -92,8 +94,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SET",
         help="a set's name, or numbers: a,b,c;a,b,c;... (default simple; accuracy, restarts: all)",
     )
-    numbers: dict[str, Any] = {"type": _at_least_1, "metavar": "N"}
-    parser.add_argument("--steps", **numbers, help="default the set's own")
+    numbers: dict[str, Any] = {"type": count(most=1 << 20), "metavar": "N"}
+    steps = count(most=MOST_STEPS)
+    parser.add_argument("--steps", type=steps, metavar="N", help="default the set's own")
     parser.add_argument(
         "--dtype", choices=get_args(NsDtype), help=f"default {_DTYPE}; accuracy: all"
     )
@@ -334,20 +337,11 @@ def device_of(text: str) -> torch.device:
     return device
 
 
-def _at_least_1(text: str) -> int:
-    """A number of things, for argparse."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
-    return number
-
-
 def shape_of(text: str) -> tuple[int, int]:
     """Of a matrix, for argparse."""
     rows, _, cols = text.partition("x")
-    if not (rows.isdigit() and cols.isdigit() and int(rows) and int(cols)):
-        raise argparse.ArgumentTypeError(f"a shape is ROWSxCOLS, got {text!r}")
-    return int(rows), int(cols)
+    try:
+        side = count(most=1 << 20)
+        return side(rows), side(cols)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"a shape is ROWSxCOLS, got {text!r}: {error}") from None

@@ -19,6 +19,7 @@ from megatron_muon import collectives
 from megatron_muon.cli.bench_newton_schulz import interleaved, shape_of
 from megatron_muon.cli.bench_ranks import RankError, Task, gpus_for, run_ranks, threads_for
 from megatron_muon.cli.muon_flags import add_newton_schulz_flags, newton_schulz_of
+from megatron_muon.cli.numbers import MOST_HERE, count
 from megatron_muon.config import MuonConfig
 from megatron_muon.iteration import ns_flops
 from megatron_muon.newton_schulz import orthogonalize
@@ -125,10 +126,6 @@ def _meet(device: torch.device) -> None:
 def _task(given: Namespace) -> Task:
     world = given.ranks or torch.cuda.device_count() or 2
     gpu = gpus_for(world, "--ranks", "--ranks")
-    for name in ("ranks", "threads", "rounds", "mib"):
-        value = getattr(given, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
     job = Job(
         config=MuonConfig(**newton_schulz_of(given)),
         shape=given.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE),
@@ -175,9 +172,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    numbers: dict[str, Any] = {"type": int, "metavar": "N"}
-    parser.add_argument("--ranks", **numbers, help="default: as many as GPUs; 2 on a CPU")
-    parser.add_argument("--threads", **numbers, help="of a rank (default: cores/ranks)")
+    here: dict[str, Any] = {"type": count(most=MOST_HERE), "metavar": "N"}
+    numbers: dict[str, Any] = {"type": count(most=1 << 20), "metavar": "N"}
+    parser.add_argument("--ranks", **here, help="default: as many as GPUs; 2 on a CPU")
+    parser.add_argument("--threads", **here, help="of a rank (default: cores/ranks)")
     parser.add_argument("--rounds", **numbers, default=5, help="%(default)s")
     parser.add_argument("--mib", **numbers, default=64, help="a rank sends at once (%(default)s)")
     sizes = ["x".join(map(str, shape)) for shape in (_GPU_SHAPE, _CPU_SHAPE)]

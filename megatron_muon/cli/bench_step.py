@@ -13,6 +13,7 @@ import megatron_muon
 from megatron_muon.cli.bench_flags import command_parser, model_flags
 from megatron_muon.cli.files import require_writable
 from megatron_muon.cli.muon_flags import homes_of
+from megatron_muon.cli.numbers import MOST_HERE
 from megatron_muon.config import MuonConfig
 
 
@@ -101,14 +102,9 @@ def _refuse_buckets(flags: Namespace) -> None:
 
 def _check(given: Namespace, flags: Namespace) -> None:
     """Errors that ranks would only find one by one, or after all the work."""
-    for name in ("rounds", "threads", "minutes"):
-        value = getattr(given, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name} must be above 0, got {value}")
-    for name in ("hidden", "layers", "seq", "vocab", "heads", "ffn"):
-        size = getattr(given, name)
-        if size is not None and size < 1:
-            raise ValueError(f"--{name} must be at least 1, got {size}")
+    world = given.tp * given.pp * given.cp * given.dp
+    if world > MOST_HERE:
+        raise ValueError(f"--tp x --pp x --cp x --dp are {world} ranks, at most {MOST_HERE} here")
     if flags.expert_model_parallel_size > 1 and not flags.num_experts:
         raise ValueError(f"--ep {flags.expert_model_parallel_size} needs --num-experts")
     if (flags.num_experts or 0) % flags.expert_model_parallel_size:

@@ -2,7 +2,7 @@
 
 Sources: ``get_model`` (megatron/training/training.py) and gpt_builders.py, which is part of
 pretrain_gpt.py before 0.15; at core_v0.12.3 to core_v0.19.0 and main, which agree but where it is
-said.
+said. The hybrid model's layers are in ``hybrid_layers``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 
+from megatron_muon.cli.gated_delta import of_mtp, variant_of, with_variant, without_variant
+from megatron_muon.cli.hybrid import is_hybrid
 from megatron_muon.cli.model import padded_vocab
+from megatron_muon.cli.stand_ins import without_fla
 from megatron_muon.cli.versions import having
 
 
@@ -44,7 +48,7 @@ def build_chunks(
     """
     chunks = config.virtual_pipeline_model_parallel_size
     stages: Sequence[int | None] = range(chunks) if chunks else [None]
-    models = [_gpt(flags, config, vp_stage) for vp_stage in stages]
+    models = [_model(flags, config, vp_stage) for vp_stage in stages]
     for model in models:
         if device is not None:
             model.to(device)
@@ -84,27 +88,44 @@ def optimizer_config(flags: Namespace) -> Any:
     return config
 
 
-def _gpt(flags: Namespace, config: Any, vp_stage: int | None) -> Any:
+def _model(flags: Namespace, config: Any, vp_stage: int | None) -> Any:
     chunk = _named_chunk(vp_stage)
-    spec = _layer_spec(flags, config, chunk)
     kind = "rope" if flags.use_rotary_position_embeddings else flags.position_embedding_type
     positions = flags.max_position_embeddings or flags.seq_length
     if flags.no_position_embedding and kind != "rope":
         raise ValueError("--no-position-embedding needs --position-embedding-type rope")
     if kind == "learned_absolute" and not positions:
         raise ValueError("--max-position-embeddings needed for learned_absolute embeddings")
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=padded_vocab(flags),
-        max_sequence_length=positions or 1,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **chunk),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **chunk),
-        share_embeddings_and_output_weights=not flags.untie_embeddings_and_output_weights,
-        position_embedding_type="rope" if kind == "yarn" else kind,  # neither has parameters
-        mtp_block_spec=_mtp_spec(flags, config, spec, chunk),
-        **chunk,
-    )
+    options: dict[str, Any] = {
+        "vocab_size": padded_vocab(flags),
+        "max_sequence_length": positions or 1,
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **chunk),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **chunk),
+        "share_embeddings_and_output_weights": not flags.untie_embeddings_and_output_weights,
+        "position_embedding_type": "rope" if kind == "yarn" else kind,  # neither has parameters
+    }
+    if is_hybrid(flags):
+        from megatron_muon.cli.hybrid_layers import build_hybrid  # a GPT does without its imports
+
+        staged = (
+            {} if vp_stage is None else chunk
+        )  # before 0.17 it has one chunk and no word for it
+        return build_hybrid(flags, config, **options, **staged)
+    return _gpt(flags, config, chunk, options)
+
+
+def _gpt(
+    flags: Namespace, config: Any, chunk: dict[str, int | None], options: dict[str, Any]
+) -> Any:
+    spec = _layer_spec(flags, config, chunk)
+    with without_fla() if variant_of(flags) else nullcontext():
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            mtp_block_spec=_mtp_spec(flags, config, spec, chunk),
+            **options,
+            **chunk,
+        )
 
 
 def _named_chunk(vp_stage: int | None) -> dict[str, int | None]:
@@ -117,15 +138,19 @@ def _named_chunk(vp_stage: int | None) -> dict[str, int | None]:
 
 
 def _layer_spec(flags: Namespace, config: Any, chunk: dict[str, int | None]) -> Any:
-    if not flags.num_experts:
+    variant = variant_of(flags)
+    if not flags.num_experts and variant is None:
         return _one_layer(flags, config)
-    return gpt_layer_specs.get_gpt_decoder_block_spec(
-        config,
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        without_variant(config),
         use_transformer_engine=False,
         normalization=config.normalization,
         qk_l2_norm=_qk_l2_norm(flags),
         **chunk,
     )
+    if variant is not None:
+        block.layer_specs = with_variant(config, block.layer_specs, chunk)
+    return block
 
 
 def _one_layer(flags: Namespace, config: Any) -> Any:
@@ -156,12 +181,14 @@ def _mtp_spec(flags: Namespace, config: Any, spec: Any, chunk: dict[str, int | N
         layer = _one_layer(flags, config)  # no layer of the decoder is on this stage
     elif hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):  # since 0.16
         layer = gpt_layer_specs.get_gpt_decoder_layer_specs(
-            config,
+            without_variant(config),
             use_transformer_engine=False,
             normalization=config.normalization,
             qk_l2_norm=_qk_l2_norm(flags),
             **chunk,
         )[-1]
+    if variant_of(flags) is not None:
+        layer = of_mtp(config, layer)
     return gpt_layer_specs.get_gpt_mtp_block_spec(
         config, layer, use_transformer_engine=False, **chunk
     )

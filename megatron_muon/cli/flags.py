@@ -15,9 +15,11 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from megatron_muon.cli.not_built import REFUSED
+from megatron_muon.cli.numbers import MOST_ELEMENTS, MOST_THINGS, count, finite, up_to
 from megatron_muon.cli.versions import RANGES, has_flag, why_lacked
 from megatron_muon.mcore.hooks import megatron_version
 
@@ -36,7 +38,7 @@ _OF_A_RUN = re.compile(
     r"|pipeline_dtype|params_dtype|.*_func|.*autocast.*|deallocate_.*|variable_seq_lengths"
     r"|batch_p2p_.*|use_ring_exchange_p2p|microbatch_.*|num_microbatches_.*|async_tensor_.*"
     r"|pipeline_model_parallel_comm_backend|qk_clip.*|log_max_.*|mlp_chunks_.*|clone_scatter_.*"
-    r"|.*_p2p_.*|mamba_.*|use_mamba_.*|dsa_.*|hetereogenous_.*|quant_recipe|memory_efficient_.*"
+    r"|.*_p2p_.*|mamba_.*_states_dtype|use_mamba_.*|dsa_.*|hetereogenous_.*|quant_recipe|memory_efficient_.*"
     r"|flash_attention_version|moe_paged_stash.*|moe_ncclep_.*|moe_.*_(fwd|bwd)_dtype|gdp_.*"
     r"|batch_invariant_backend|use_transformer_engine_op_fuser|high_priority_.*|mhc_recompute_.*"
     r"|activation_offload_.*|delta_offload_.*|moe_permute_fusion_.*|nccl_all_reduce_for_prefill"
@@ -50,9 +52,15 @@ _ELSEWHERE = frozenset(
         *("num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
         *("gated_linear_unit", "activation_func", "linear_attention_freq", "layernorm_epsilon"),
         "layernorm_zero_centered_gamma",  # of kernels that are not used here
-        *("experimental_attention_variant", "heterogeneous_block_specs", "is_hybrid_model"),
+        *("heterogeneous_block_specs", "is_hybrid_model"),
         *("use_kitchen", "use_kitchen_attention", "kitchen_attention_backend"),
         *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),  # follow from others
+    }
+)
+_NONE_IS_0 = frozenset(
+    {
+        *("num_experts", "mtp_num_layers", "moe_shared_expert_intermediate_size"),
+        *("moe_router_topk_limited_devices", "mhc_sinkhorn_iterations"),
     }
 )
 # Metadata of fields that say nothing themselves: of megatron-core 0.12 to 0.15.
@@ -60,40 +68,6 @@ _UNMARKED: dict[str, dict[str, Any]] = {
     "add_bias_linear": {"arg_names": ["--disable-bias-linear"]},
     "num_query_groups": {"default": 1},
     "normalization": {"choices": ["LayerNorm", "RMSNorm"]},
-}
-_NO_BUILD = "the model is built by GPTModel from flags alone"
-_NO_GTP = "optimizer='muon' does not support generalized tensor parallelism yet"
-_TE_ONLY = "the model is built from Megatron's local modules, and only Transformer Engine's have it"
-REFUSED = {
-    "--spec": f"{_NO_BUILD}, not from a specification in a file",
-    "--heterogeneous-layers-config-path": _NO_BUILD,
-    "--heterogeneous-layers-config-encoded-json": _NO_BUILD,
-    "--yaml-cfg": _NO_BUILD,
-    "--use-checkpoint-args": f"{_NO_BUILD}: give those that the checkpoint was trained with",
-    "--use-legacy-models": _NO_BUILD,
-    "--experimental-attention-variant": _NO_BUILD,
-    "--linear-attention-freq": _NO_BUILD,
-    "--is-hybrid-model": _NO_BUILD,
-    "--hybrid-override-pattern": _NO_BUILD,
-    "--hybrid-attention-ratio": _NO_BUILD,
-    "--hybrid-layer-pattern": _NO_BUILD,
-    "--encoder-num-layers": "give --num-layers",
-    "--decoder-num-layers": "give --num-layers",
-    "--model-parallel-size": "give --tensor-model-parallel-size",
-    "--kitchen-config-file": _NO_BUILD,
-    "--kitchen-recipe-number": _NO_BUILD,
-    "--use-mp-args-from-checkpoint-args": "give the parallel sizes",
-    "--use-torch-fsdp2": "optimizer='muon' does not support torch FSDP2 yet",
-    "--use-custom-fsdp": "optimizer='muon' does not support Megatron-FSDP yet",
-    "--encoder-tensor-model-parallel-size": _NO_BUILD,
-    "--encoder-pipeline-model-parallel-size": _NO_BUILD,
-    "--pipeline-model-parallel-split-rank": _NO_BUILD,
-    "--retro-add-retriever": _NO_BUILD,
-    "--tensor-parallel-num-weight-shards": _NO_GTP,
-    "--expert-tensor-parallel-num-weight-shards": _NO_GTP,
-    "--mla-down-proj-fusion": _TE_ONLY,
-    "--use-grouped-gemm-for-dense-mlp": _TE_ONLY,
-    "--use-grouped-gemm-for-shared-expert": _TE_ONLY,
 }
 
 
@@ -189,9 +163,16 @@ def _add_field(group: argparse._ArgumentGroup, field: Any, hint: Any) -> None:
     elif isinstance(kind, tuple):
         options |= {"type": type(kind[0]), "choices": kind}
     else:
-        options["type"] = kind
+        options["type"] = _number(field.name) if kind is int else finite if kind is float else kind
     options |= {key: meta[key] for key in ("default", "choices") if key in meta}
     group.add_argument(*(names or [flag]), **options)
+
+
+def _number(name: str) -> Callable[[str], int]:
+    """The whole numbers that a field can have; 0 is none of what ``_NONE_IS_0`` counts."""
+    made_one_by_one = ("num_layers", "mtp_num_layers", "num_experts")
+    least = 0 if name in _NONE_IS_0 else 1
+    return count(least, MOST_THINGS if name in made_one_by_one else MOST_ELEMENTS)
 
 
 def _kind(hint: Any) -> Any:
@@ -218,7 +199,7 @@ def _add_others(group: argparse._ArgumentGroup) -> None:
 def _others() -> dict[str, dict[str, Any]]:
     """Megatron-LM's own, with what ``add_argument`` takes."""
     version = megatron_version()[1]
-    number, switch = {"type": int}, {"action": "store_true"}
+    number, switch = {"type": count()}, {"action": "store_true"}
     return {
         "--group-query-attention": switch,
         "--swiglu": switch,
@@ -240,18 +221,18 @@ def _others() -> dict[str, dict[str, Any]]:
         },
         "--use-rotary-position-embeddings": switch,
         "--no-position-embedding": switch,
-        "--num-experts": number,
+        "--num-experts": {"type": _number("num_experts")},
         "--moe-layer-freq": {"type": _frequency, "default": 1},
         "--multi-latent-attention": switch,
-        "--q-lora-rank": number,
+        "--q-lora-rank": {"type": count(0)},
         "--kv-lora-rank": number | {"default": 32},
         "--qk-head-dim": number | {"default": 128},
         "--qk-pos-emb-head-dim": number | {"default": 64},
         "--v-head-dim": number | {"default": 128},
         "--num-layers-per-virtual-pipeline-stage": number,
         "--num-virtual-stages-per-pipeline-rank": number,
-        "--decoder-first-pipeline-num-layers": number,
-        "--decoder-last-pipeline-num-layers": number,
+        "--decoder-first-pipeline-num-layers": {"type": count(0, MOST_THINGS)},
+        "--decoder-last-pipeline-num-layers": {"type": count(0, MOST_THINGS)},
         "--pipeline-model-parallel-layout": {},
         "--use-tp-pp-dp-mapping": switch,
         "--transformer-impl": {
@@ -277,6 +258,22 @@ def _others() -> dict[str, dict[str, Any]]:
         "--optimizer-cuda-graph": switch,
         "--fp8-param-gather": switch,
         "--fp4-param-gather": switch,
+        "--no-pad-vocab-size": {"action": "store_false", "dest": "pad_vocab_size"},
+        **_of_other_layers(),
+    }
+
+
+def _of_other_layers() -> dict[str, dict[str, Any]]:
+    """Of layers that are no attention over all tokens; see ``hybrid`` and ``gated_delta``."""
+    ratio: dict[str, Any] = {"type": up_to(1), "default": 0.0}
+    return {
+        "--spec": {"nargs": "*"},
+        "--is-hybrid-model": {"action": "store_true"},
+        "--hybrid-attention-ratio": ratio,
+        "--hybrid-mlp-ratio": ratio,
+        "--hybrid-override-pattern": {},
+        "--hybrid-layer-pattern": {},
+        "--linear-attention-freq": {"type": _frequency},
     }
 
 
@@ -286,7 +283,7 @@ def _frequency(text: str) -> int | list[int]:
         value = _evaluated(ast.parse(text, mode="eval").body)
     except (SyntaxError, TypeError, RecursionError):
         value = None
-    if isinstance(value, int) and value > 0:
+    if isinstance(value, int) and 0 < value <= MOST_THINGS:
         return value
     if isinstance(value, list) and value and all(each in (0, 1) for each in value):
         return value

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from megatron_muon.cli.hybrid import chunks as hybrid_chunks
+from megatron_muon.cli.hybrid import is_hybrid
 from megatron_muon.mcore.hooks import megatron_version
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -104,6 +106,8 @@ def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
         options["transformer_impl"] = "local"
     if flags.multi_latent_attention:
         options |= {name: getattr(flags, name) for name in _MLA}
+    if is_hybrid(flags):
+        options["is_hybrid_model"] = True
     return config_class(**options)
 
 
@@ -115,9 +119,9 @@ def validated(flags: Namespace, ranks: Ranks) -> Namespace:
         "world_size": ranks.world,
         "expert_tensor_parallel_size": ranks.expert_tp,
         "virtual_pipeline_model_parallel_size": ranks.chunks,
-        "muon_split_qkv": not flags.muon_no_split_qkv,
     }
-    return Namespace(**{**vars(flags), **_sizes(flags), **sizes})
+    layout = {"muon_dp_layout": flags.muon_dp_layout or "contiguous"}
+    return Namespace(**{**vars(flags), **_sizes(flags), **sizes, **layout})
 
 
 def _dtype(flags: Namespace) -> torch.dtype:
@@ -144,6 +148,8 @@ def padded_vocab(flags: Namespace) -> int:
     if megatron_version()[1] < (0, 18):
         with_eod.append("NullTokenizer")
     size = flags.vocab_size + (flags.tokenizer_type in with_eod)
+    if not getattr(flags, "pad_vocab_size", True):  # a flag since 0.18
+        raise ValueError("--no-pad-vocab-size needs --padded-vocab-size: it is taken as it is")
     multiple = flags.make_vocab_size_divisible_by * flags.tensor_model_parallel_size
     return int(math.ceil(size / multiple) * multiple)
 
@@ -153,7 +159,7 @@ def has_grouped_weights(flags: Namespace) -> bool:
 
     Later a local model has a linear for each expert, with --moe-grouped-gemm too.
     """
-    if "moe_use_legacy_grouped_gemm" not in _fields():
+    if "moe_use_legacy_grouped_gemm" not in _fields() or is_hybrid(flags):
         return False
     legacy = flags.moe_use_legacy_grouped_gemm or flags.transformer_impl == "local"
     return bool(flags.moe_grouped_gemm and legacy)
@@ -186,6 +192,8 @@ def _sizes(flags: Namespace) -> dict[str, int | None]:
 
 def _chunks(flags: Namespace) -> int | None:
     """Model chunks of a rank, None for one."""
+    if is_hybrid(flags):
+        return hybrid_chunks(flags)
     pp = flags.pipeline_model_parallel_size
     layout = getattr(flags, "pipeline_model_parallel_layout", None)  # a flag since 0.13
     each, count = flags.num_layers_per_virtual_pipeline_stage, None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import Namespace, _ArgumentGroup
+from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
 from typing import Any, get_args
 
-from megatron_muon.coefficients import NsDtype, parse
+from megatron_muon.cli.numbers import count, positive
+from megatron_muon.coefficients import Coefficients, NsDtype, parse
 from megatron_muon.config import HomePolicy, MuonConfig, NsIteration
 
 _DEFAULT = MuonConfig()
+MOST_STEPS = 1000  # of Newton-Schulz; sets have 5 to 10
 
 
 def add_home_flags(group: _ArgumentGroup) -> None:
@@ -19,7 +21,7 @@ def add_home_flags(group: _ArgumentGroup) -> None:
     for name, unit in (("rank-tflops", "TFLOP/s"), ("link-gbytes", "GB/s")):
         default = getattr(_DEFAULT, name.replace("-", "_"))
         group.add_argument(
-            f"--muon-{name}", type=float, default=default, metavar=unit, help="%(default)g"
+            f"--muon-{name}", type=positive, default=default, metavar=unit, help="%(default)g"
         )
 
 
@@ -35,7 +37,10 @@ def homes_of(flags: Namespace) -> dict[str, Any]:
 def add_newton_schulz_flags(group: _ArgumentGroup) -> None:
     """Those of the iteration."""
     group.add_argument(
-        "--muon-ns-coefficients", type=parse, default=_DEFAULT.ns_coefficients, help="%(default)s"
+        "--muon-ns-coefficients",
+        type=_coefficients,
+        default=_DEFAULT.ns_coefficients,
+        help="%(default)s",
     )
     for name, choices in (("iteration", get_args(NsIteration)), ("dtype", get_args(NsDtype))):
         group.add_argument(
@@ -47,10 +52,17 @@ def add_newton_schulz_flags(group: _ArgumentGroup) -> None:
     group.add_argument(
         "--muon-ns-steps",
         "--muon-num-ns-steps",
-        type=int,
+        type=count(most=MOST_STEPS),
         default=_DEFAULT.ns_steps,
         help="%(default)s",
     )
+
+
+def _coefficients(text: str) -> Coefficients:
+    try:
+        return parse(text)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(str(error)) from error
 
 
 def newton_schulz_of(flags: Namespace) -> dict[str, Any]:

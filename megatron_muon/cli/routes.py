@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import logging
 import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import get_args
+from pathlib import Path
+from typing import Any, NoReturn
 
 import megatron_muon
 from megatron_muon.cli.flags import add_megatron_flags, not_read, split_known
-from megatron_muon.cli.muon_flags import (
-    add_home_flags,
-    add_newton_schulz_flags,
-    homes_of,
-    newton_schulz_of,
-)
-from megatron_muon.config import MuonConfig, ScaleMode
+from megatron_muon.cli.hybrid import is_hybrid, settle
+from megatron_muon.cli.not_built import why_another_model
+from megatron_muon.cli.numbers import MOST_RANKS, count
+from megatron_muon.cli.patch_lines import PatchError
+from megatron_muon.cli.patch_tree import version_of
+from megatron_muon.config import MuonConfig
+from megatron_muon.launch import MixedInstallationError, check_installation
+from megatron_muon.training.flags import add_flags, muon_config
 
 _DESCRIPTION = """\
-Print every parameter of a GPT model with its shape, how tensor parallelism splits it, its
-optimizer, its matrices, their scale and their homes. The model is given by Megatron-LM's own flags:
-paste those of a training script; what does not matter here is named on stderr. Nothing is
-allocated, and neither a GPU nor a launcher is needed."""
+Print every parameter of a model with its shape, how tensor parallelism splits it, its optimizer,
+its matrices, their scale and their homes. The model is a GPT or a hybrid (Mamba) model and is given
+by Megatron-LM's own flags: paste those of a training script. Flags of another model are an error;
+what does not matter here is named on stderr. Nothing is allocated, and neither a GPU nor a launcher
+is needed."""
 
 _HOMES = """\
 A home is the rank of the pipeline stage that orthogonalizes a matrix. Where several layers or
 experts share a line their homes differ, so the line has the number of different homes;
 --all and --json have each one."""
+_PROGRAM = "megatron-muon routes"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,39 +48,83 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0; wrong arguments end the process with status 2, as argparse does.
     """
-    with megatron_is_quiet():
-        if not megatron_muon.cpu.enabled():
-            megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
-        from megatron.core.transformer import TransformerConfig
-
-        from megatron_muon.cli.model import ranks_of, validated
-        from megatron_muon.cli.stages import routes
-        from megatron_muon.cli.table import as_json, as_text
-        from megatron_muon.training.bucketing import choose_buckets
-
-    parser = _parser(TransformerConfig)
-    known, unknown = split_known(parser, argv)
+    arguments = list(argv)
+    if arguments and not arguments[0].startswith("-"):
+        _import_from(Path(arguments.pop(0)))
+    config_class = _imported_config_class()
+    parser = _parser(config_class)
+    known, unknown = split_known(parser, arguments)
     flags = parser.parse_args(known)
-    notes = _notes(flags)
-    if unknown:
-        notes.append(not_read(parser, unknown, TransformerConfig))
-    for note in notes:
-        _note(note)
+    for flag in unknown:
+        if reason := why_another_model(flag):
+            parser.error(reason)
     try:
-        config = _muon_config(flags)
-        with megatron_is_quiet():
-            args = validated(flags, ranks_of(flags))
-            chosen = choose_buckets(args)
-            flags.ddp_num_buckets = args.ddp_num_buckets
-            found = routes(flags, config)
+        found, config, notes = _routed(flags)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         parser.error(_said(error))
-    for line in chosen:
-        _note(line)
+    if unknown:
+        notes.append(not_read(parser, unknown, config_class))
+    for note in notes:
+        _note(note)
+    from megatron_muon.cli.table import as_json, as_text
+
+    core = _core()
     print(
-        as_json(found, config, [*notes, *chosen]) if flags.json else as_text(found, every=flags.all)
+        as_json(found, config, notes, core) if flags.json else as_text(found, core, every=flags.all)
     )
     return 0
+
+
+def _routed(flags: Namespace) -> tuple[Any, MuonConfig, list[str]]:
+    """The routes, the settings, and what there is to say about them."""
+    from megatron_muon.cli.model import ranks_of, validated
+    from megatron_muon.cli.stages import routes
+    from megatron_muon.training.bucketing import choose_buckets
+
+    settle(flags)
+    config = _muon_config(flags)
+    notes = _notes(flags)
+    with megatron_is_quiet():
+        args = validated(flags, ranks_of(flags))
+        notes += choose_buckets(args)
+        flags.ddp_num_buckets = args.ddp_num_buckets
+        return routes(flags, config), config, notes
+
+
+def _import_from(checkout: Path) -> None:
+    """Have Python take Megatron from a checkout, as a script in it does."""
+    try:
+        version_of(checkout)
+        sys.path.insert(0, str(checkout.resolve()))
+        check_installation(checkout)
+    except (PatchError, MixedInstallationError) as error:
+        _stop(str(error))
+
+
+def _imported_config_class() -> type:
+    """TransformerConfig, of the first Megatron that is imported."""
+    with megatron_is_quiet():
+        try:
+            if not megatron_muon.cpu.enabled():
+                megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
+            transformer = importlib.import_module("megatron.core.transformer")
+        except ImportError as error:
+            _stop(f"megatron.core cannot be imported ({error}); megatron-muon doctor says more")
+    config_class: type = transformer.TransformerConfig
+    return config_class
+
+
+def _stop(text: str) -> NoReturn:
+    print(f"{_PROGRAM}: error: {text}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _core() -> Any:
+    from megatron_muon.cli.table import Core
+    from megatron_muon.mcore.hooks import megatron_version
+
+    package = importlib.import_module("megatron.core")
+    return Core(megatron_version()[0], str(Path(package.__path__[0]).resolve()))
 
 
 def _note(text: str) -> None:
@@ -96,72 +146,45 @@ def megatron_is_quiet() -> Iterator[None]:
 
 def _parser(config_class: type) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megatron-muon routes",
-        usage="megatron-muon routes [--json] [--all] [--world-size N] FLAGS (--help lists them)",
+        prog=_PROGRAM,
+        usage=f"{_PROGRAM} [CHECKOUT] [--json] [--all] [--world-size N] FLAGS (--help lists them)",
         description=_DESCRIPTION,
         epilog=_HOMES,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument_group(
+        "CHECKOUT",
+        "of Megatron-LM, the folder that pretrain_gpt.py is in; comes first (default: what Python "
+        "finds)",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON, with every parameter")
     parser.add_argument("--all", action="store_true", help="a line for every layer and expert")
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks (default: as few as the sizes allow)"
+        "--world-size",
+        type=count(most=MOST_RANKS),
+        metavar="N",
+        help="ranks (default: as few as the sizes allow)",
     )
-    _add_muon_flags(parser.add_argument_group("Muon's"))
+    add_flags(parser)
     add_megatron_flags(parser, config_class)
     return parser
 
 
-def _add_muon_flags(group: argparse._ArgumentGroup) -> None:
-    """Those of the settings that routes follow from, named as the flags of a run."""
-    default = MuonConfig()
-    for name in ("include", "exclude"):
-        group.add_argument(
-            f"--muon-{name}",
-            action="append",
-            default=[],
-            metavar="PATTERN",
-            help="of parameter names (*, ?, []); may be given several times",
-        )
-    group.add_argument("--muon-no-split-qkv", action="store_true", help="fused QKV is one matrix")
-    group.add_argument(
-        "--muon-dp-layout",
-        choices=("contiguous", "bucketed"),
-        default="contiguous",
-        help="how buckets are cut where reduction overlaps, and from core 0.18 on in which order "
-        "they are filled; %(default)s",
-    )
-    add_home_flags(group)
-    group.add_argument(
-        "--muon-scale-mode",
-        choices=get_args(ScaleMode),
-        default=default.scale_mode,
-        help="%(default)s",
-    )
-    group.add_argument(
-        "--muon-matched-adamw-rms",
-        "--muon-extra-scale-factor",
-        type=float,
-        default=default.matched_adamw_rms,
-        help="%(default)s",
-    )
-    add_newton_schulz_flags(group)
-
-
 def _muon_config(flags: Namespace) -> MuonConfig:
+    """The settings of a run with these flags, all of Muon's checked as a run checks them."""
     from megatron_muon.training.bucketing import aligns_shards
 
-    return MuonConfig(
-        muon_include=tuple(flags.muon_include),
-        muon_exclude=tuple(flags.muon_exclude),
-        split_qkv=not flags.muon_no_split_qkv,
-        matched_adamw_rms=flags.muon_matched_adamw_rms,
-        scale_mode=flags.muon_scale_mode,
-        align_shards=aligns_shards(flags),
-        **homes_of(flags),
-        **newton_schulz_of(flags),
-    )
+    for option, value in (
+        ("--muon-backend", flags.muon_backend),
+        ("--muon-defaults", flags.muon_defaults),
+    ):
+        if value == "upstream":
+            raise ValueError(
+                f"{option} upstream is not supported: the routes are the plugin's, with its own "
+                "defaults; leave it out, and give the values themselves"
+            )
+    return dataclasses.replace(muon_config(flags), align_shards=aligns_shards(flags))
 
 
 def _notes(flags: Namespace) -> list[str]:
@@ -169,7 +192,11 @@ def _notes(flags: Namespace) -> list[str]:
     notes = []
     if not flags.use_distributed_optimizer:
         notes.append("shown as with --use-distributed-optimizer, which a run with Muon needs")
-    if flags.transformer_impl != "local":
+    from megatron_muon.cli.gated_delta import variant_of
+
+    if is_hybrid(flags):
+        notes.append("the model is Megatron's hybrid model, as pretrain_mamba.py trains it")
+    if flags.transformer_impl != "local" or is_hybrid(flags) or variant_of(flags):
         notes.append(_transformer_engine(flags))
     return notes
 
@@ -181,7 +208,7 @@ def _transformer_engine(flags: Namespace) -> str:
     if flags.moe_grouped_gemm and not has_grouped_weights(flags):
         differs.append("experts.linear_fc1.weight7 as experts.local_experts.7.linear_fc1.weight")
     text = (
-        f"built from Megatron's local modules, not --transformer-impl {flags.transformer_impl}; "
+        f"built from Megatron's local modules, not {_instead(flags)}; "
         f"shapes and matrices are the same, but {', and '.join(differs)}, so which weights a "
         "shard's edge cuts, and with it homes, can differ"
     )
@@ -191,6 +218,15 @@ def _transformer_engine(flags: Namespace) -> str:
             "Transformer Engine replicates them, here they are split by rows"
         )
     return text
+
+
+def _instead(flags: Namespace) -> str:
+    """Of what a run builds the model."""
+    from megatron_muon.cli.gated_delta import variant_of
+
+    if is_hybrid(flags) or variant_of(flags):
+        return "Transformer Engine's, which such layers are made of in a run"
+    return f"--transformer-impl {flags.transformer_impl}"
 
 
 def _said(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import get_args
 
+from megatron_muon.cli.numbers import count, positive
 from megatron_muon.config import MuonConfig, ScaleMode
 from megatron_muon.update import update_scale
 
@@ -26,21 +27,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0; wrong arguments end the process with status 2, as argparse does.
     """
-    parser = argparse.ArgumentParser(
-        prog="megatron-muon scales",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--hidden-size", type=_size, default=4096, help="rows of the square one, %(default)s"
-    )
-    parser.add_argument(
-        "--factor",
-        type=float,
-        nargs="+",
-        default=[0.2, 1.0],
-        help="--muon-extra-scale-factor; default 0.2 (Moonlight's) and 1.0 (Megatron's own Muon's)",
-    )
+    parser = _parser()
     given = parser.parse_args(argv)
     try:
         print(table(given.hidden_size, given.factor))
@@ -72,7 +59,20 @@ def update_rms(rows: int, cols: int, config: MuonConfig) -> float:
     return update_scale(rows, cols, config) / math.sqrt(max(rows, cols))
 
 
-def _size(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return int(text)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-muon scales",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--hidden-size", type=count(), default=4096, help="rows of the square one, %(default)s"
+    )
+    parser.add_argument(
+        "--factor",
+        type=positive,
+        nargs="+",
+        default=[0.2, 1.0],
+        help="--muon-extra-scale-factor; default 0.2 (Moonlight's) and 1.0 (Megatron's own Muon's)",
+    )
+    return parser

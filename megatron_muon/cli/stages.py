@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megatron_muon.cli import world
 from megatron_muon.cli.chunks import build_chunks, optimizer_config
+from megatron_muon.cli.hybrid import settle
 from megatron_muon.cli.model import Ranks, ranks_of, transformer_config
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore import ordered
@@ -126,6 +127,7 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
         ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin finds
             something wrong, as they would in the run.
     """
+    settle(flags)
     ranks = ranks_of(flags)
     matched: set[str] = set()
     stages = []
@@ -237,7 +239,10 @@ def _rows(
 
 def _split_by_mark(weight: Weight, tp_size: int) -> Split:
     param: Any = weight.param
-    return _split(param.partition_dim if param.tensor_model_parallel else None, tp_size)
+    if not param.tensor_model_parallel:
+        return _split(None, tp_size)
+    # state-space layers mark what TP ranks have a range of, and do not say along which dim
+    return _split(max(0, param.partition_dim), tp_size)
 
 
 def _split(dim: int | None, tp_size: int) -> Split:

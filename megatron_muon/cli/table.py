@@ -17,10 +17,19 @@ _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(
 _HEADER = ("parameter", "local shape", "TP", "optimizer", "matrices", "scale", "home")
 
 
-def as_json(routes: Routes, config: MuonConfig, notes: Sequence[str]) -> str:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Core:
+    """The megatron-core that the model was built with: its version and its folder."""
+
+    version: str
+    folder: str
+
+
+def as_json(routes: Routes, config: MuonConfig, notes: Sequence[str], core: Core) -> str:
     """Everything; ``home`` is an index of the stage's ``ranks``."""
     return json.dumps(
         {
+            "megatron_core": dataclasses.asdict(core),
             "ranks": dataclasses.asdict(routes.ranks),
             "settings": dataclasses.asdict(config),
             "notes": list(notes),
@@ -52,15 +61,16 @@ def _stage_as_json(stage: Stage) -> dict[str, Any]:
     }
 
 
-def as_text(routes: Routes, *, every: bool) -> str:
-    """A table for each stage, then the lines that a run prints.
+def as_text(routes: Routes, core: Core, *, every: bool) -> str:
+    """The core, a table for each stage, then the lines that a run prints.
 
     Args:
         routes: what to show.
+        core: that it was built with.
         every: a line for each parameter; else parameters that differ in their layer's and expert's
             numbers only share one.
     """
-    lines = []
+    lines = [f"megatron-core {core.version} ({core.folder})", ""]
     for stage in routes.stages:
         lines.append(_heading(stage))
         cells = [_cells(rows) for rows in ([r] for r in stage.rows)] if every else _shared(stage)

@@ -10,24 +10,29 @@ from typing import Any
 from megatron_muon.mcore.hooks import NEWEST, OLDEST, Version, megatron_version
 
 _SINCE = {
-    13: "--qk-l2-norm --pipeline-model-parallel-layout",
+    13: "--mamba-num-heads --qk-l2-norm --pipeline-model-parallel-layout",
     14: "--padded-vocab-size --use-megatron-fsdp --use-fused-weighted-squared-relu",
     15: "--quick-geglu --fp4-param-gather --softmax-type --glu-linear-offset "
     "--activation-func-clamp-value",
-    16: "--attention-output-gate --moe-latent-size --moe-shared-expert-gate --mtp-standalone "
+    16: "--experimental-attention-variant --linear-attention-freq --attention-output-gate "
+    "--moe-latent-size --moe-shared-expert-gate --mtp-standalone "
     "--linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads "
     "--linear-num-value-heads --linear-value-head-dim --moe-enable-routing-replay --qk-clip",
-    17: "--optimizer-cuda-graph --mtp-use-repeated-layer --mtp-hybrid-override-pattern --use-mup "
+    17: "--hybrid-layer-pattern --optimizer-cuda-graph --mtp-use-repeated-layer "
+    "--mtp-hybrid-override-pattern --use-mup "
     "--mup-attn-scale-power --mup-base-head-dim --mup-base-hidden-size --mup-embedding-mult "
     "--mup-output-mult --mup-width-mult",
-    18: "--moe-mlp-glu-interleave-size --moe-single-grouped-bias --moe-single-grouped-weight "
-    "--moe-expert-rank-capacity-factor",
+    18: "--no-pad-vocab-size --moe-mlp-glu-interleave-size --moe-single-grouped-bias "
+    "--moe-single-grouped-weight --moe-expert-rank-capacity-factor",
     19: "--mtp-detach-heads --moe-shared-expert-glu-interleave-size "
     "--moe-router-quantile-balancing-ema",
     20: "--enable-mhc-connections --mhc-init-gating-factor --mhc-num-residual-streams "
     "--mhc-sinkhorn-iterations --moe-use-grouped-tensor --mtp-hsm",
 }
-_UNTIL = {16: "--moe-extended-tp --moe-use-legacy-grouped-gemm"}
+_UNTIL = {
+    16: "--hybrid-attention-ratio --hybrid-mlp-ratio --moe-extended-tp "
+    "--moe-use-legacy-grouped-gemm"
+}
 # Of the flags that are read here, those that not every version has: its first and its last one.
 # From Megatron-LM's parsers at core_v0.12.3 to core_v0.19.0 and main.
 RANGES: dict[str, tuple[Version, Version]] = {

@@ -1,0 +1,104 @@
+"""Stand-ins for packages of kernels, so that Megatron's layers can be made where they are missing.
+
+mamba_ssm, flash-linear-attention and Transformer Engine run on a GPU; to know which parameters a
+layer has, nothing of theirs is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+MIXER = "megatron.core.ssm.mamba_mixer"
+_DELTA = "megatron.core.ssm.gated_delta_net"  # one module in 0.16 to 0.18, several later
+# Without these modules of versions before 0.13 cannot be imported.
+_NEEDED = (
+    "megatron.core.extensions.transformer_engine",
+    *("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"),
+    *("mamba_ssm.ops.triton.layernorm_gated", "mamba_ssm.ops.triton.ssd_combined"),
+)
+
+
+def _kernel(*args: Any, **options: Any) -> Any:
+    raise AssertionError("nothing is run here")
+
+
+_FLA: dict[str, Any] = {
+    **{"HAVE_FLA": True, "HAVE_FLA_GDN2": True},
+    **{"chunk_gated_delta_rule": _kernel, "chunk_gdn2": _kernel},
+}
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Mamba mixers and gated delta nets can be made within it."""
+    mixer = imported(MIXER)
+    with replaced(mixer, ExtendedRMSNorm=_GatedNorm, HAVE_MAMBA_SSM=True), without_fla():
+        yield
+
+
+@contextmanager
+def without_fla() -> Iterator[None]:
+    """Gated delta nets can be made within it, in the versions that have them."""
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(_DELTA)
+    modules = [module for name, module in sys.modules.items() if name.startswith(_DELTA)]
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(replaced(module, **_FLA))
+        yield
+
+
+@contextmanager
+def replaced(module: Any, **attributes: Any) -> Iterator[None]:
+    """Within it a module has these in place of those of its attributes that it has."""
+    before = {name: getattr(module, name) for name in attributes if hasattr(module, name)}
+    for name in before:
+        setattr(module, name, attributes[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def imported(name: str) -> Any:
+    """A module of Megatron's, with stand-ins for what its import needs and this machine lacks."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        missing = [needed for needed in _NEEDED if needed not in sys.modules]
+        sys.modules.update({needed: _Anything(needed) for needed in missing})
+        try:
+            return importlib.import_module(name)
+        finally:
+            for needed in missing:
+                del sys.modules[needed]
+
+
+class _GatedNorm(torch.nn.Module):
+    """mamba_ssm's gated RMSNorm, as far as a model is built of it: its weight."""
+
+    def __init__(self, hidden: int, device: Any = None, dtype: Any = None, **options: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
+
+
+class _Anything(types.ModuleType):
+    """A package that has every name; each is an empty class."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (torch.nn.Module,), {})
