@@ -23,6 +23,7 @@ from megatron_muon.cli.patch_lines import PatchError
 from megatron_muon.cli.patch_tree import version_of
 from megatron_muon.config import MuonConfig
 from megatron_muon.launch import MixedInstallationError, check_installation
+from megatron_muon.mcore.presence import CoreNotFoundError
 from megatron_muon.training.flags import add_flags, muon_config
 
 _DESCRIPTION = """\
@@ -108,6 +109,8 @@ def _imported_config_class() -> type:
             if not megatron_muon.cpu.enabled():
                 megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
             transformer = importlib.import_module("megatron.core.transformer")
+        except CoreNotFoundError:
+            raise  # the command says both ways to get one
         except ImportError as error:
             _stop(f"megatron.core cannot be imported ({error}); megatron-muon doctor says more")
     config_class: type = transformer.TransformerConfig
