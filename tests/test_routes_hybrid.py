@@ -162,8 +162,10 @@ class _GatedNorm(torch.nn.Module):
 
 def _planned_by_ranks(pattern: str, tp: int) -> dict[str, Any]:
     """A MambaModel whose local layers are written down here, and Muon over its real optimizer."""
+    from megatron_muon.cli.stand_ins import imported
+
+    mixer = imported("megatron.core.ssm.mamba_mixer")  # without triton, too
     import megatron.core.ssm.mamba_block as block
-    import megatron.core.ssm.mamba_mixer as mixer
     from gpt import distributed_optimizers
     from megatron.core import optimizer as core
     from megatron.core import parallel_state
@@ -378,5 +380,6 @@ def test_nothing_of_a_stand_in_is_left_behind(capsys: pytest.CaptureFixture[str]
     """Also where the packages are missing: Megatron says so itself, afterwards as before."""
     assert main(["routes", *MAMBA, PATTERN, "M*-M"]) == 0
     assert not [name for name in sys.modules if name.startswith(("mamba_ssm", "fla."))]
+    assert all(module.__spec__ for name, module in sys.modules.items() if name == "triton")
     mixer = sys.modules["megatron.core.ssm.mamba_mixer"]
     assert getattr(mixer, "HAVE_MAMBA_SSM", False) is False

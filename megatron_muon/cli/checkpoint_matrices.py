@@ -101,13 +101,18 @@ def _fits(action: argparse.Action, value: Any) -> bool:
         return isinstance(value, bool)
     if action.choices is not None:
         return value in action.choices
-    if action.type is int or action.type is float:
-        return type(value) in (int, float) and abs(value) <= _MOST.get(action.dest, _MOST_ELSE)
-    if action.dest == "moe_layer_freq":
+    if action.dest in ("moe_layer_freq", "linear_attention_freq"):
         return type(value) is int or _is_pattern(value)
+    if action.type not in (None, str):  # a kind of number
+        return type(value) in (int, float) and abs(value) <= _MOST.get(action.dest, _MOST_ELSE)
+    if action.nargs == "*":
+        return isinstance(value, list) and len(value) < 9 and all(map(_is_short_text, value))
     is_layout = action.dest == "pipeline_model_parallel_layout"
-    is_text = isinstance(value, str) and len(value) <= _MOST_TEXT
-    return is_text and not (is_layout and _REPEATS.search(value))
+    return _is_short_text(value) and not (is_layout and _REPEATS.search(value))
+
+
+def _is_short_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _MOST_TEXT
 
 
 def _is_pattern(value: Any) -> bool:

@@ -18,12 +18,16 @@ import torch
 
 MIXER = "megatron.core.ssm.mamba_mixer"
 _DELTA = "megatron.core.ssm.gated_delta_net"  # one module in 0.16 to 0.18, several later
-# Without these modules of versions before 0.13 cannot be imported.
-_NEEDED = (
-    "megatron.core.extensions.transformer_engine",
-    *("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"),
-    *("mamba_ssm.ops.triton.layernorm_gated", "mamba_ssm.ops.triton.ssd_combined"),
-)
+# What modules of Megatron's cannot be imported without, by the package that its absence names: the
+# first in 0.15 and 0.16, the others before 0.13.
+_NEEDED = {
+    "triton": ("triton", "triton.language"),
+    "transformer_engine": ("megatron.core.extensions.transformer_engine",),
+    "mamba_ssm": (
+        *("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"),
+        *("mamba_ssm.ops.triton.layernorm_gated", "mamba_ssm.ops.triton.ssd_combined"),
+    ),
+}
 
 
 def _kernel(*args: Any, **options: Any) -> Any:
@@ -70,17 +74,40 @@ def replaced(module: Any, **attributes: Any) -> Iterator[None]:
 
 
 def imported(name: str) -> Any:
-    """A module of Megatron's, with stand-ins for what its import needs and this machine lacks."""
-    try:
+    """A module of Megatron's, with stand-ins for what its import needs and this machine lacks.
+
+    Only for that: what Megatron can do without it finds missing, and says so afterwards as before.
+    """
+    with ExitStack() as stack:
+        for _ in _NEEDED:
+            try:
+                return importlib.import_module(name)
+            except ImportError as error:
+                stack.enter_context(_standing_in(error))
         return importlib.import_module(name)
-    except ImportError:
-        missing = [needed for needed in _NEEDED if needed not in sys.modules]
-        sys.modules.update({needed: _Anything(needed) for needed in missing})
-        try:
-            return importlib.import_module(name)
-        finally:
-            for needed in missing:
-                del sys.modules[needed]
+
+
+@contextmanager
+def _standing_in(error: ImportError) -> Iterator[None]:
+    """Stand-ins for the package whose absence is this error, or led to it."""
+    names: tuple[str, ...] = ()
+    cause: BaseException | None = error
+    while cause is not None and not names:
+        names = _NEEDED.get((getattr(cause, "name", None) or "").split(".")[0], ())
+        cause = cause.__context__
+    if not names or names[0] in sys.modules:
+        raise error
+    modules = {each: _Anything(each) for each in names}
+    for each, module in modules.items():
+        parent, _, child = each.rpartition(".")
+        if parent in modules:
+            setattr(modules[parent], child, module)
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for each in names:
+            del sys.modules[each]
 
 
 class _GatedNorm(torch.nn.Module):
@@ -89,6 +116,16 @@ class _GatedNorm(torch.nn.Module):
     def __init__(self, hidden: int, device: Any = None, dtype: Any = None, **options: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
+
+
+class _AnyModule(torch.nn.Module):
+    """A class made of anything, also of a function that it decorates, with options or without."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self
 
 
 class _Anything(types.ModuleType):
@@ -101,4 +138,4 @@ class _Anything(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (torch.nn.Module,), {})
+        return type(name, (_AnyModule,), {})
