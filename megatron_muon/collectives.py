@@ -1,13 +1,13 @@
 """Every collective that the package calls, and nothing else.
 
-In a step: ``any_rank`` once over all stages, then ``start_all_to_all`` twice a round over the stage
+In a step: ``any_rank`` once over all stages, then ``start_messages`` twice a round over the stage
 for each of Megatron's DistributedOptimizers (one, and one for experts). While they are built, votes
 and numbers go over the world, numbers over the stage, which also creates its communicator, and
 ``split_world`` once where there are several optimizer instances and once where on some ranks
 nothing trains. Saving and loading vote; ``all_gather_texts`` words an error, compares names where
 patterns decide, and puts a checkpoint's digest together. ``all_gather_flat`` is of what
 ``megatron-muon bench step`` compares with, ``start_broadcasts`` too and of Megatron on a CPU;
-``megatron-muon bench speeds`` times ``start_all_to_all``.
+``start_all_to_all`` is of the paper's row there, and ``megatron-muon bench speeds`` times it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PhaseError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An all-to-all that is under way; what it sends and receives is kept until ``wait``."""
+    """Messages that are under way; what is sent and received is kept until ``wait``."""
 
     name: str
     group: Group
@@ -51,6 +51,119 @@ class Pending:
         return self.received
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Elements ``[start, stop)`` of a flat buffer, to or from a rank of the world."""
+
+    is_sent: bool
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The messages of one rank in an exchange: only those who have something to share take part.
+
+    Attributes:
+        group: over which they go.
+        messages: in the order in which they are started.
+        received: elements that come in all.
+    """
+
+    group: Group
+    messages: tuple[Message, ...]
+    received: int
+
+    @staticmethod
+    def of(
+        group: Group,
+        world: Sequence[int],
+        rank: int,
+        sent_to: Sequence[tuple[int, int]],
+        received_from: Sequence[tuple[int, int]],
+    ) -> Route:
+        """Consecutive runs of one buffer to peers, of another from peers.
+
+        They are started by distance, so that not all ranks begin with the same one.
+
+        Args:
+            group: of the exchange.
+            world: ``world_ranks(group)``.
+            rank: this rank of the group.
+            sent_to, received_from: ``(rank of the group, elements)`` of others, in buffer order.
+        """
+
+        def messages(counts: Sequence[tuple[int, int]], is_sent: bool) -> list[_Placed]:
+            placed, start = [], 0
+            for other, count in counts:
+                distance = (other - rank if is_sent else rank - other) % len(world)
+                message = Message(is_sent, world[other], start, start + count)
+                placed.append((distance, is_sent, message))
+                start += count
+            return placed
+
+        every = [*messages(received_from, False), *messages(sent_to, True)]
+        in_turn = sorted((each for each in every if each[2].start < each[2].stop), key=_turn)
+        received = sum(count for _, count in received_from)
+        return Route(group, tuple(message for *_, message in in_turn), received)
+
+
+_Placed = tuple[int, bool, Message]
+
+
+def _turn(placed: _Placed) -> tuple[int, bool]:
+    return placed[:2]
+
+
+def world_ranks(group: Group) -> list[int]:
+    """The ranks of the world that are in a group, in its order; no communication."""
+    return list(dist.get_process_group_ranks(group))
+
+
+def start_messages(name: str, sent: Tensor, route: Route) -> Pending | None:
+    """Start to send runs of ``sent``, and to receive.
+
+    torch's own all-to-all posts a send and a receive to every rank, empty ones too (over NCCL since
+    2.14), so that each is a barrier of the group; gloo's goes from rank to rank and takes four
+    times as long.
+
+    Args:
+        name: of the phase, in errors and traces.
+        sent: ``(n,)``.
+        route: what goes where.
+
+    Returns:
+        None where this rank has no message.
+    """
+    if not route.messages:
+        return None
+    received = sent.new_empty(route.received)
+    with _named(name, route.group):
+        works = _start_messages(sent, received, route)
+    return Pending(name, route.group, sent, received, works)
+
+
+def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.Work]:
+    operations = [
+        (
+            dist.isend if message.is_sent else dist.irecv,
+            (sent if message.is_sent else received)[message.start : message.stop],
+            message.rank,
+        )
+        for message in route.messages
+    ]
+    started: list[dist.Work | None] = []
+    if sent.device.type == "cpu":
+        started += [start(tensor, rank, group=route.group) for start, tensor, rank in operations]
+    else:  # one launch
+        together = [
+            dist.P2POp(start, tensor, rank, route.group) for start, tensor, rank in operations
+        ]
+        started += dist.batch_isend_irecv(together)
+    return [work for work in started if work is not None]
+
+
 def start_all_to_all(
     name: str, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], group: Group
 ) -> Pending:
@@ -62,48 +175,20 @@ def start_all_to_all(
         sent_sizes, received_sizes: elements for and from each rank of the group; 0 is fine.
         group: all its ranks call this together, and wait in the order of the calls.
     """
-    received = sent.new_empty(sum(received_sizes))
+    here = group.rank()
+    world = world_ranks(group)
+    route = Route.of(
+        group, world, here, list(enumerate(sent_sizes)), list(enumerate(received_sizes))
+    )
+    to_others = tuple(message for message in route.messages if message.rank != world[here])
+    received = sent.new_empty(route.received)
+    if sent_sizes[here]:
+        own = torch.split(sent, list(sent_sizes))[here]
+        torch.split(received, list(received_sizes))[here].copy_(own)
+    route = Route(group, to_others, route.received)
     with _named(name, group):
-        works = _start_messages(sent, sent_sizes, received, received_sizes, group)
+        works = _start_messages(sent, received, route) if to_others else []
     return Pending(name, group, sent, received, works)
-
-
-def _start_messages(
-    sent: Tensor,
-    sent_sizes: Sequence[int],
-    received: Tensor,
-    received_sizes: Sequence[int],
-    group: Group,
-) -> list[dist.Work]:
-    """An all-to-all among those who have something to share; nobody waits for another.
-
-    torch's own posts a send and a receive to every rank, empty ones too (over NCCL since 2.14), so
-    that each is a barrier of the group; gloo's goes from rank to rank and takes four times as long.
-    """
-    here, size = group.rank(), group.size()
-    sends = torch.split(sent, list(sent_sizes))
-    receives = torch.split(received, list(received_sizes))
-    if sends[here].numel():
-        receives[here].copy_(sends[here])
-    messages: list[tuple[bool, Tensor, int]] = []  # whether it is sent, what, the other's rank
-    for distance in range(1, size):
-        source, target = (here - distance) % size, (here + distance) % size
-        if received_sizes[source]:
-            messages.append((False, receives[source], dist.get_global_rank(group, source)))
-        if sent_sizes[target]:
-            messages.append((True, sends[target], dist.get_global_rank(group, target)))
-    started: list[dist.Work | None] = []
-    if sent.device.type == "cpu":
-        for is_sent, tensor, rank in messages:
-            start = dist.isend if is_sent else dist.irecv
-            started.append(start(tensor, rank, group=group))
-    elif messages:  # one launch
-        operations = [
-            dist.P2POp(dist.isend if is_sent else dist.irecv, tensor, rank, group)
-            for is_sent, tensor, rank in messages
-        ]
-        started += dist.batch_isend_irecv(operations)
-    return [work for work in started if work is not None]
 
 
 def all_gather_flat(name: str, mine: Tensor, group: Group) -> list[Tensor]:

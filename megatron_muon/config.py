@@ -56,9 +56,10 @@ class MuonConfig:
             fp16 is finer than bf16 but ends at 6e-8 of a matrix's norm, where smaller entries
             become zero.
         ns_batch: on CUDA a home orthogonalizes so many matrices of one shape of a round at once, at
-            most: small ones leave most of a GPU idle. A batch's products may round otherwise than
-            one matrix's, so with more than 1 results depend on the layout, and torch's
-            deterministic mode takes one at a time. As many workspaces are needed. No effect on CPU.
+            most: small ones leave most of a GPU idle. None: as many as take 1.5 × the largest
+            matrix's memory beside themselves, or 512 MiB in 16 bits if that is more. A batch's
+            products may round otherwise than one matrix's, so but for 1 results depend on the
+            layout, and torch's deterministic mode takes one at a time. No effect on CPU.
         weight_decay_all_params: decay RMSNorm gammas and biases too, and whatever else an override
             gives ``wd_mult`` 0. Off, as in Megatron; the paper (appendix D) recommends it for long
             runs. It holds for ``optimizer='adam'`` as well, so that Muon and AdamW are compared
@@ -80,9 +81,9 @@ class MuonConfig:
             receives; as rank_tflops. 40 is an assumption for a 400 Gbit/s port (50 GB/s) a rank.
         round_bytes: cap on a rank's buffers for one round of the exchange; a single larger
             parameter may pass it. A step takes twice as much, in the three rounds that are under
-            way, and the workspace of one matrix's Newton-Schulz. None: twice the buffers of the
-            largest parameter, at least 256 MiB, so that no rank waits for another's large matrix.
-            Smaller rounds take less memory.
+            way, and the scratch memory of Newton-Schulz (``ns_batch``). None: twice the buffers of
+            the largest parameter, at least 256 MiB, so that no rank waits for another's large
+            matrix. Smaller rounds take less memory.
         align_shards: order parameters within Megatron's buckets so that shards cut few of them; for
             models that are wrapped in DDP after ``install``, and from core 0.18 on.
         checkpoint_digest: write size and checksum of every file of a checkpoint into its folder,
@@ -101,7 +102,7 @@ class MuonConfig:
     ns_coefficients: Given = "simple"
     ns_iteration: NsIteration = "standard"
     ns_dtype: NsDtype = "bf16"
-    ns_batch: int = 1
+    ns_batch: int | None = None
     weight_decay_all_params: bool = False
     split_qkv: bool = True
     muon_include: tuple[str, ...] = ()
@@ -133,9 +134,9 @@ class MuonConfig:
         for name in ("muon_include", "muon_exclude"):
             _require_patterns(name, getattr(self, name))
         _require_choice("homes", self.homes, ("balanced", "local"))
-        _require_count("ns_batch", self.ns_batch)
-        if self.round_bytes is not None:
-            _require_count("round_bytes", self.round_bytes)
+        for name in ("ns_batch", "round_bytes"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
 
 
 _MOST_STEPS = 100  # singular values are where they end long before; each step has a triple

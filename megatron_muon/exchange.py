@@ -1,20 +1,23 @@
 """Moving what the plan says: pieces to their homes, directions back.
 
-One gather and one scatter a round over the stage, each an uneven all-to-all of a flat buffer that
-is started and, with other work in between, finished.
+One gather and one scatter a round over the stage, each a message from every rank to every other one
+that it shares a matrix with; started and, with other work in between, finished. A rank's Python and
+launches depend on what it has, not on how many ranks there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, split_with_sizes
 
 from megatron_muon import collectives
-from megatron_muon.collectives import Group, Pending
-from megatron_muon.plan import ExchangePlan, Matrix, Segment
+from megatron_muon.collectives import Group, Pending, Route
+from megatron_muon.plan import ExchangePlan
+from megatron_muon.round_table import Alike, RoundTable, round_tables
 
 
 @dataclass(slots=True)
@@ -46,55 +49,61 @@ class Meter:
 
 
 @dataclass(slots=True)
-class Moving:
-    """Half a round that is under way; once it is finished it keeps nothing.
+class Leaving:
+    """What a rank has of a round before it is gathered.
 
     Attributes:
-        target: flat tensors by index, of which ``incoming`` are parts.
-        incoming: what each rank's elements are copied to when they are here.
-        pending: None where no rank sends anything.
+        runs: for each run that is held here, what it is to be written to; None for a replica.
+        kept: those that are home already, in staged order.
+        sent: the message with the others.
     """
 
-    target: dict[int, Tensor]
-    incoming: list[list[Tensor]]
-    pending: Pending | None
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.pending.sent.nbytes if self.pending else 0
-
-    def finish(self) -> dict[int, Tensor]:
-        if self.pending is not None:
-            _distribute(self.pending.wait(), self.incoming)
-        target, self.target = self.target, {}
-        self.incoming, self.pending = [], None
-        return target
+    runs: list[Tensor | None]
+    kept: Tensor
+    sent: Tensor
 
 
 @dataclass(slots=True)
 class Gathering:
-    """A round that is being gathered.
+    """A round that is being gathered; once it is finished it keeps nothing.
 
     Attributes:
-        moving: its matrices, in staging order.
-        moves: 1 for each segment that has a gradient: those that are kept, then those that arrive.
+        kept: see ``Leaving``.
+        moves: 1 for each kept run that has a gradient, else 0.
+        pending: None where nothing comes and nothing goes.
     """
 
-    moving: Moving
+    kept: Tensor
     moves: Tensor
+    pending: Pending | None
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """A matrix at its home.
+@dataclass(slots=True)
+class Staged:
+    """The matrices of a round whose home a rank is.
 
     Attributes:
-        elements: ``(rows, cols)`` contiguous, in the row and column order of TP = 1.
-        moves: bool scalar: a gradient of it is not zero in this step.
+        elements: flat, each in staging order, in the order of ``alike``.
+        moves: bool, for each matrix: a gradient of it is not zero in this step.
+        alike: the matrices, by layout.
     """
 
     elements: Tensor
     moves: Tensor
+    alike: tuple[Alike, ...]
+
+    def taken(self) -> Tensor:
+        """The elements, of which it keeps nothing."""
+        elements, self.elements = self.elements, self.elements.new_empty(0)
+        return elements
+
+
+@dataclass(slots=True)
+class Scattering:
+    """A round whose directions are on their way; once it is finished it keeps nothing."""
+
+    kept: list[Tensor]
+    pending: Pending | None
 
 
 class Exchange:
@@ -118,176 +127,141 @@ class Exchange:
         device: torch.device,
         meter: Meter,
     ) -> None:
-        self._plan = plan
-        self._group = group
+        self.tables = round_tables(plan, rank)
         self._dtype = dtype
         self._device = device
         self._meter = meter
-        self._routes = plan.routes(rank)
-        self._homes = plan.homes_by_round(rank)
-        # The same on every rank of the stage: either all of them communicate in a round or none.
-        self._silent = plan.silent_rounds()
-        self._pieces = plan.pieces(rank)
-        self._places = [self._homes_of_segments(round) for round in range(len(plan.rounds))]
+        world = collectives.world_ranks(group)
+        self._rounds = [_Round(table, world, rank, group, device) for table in self.tables]
 
-    def start_gather(
-        self, round: int, pieces: Mapping[int, Tensor], grads: Mapping[int, Tensor]
-    ) -> Gathering:
+    def leaving(self, round: int) -> Leaving:
+        """Where the round's runs are to be written, before ``start_gather``."""
+        table = self.tables[round]
+        kept, sent = self._empty(sum(table.kept_sizes)), self._empty(sum(table.sent_sizes))
+        sent_parts = split_with_sizes(sent, table.sent_sizes)
+        parts = [
+            *split_with_sizes(kept, table.kept_sizes),
+            *(sent_parts[i] for i in table.sent_parts),
+        ]
+        runs: list[Tensor | None] = [None] * len(table.matrices)
+        for run, part in zip(table.moving, parts, strict=True):
+            runs[run] = part
+        return Leaving(runs, kept, sent)
+
+    def start_gather(self, round: int, leaving: Leaving, grads: Sequence[Tensor]) -> Gathering:
         """Start to bring every matrix of a round to its home.
 
-        A message has, after the elements, a 1 or a 0 for each of its segments: whether there is a
+        A message has, after the elements, a 1 or a 0 for each of its runs: whether there is a
         gradient that is not zero.
 
         Args:
             round: its number.
-            pieces: for each of its parameters with a piece here, the local elements, ``(n,)``.
-            grads: likewise, the gradients of this step.
+            leaving: its runs, written.
+            grads: of each run that is held here, the gradient of this step.
         """
-        matrices, routes = self._plan.matrices, self._routes[round]
-        staged = {index: self._empty(matrices[index].numel) for index in self._homes[round]}
-        for segment in routes.kept:
-            _staged(staged, segment).copy_(self._local(pieces, segment))
-        outgoing = self._by_rank(routes.gather_to, lambda s: self._local(pieces, s))
-        incoming = self._by_rank(routes.gather_from, lambda s: _staged(staged, s))
-        to_homes = [s for rank in sorted(routes.gather_to) for s in routes.gather_to[rank]]
-        here = self._moves(grads, [*routes.kept, *to_homes])
-        moves = self._empty(self._places[round].numel())
-        kept = len(routes.kept)
-        moves[:kept].copy_(here[:kept])
-        _append_runs(outgoing, here[kept:])
-        _append_runs(incoming, moves[kept:])
-        moving = self._start("muon/gather", round, staged, outgoing=outgoing, incoming=incoming)
-        self._meter.gather_bytes += moving.sent_bytes
-        return Gathering(moving, moves)
+        table, made = self.tables[round], self._rounds[round]
+        moves = self._moves([grads[run] for run in table.moving])
+        if table.sent_flags:
+            leaving.sent.index_copy_(0, made.sent_flags, moves[len(table.kept_sizes) :])
+        pending = collectives.start_messages("muon/gather", leaving.sent, made.gather)
+        self._meter.gather_bytes += leaving.sent.nbytes
+        return Gathering(leaving.kept, moves[: len(table.kept_sizes)], pending)
 
-    def finish_gather(self, round: int, gathering: Gathering) -> dict[int, Gathered]:
-        """Each matrix of the round whose home this rank is."""
-        staged, homes = gathering.moving.finish(), self._homes[round]
-        counts = gathering.moves.new_zeros(len(homes))
-        counts.index_add_(0, self._places[round], gathering.moves)
-        moves = dict(zip(homes, (counts > 0).unbind(), strict=True))
-        return {
-            index: Gathered(assemble(staged.pop(index), self._plan.matrices[index]), moves[index])
-            for index in list(staged)
-        }
+    def finish_gather(self, round: int, gathering: Gathering) -> Staged:
+        """The matrices of the round whose home this rank is."""
+        table, made = self.tables[round], self._rounds[round]
+        received = _received(gathering)  # what was sent is gone by now
+        elements, moves = gathering.kept, gathering.moves
+        if received is not None and table.received_flags:
+            moves = torch.cat([moves, received.index_select(0, made.received_flags)])
+            elements = self._assembled(table, elements, received)
+        counts = moves.new_zeros(len(table.homes))
+        if table.homes:
+            counts.index_add_(0, made.places, moves)
+        return Staged(elements, counts > 0, table.alike)
 
-    def _moves(self, grads: Mapping[int, Tensor], segments: Sequence[Segment]) -> Tensor:
-        """1 for each segment whose gradient is not all zero, ``(len(segments),)``."""
-        if not segments:
-            return self._empty(0)
-        parts = [self._local(grads, segment) for segment in segments]
-        norms = torch.stack(torch._foreach_norm(parts, float("inf")))
-        return (norms != 0).to(self._dtype)
+    def _assembled(self, table: RoundTable, kept: Tensor, received: Tensor) -> Tensor:
+        parts = [
+            *split_with_sizes(kept, table.kept_sizes),
+            *split_with_sizes(received, table.received_sizes),
+        ]
+        staged = self._empty(sum(table.staged_sizes))
+        places = split_with_sizes(staged, table.staged_sizes)
+        _copy(places, [parts[part] for part in table.staged_from])
+        return staged
 
-    def _homes_of_segments(self, round: int) -> Tensor:
-        """For each segment that is kept or arrives, the place of its matrix among the homes."""
-        routes, homes = self._routes[round], self._homes[round]
-        place = {index: at for at, index in enumerate(homes)}
-        arriving = [s for rank in sorted(routes.gather_from) for s in routes.gather_from[rank]]
-        places = [place[segment.matrix] for segment in (*routes.kept, *arriving)]
-        return torch.tensor(places, dtype=torch.int64, device=self._device)
-
-    def start_scatter(self, round: int, directions: dict[int, Tensor]) -> Moving:
+    def start_scatter(self, round: int, staged: Staged) -> Scattering:
         """Start to send the directions of a round to the ranks that hold pieces of its matrices.
 
         Args:
             round: its number.
-            directions: ``(rows, cols)`` for each matrix that ``finish_gather`` returned; emptied,
-                so that all of them are never there twice.
+            staged: what ``finish_gather`` returned, whose elements now are directions; emptied.
         """
-        routes = self._routes[round]
-        matrices = self._plan.matrices
-        staged = {i: stage(directions.pop(i), matrices[i]) for i in list(directions)}
-        held = (i for i in self._plan.rounds[round] if i in self._pieces)
-        pieces = {index: self._empty(self._pieces[index].size) for index in held}
-        for segment in routes.kept:
-            self._local(pieces, segment).copy_(_staged(staged, segment))
-        moving = self._start(
-            "muon/scatter",
-            round,
-            pieces,
-            outgoing=self._by_rank(routes.scatter_to, lambda s: _staged(staged, s)),
-            incoming=self._by_rank(routes.scatter_from, lambda s: self._local(pieces, s)),
-        )
-        self._meter.scatter_bytes += moving.sent_bytes
-        return moving
+        table, made = self.tables[round], self._rounds[round]
+        kept, sent = self._leaving(table, staged.taken())
+        pending = collectives.start_messages("muon/scatter", sent, made.scatter)
+        self._meter.scatter_bytes += sent.nbytes
+        return Scattering(kept, pending)
 
-    def finish_scatter(self, moving: Moving) -> dict[int, Tensor]:
-        """For each parameter of the round with a piece here, its elements' directions, ``(n,)``."""
-        return moving.finish()
+    def _leaving(self, table: RoundTable, staged: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Directions of runs that are held here, and the message with the others."""
+        parts = split_with_sizes(staged, table.staged_sizes)
+        if not table.directions_to:  # all are held here
+            return list(parts), self._empty(0)
+        kept = list(split_with_sizes(self._empty(sum(table.kept_sizes)), table.kept_sizes))
+        sizes = [table.staged_sizes[part] for part in table.direction_parts]
+        sent = self._empty(sum(sizes))
+        leaving = [parts[part] for part in (*table.kept_parts, *table.direction_parts)]
+        _copy([*kept, *split_with_sizes(sent, sizes)], leaving)
+        return kept, sent
 
-    def _start(
-        self,
-        name: str,
-        round: int,
-        target: dict[int, Tensor],
-        *,
-        outgoing: list[list[Tensor]],
-        incoming: list[list[Tensor]],
-    ) -> Moving:
-        """Start to fill ``incoming[r]``, which lies in ``target``, with what rank r sends."""
-        if self._silent[round]:
-            return Moving(target, [], None)
-        sent = _concatenate(outgoing, self._dtype, self._device)
-        pending = collectives.start_all_to_all(
-            name, sent, _sizes(outgoing), _sizes(incoming), self._group
-        )
-        return Moving(target, incoming, pending)
+    def finish_scatter(self, round: int, scattering: Scattering) -> list[Tensor]:
+        """For each run that is held here, its directions, ``(n,)``."""
+        table = self.tables[round]
+        parts, scattering.kept = scattering.kept, []
+        received = _received(scattering)
+        if received is not None:
+            parts = [*parts, *split_with_sizes(received, table.direction_sizes)]
+        return [parts[part] for part in table.direction_of]
+
+    def _moves(self, grads: Sequence[Tensor]) -> Tensor:
+        """1 for each gradient that is not all zero, ``(len(grads),)``."""
+        if not grads:
+            return self._empty(0)
+        norms = torch.stack(torch._foreach_norm(list(grads), math.inf))
+        return (norms != 0).to(self._dtype)
 
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self._dtype, device=self._device)
 
-    def _by_rank(
-        self, segments: Mapping[int, list[Segment]], tensor_of: Callable[[Segment], Tensor]
-    ) -> list[list[Tensor]]:
-        return [[tensor_of(s) for s in segments.get(r, ())] for r in range(self._plan.size)]
 
-    def _local(self, pieces: Mapping[int, Tensor], segment: Segment) -> Tensor:
-        elements = segment.elements.shift(-self._pieces[segment.parameter].start)
-        return pieces[segment.parameter][elements.start : elements.stop]
+class _Round:
+    """What is made once of a table: its messages, and places on the device."""
 
+    def __init__(
+        self,
+        table: RoundTable,
+        world: Sequence[int],
+        rank: int,
+        group: Group,
+        device: torch.device,
+    ) -> None:
+        def index(places: Sequence[int]) -> Tensor:
+            return torch.tensor(places, dtype=torch.int64, device=device)
 
-def _append_runs(tensors_by_rank: list[list[Tensor]], flags: Tensor) -> None:
-    """Give each rank's tensors the run of flags that is theirs: one for each of them."""
-    runs = torch.split(flags, [len(tensors) for tensors in tensors_by_rank])
-    for tensors, run in zip(tensors_by_rank, runs, strict=True):
-        if tensors:
-            tensors.append(run)
-
-
-def _sizes(tensors_by_rank: list[list[Tensor]]) -> list[int]:
-    return [sum(tensor.numel() for tensor in tensors) for tensors in tensors_by_rank]
-
-
-def _concatenate(
-    tensors_by_rank: list[list[Tensor]], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    tensors = [tensor for tensors in tensors_by_rank for tensor in tensors]
-    return torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype, device=device)
+        self.gather = Route.of(group, world, rank, table.sent_to, table.received_from)
+        self.scatter = Route.of(group, world, rank, table.directions_to, table.directions_from)
+        self.sent_flags = index(table.sent_flags)
+        self.received_flags = index(table.received_flags)
+        self.places = index(table.places)
 
 
-def _distribute(flat: Tensor, tensors_by_rank: list[list[Tensor]]) -> None:
-    tensors = [tensor for tensors in tensors_by_rank for tensor in tensors]
-    if tensors:
-        runs = torch.split(flat, [tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(tensors, list(runs))
+def _received(moving: Gathering | Scattering) -> Tensor | None:
+    """What has come, once it is here; what was sent is no longer kept."""
+    pending, moving.pending = moving.pending, None
+    return None if pending is None else pending.wait()
 
 
-def _staged(staged: Mapping[int, Tensor], segment: Segment) -> Tensor:
-    return staged[segment.matrix][segment.staged.start : segment.staged.stop]
-
-
-def assemble(staged: Tensor, matrix: Matrix) -> Tensor:
-    """From staging order to ``(rows, cols)``: put the column parts side by side."""
-    if matrix.column_parts == 1:
-        return staged.view(matrix.rows, matrix.cols)
-    parts, blocks = matrix.column_parts, matrix.column_blocks
-    cut = staged.view(parts, matrix.rows, blocks, matrix.cols // (parts * blocks))
-    return cut.permute(1, 2, 0, 3).reshape(matrix.rows, matrix.cols)
-
-
-def stage(direction: Tensor, matrix: Matrix) -> Tensor:
-    """From ``(rows, cols)`` to staging order, flat."""
-    parts, blocks = matrix.column_parts, matrix.column_blocks
-    cut = direction.reshape(matrix.rows, blocks, parts, matrix.cols // (parts * blocks))
-    return cut.permute(2, 0, 1, 3).reshape(-1)
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, split_with_sizes
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.exchange import Exchange, Gathered, Gathering, Meter, Moving
+from megatron_muon.exchange import Exchange, Gathering, Leaving, Meter, Scattering, Staged
 from megatron_muon.iteration import ns_flops
-from megatron_muon.layout import Span
-from megatron_muon.newton_schulz import at_once_on, orthogonalize_at_once
+from megatron_muon.newton_schulz import at_once_on, orthogonalize_staged
 from megatron_muon.phases import Phase
 from megatron_muon.plan import ExchangePlan
-from megatron_muon.products import plan_device, travel_dtype
-from megatron_muon.update import advance_momentum, apply_update, update_scale
+from megatron_muon.products import plan_device
+from megatron_muon.rounds import scratch_limit
+from megatron_muon.update import advance_momentum, apply_updates, update_scale
 
 # The momentum lives under Adam's name of a first moment, with no second one: fused Adam classes
 # refuse to save or load a state by a name that they do not know.
@@ -31,12 +31,14 @@ State = Mapping[Tensor, dict[str, Tensor]]
 class _Shard:
     """A local piece of a Muon parameter in this step, and its group's settings."""
 
-    parameter: int
     main_param: Tensor
     grad: Tensor
     momentum_buffer: Tensor
     lr: float
     weight_decay: float
+
+
+Shards = Mapping[int, _Shard]  # by the parameter's index in the plan
 
 
 class DistributedMuon:
@@ -76,7 +78,9 @@ class DistributedMuon:
         self._exchange = exchange
         self._phase = phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
-        self._scales = _scales(plan, rank, config)
+        self._tables = exchange.tables
+        self._scales = [update_scale(m.rows, m.cols, config) for m in plan.matrices]
+        self._scratch = scratch_limit(plan.matrices)
 
     def owns(self, shard: Tensor) -> bool:
         """True if Muon, not AdamW, updates this main parameter."""
@@ -87,7 +91,8 @@ class DistributedMuon:
         """Update Muon's parameters and AdamW's. Every rank of the stage calls it.
 
         Round k + 1 is gathered, and the directions of round k - 1 go back, while round k is
-        orthogonalized.
+        orthogonalized. A round that is all at home is begun and ended in its turn, since nothing
+        of it has to travel and its memory is not needed before.
 
         Args:
             groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
@@ -95,125 +100,123 @@ class DistributedMuon:
             step_adamw: updates all that Muon does not own.
         """
         self.meter.start_step()
-        rounds = self._in_rounds(self._shards(groups, state))
-        gathering = self._start_gather(rounds, 0)
+        shards = dict(self._shards(groups, state))
+        gathering = self._start_early(shards, 0)
         with self._phase("muon/adamw"):  # while the first round travels
             step_adamw()
-        scattering = None
-        for number in range(len(rounds)):
-            matrices = self._finish_gather(number, gathering)
-            gathering = self._start_gather(rounds, number + 1)
+        scattering: Scattering | None = None
+        for number in range(len(self._tables)):
+            staged = self._finish_gather(number, gathering or self._start_gather(shards, number))
+            gathering = self._start_early(shards, number + 1)
             with self._phase("muon/newton_schulz"):
-                directions = self._orthogonalize(matrices)
-            self._finish_round(rounds, number - 1, scattering)
-            with self._phase("muon/scatter"):
-                scattering = self._exchange.start_scatter(number, directions)
-        self._finish_round(rounds, len(rounds) - 1, scattering)
+                self._orthogonalize(staged)
+            self._finish_round(shards, number - 1, scattering)
+            scattering = self._start_scatter(number, staged)
+            if not self._tables[number].travels:
+                self._finish_round(shards, number, scattering)
+                scattering = None
+        self._finish_round(shards, len(self._tables) - 1, scattering)
 
-    def _start_gather(self, rounds: Sequence[Sequence[_Shard]], number: int) -> Gathering | None:
-        if number == len(rounds):
+    def _start_early(self, shards: Shards, number: int) -> Gathering | None:
+        """The gather of a round that travels, while others are at work."""
+        if number == len(self._tables) or not self._tables[number].travels:
             return None
-        with self._phase("muon/momentum"):
-            pieces = self._advance_momentum(rounds[number])
-        grads = {shard.parameter: shard.grad for shard in rounds[number]}
-        with self._phase("muon/gather"):
-            return self._exchange.start_gather(number, pieces, grads)
+        return self._start_gather(shards, number)
 
-    def _finish_gather(self, number: int, gathering: Gathering | None) -> dict[int, Gathered]:
-        assert gathering is not None
+    def _start_gather(self, shards: Shards, number: int) -> Gathering:
+        runs = self._runs(shards, number, "grad")
+        with self._phase("muon/momentum"):
+            leaving = self._exchange.leaving(number)
+            self._advance_momentum(self._runs(shards, number, "momentum_buffer"), runs, leaving)
+        with self._phase("muon/gather"):
+            return self._exchange.start_gather(number, leaving, runs)
+
+    def _finish_gather(self, number: int, gathering: Gathering) -> Staged:
         with self._phase("muon/gather"):
             return self._exchange.finish_gather(number, gathering)
 
-    def _finish_round(
-        self, rounds: Sequence[Sequence[_Shard]], number: int, scattering: Moving | None
-    ) -> None:
+    def _start_scatter(self, number: int, staged: Staged) -> Scattering:
+        with self._phase("muon/scatter"):
+            return self._exchange.start_scatter(number, staged)
+
+    def _finish_round(self, shards: Shards, number: int, scattering: Scattering | None) -> None:
         if scattering is None:
             return
         with self._phase("muon/scatter"):
-            updates = self._exchange.finish_scatter(scattering)
+            directions = self._exchange.finish_scatter(number, scattering)
         with self._phase("muon/update"):
-            self._update(rounds[number], updates)
+            self._update(shards, number, directions)
 
-    def _in_rounds(self, shards: Iterable[_Shard]) -> list[list[_Shard]]:
-        shard_of = {shard.parameter: shard for shard in shards}
-        return [[shard_of[i] for i in round if i in shard_of] for round in self.plan.rounds]
-
-    def _shards(self, groups: ParamGroups, state: State) -> Iterator[_Shard]:
+    def _shards(self, groups: ParamGroups, state: State) -> Iterator[tuple[int, _Shard]]:
         for group in groups:
             for shard in group["params"]:
                 if self.owns(shard):
-                    yield _Shard(
-                        parameter=self._parameter_of[id(shard)],
-                        main_param=shard,
-                        grad=shard.grad,
-                        momentum_buffer=state[shard][MOMENTUM_KEY],
-                        lr=group["lr"],
-                        weight_decay=group["weight_decay"],
+                    yield (
+                        self._parameter_of[id(shard)],
+                        _Shard(
+                            main_param=shard,
+                            grad=shard.grad,
+                            momentum_buffer=state[shard][MOMENTUM_KEY],
+                            lr=group["lr"],
+                            weight_decay=group["weight_decay"],
+                        ),
                     )
 
-    def _advance_momentum(self, shards: Sequence[_Shard]) -> dict[int, Tensor]:
-        config = self.config
-        pieces = {}
-        for shard in shards:
-            moved = advance_momentum(
-                shard.momentum_buffer,
-                shard.grad,
-                momentum=config.momentum,
-                nesterov=config.nesterov,
-            )
-            pieces[shard.parameter] = moved.to(travel_dtype(config))
-        return pieces
+    def _runs(self, shards: Shards, number: int, name: _Held) -> list[Tensor]:
+        """One of a shard's tensors, cut into the round's runs."""
+        runs: list[Tensor] = []
+        for index, sizes in self._tables[number].parameters:
+            whole: Tensor = getattr(shards[index], name)
+            runs += [whole] if len(sizes) == 1 else split_with_sizes(whole, sizes)
+        return runs
 
-    def _orthogonalize(self, matrices: dict[int, Gathered]) -> dict[int, Tensor]:
-        """The directions; zero where a matrix has no gradient in this step.
+    def _advance_momentum(
+        self, momentum_buffers: list[Tensor], grads: list[Tensor], leaving: Leaving
+    ) -> None:
+        advance_momentum(
+            momentum_buffers,
+            grads,
+            leaving.runs,
+            momentum=self.config.momentum,
+            nesterov=self.config.nesterov,
+        )
+
+    def _orthogonalize(self, staged: Staged) -> None:
+        """Matrices become directions; zero where a matrix has no gradient in this step.
 
         Momentum alone would move such a matrix by a whole update for ever, since Newton-Schulz
         takes its scale away: an expert without tokens, a layer that is frozen part-way.
         """
-        directions: dict[int, Tensor] = {}
-        for indices in self._batches({i: matrix.elements for i, matrix in matrices.items()}):
-            gathered = [matrices.pop(index) for index in indices]
-            batch, moves = [each.elements for each in gathered], [each.moves for each in gathered]
-            del gathered
-            made = orthogonalize_at_once(batch, self.config, moves)
-            directions.update(zip(indices, made, strict=True))
-            (rows, cols), device = batch[0].shape, plan_device(batch[0].device)
-            self.meter.matrices += len(batch)
-            self.meter.ns_flops += len(batch) * ns_flops(rows, cols, self.config, device)
-        return directions
+        device, first = staged.elements.device, 0
+        for alike in staged.alike:
+            like, count = alike.like, len(alike.matrices)
+            most = at_once_on(device, self.config, like.rows, like.cols, self._scratch)
+            for at in range(0, count, most):
+                together = min(most, count - at)
+                start = alike.start + at * like.numel
+                orthogonalize_staged(
+                    staged.elements[start : start + together * like.numel],
+                    staged.moves[first + at : first + at + together],
+                    self.config,
+                    rows=like.rows,
+                    cols=like.cols,
+                    column_parts=like.column_parts,
+                    column_blocks=like.column_blocks,
+                )
+            first += count
+            self.meter.matrices += count
+            kind = plan_device(device)
+            self.meter.ns_flops += count * ns_flops(like.rows, like.cols, self.config, kind)
 
-    def _batches(self, matrices: Mapping[int, Tensor]) -> list[list[int]]:
-        """Indices of matrices of one shape, as many together as the device takes at once."""
-        of_shape: dict[tuple[int, ...], list[int]] = {}
-        for index in sorted(matrices):
-            of_shape.setdefault(tuple(matrices[index].shape), []).append(index)
-        batches = []
-        for indices in of_shape.values():
-            most = at_once_on(matrices[indices[0]].device, self.config)
-            batches += [indices[at : at + most] for at in range(0, len(indices), most)]
-        return sorted(batches)
-
-    def _update(self, shards: Sequence[_Shard], directions: dict[int, Tensor]) -> None:
-        for shard in shards:
-            update = directions.pop(shard.parameter).float()
-            for span, scale in self._scales[shard.parameter]:
-                update[span.start : span.stop].mul_(shard.lr * scale)
-            apply_update(shard.main_param, update, lr=shard.lr, weight_decay=shard.weight_decay)
+    def _update(self, shards: Shards, number: int, directions: list[Tensor]) -> None:
+        table, factors, decays = self._tables[number], [], []
+        scales = iter([self._scales[matrix] for matrix in table.matrices])
+        for index, sizes in table.parameters:
+            shard = shards[index]
+            factors += [shard.lr * next(scales) for _ in sizes]
+            decays += [shard.lr * shard.weight_decay] * len(sizes)
+        params = self._runs(shards, number, "main_param")
+        apply_updates(params, directions, factors, decays)
 
 
-def _scales(
-    plan: ExchangePlan, rank: int, config: MuonConfig
-) -> dict[int, list[tuple[Span, float]]]:
-    """For each local piece, the spans of it that have one scale: that of their matrix."""
-    pieces = plan.pieces(rank)
-    scales: dict[int, list[tuple[Span, float]]] = {index: [] for index in pieces}
-    held = (segment for segment in plan.segments if segment.rank == rank)
-    for segment in sorted(held, key=lambda segment: segment.elements):
-        matrix = plan.matrices[segment.matrix]
-        scale = update_scale(matrix.rows, matrix.cols, config)
-        span = segment.elements.shift(-pieces[segment.parameter].start)
-        spans = scales[segment.parameter]
-        if spans and spans[-1][1] == scale:  # segments cover a piece without a gap
-            span = Span(spans.pop()[0].start, span.stop)
-        spans.append((span, scale))
-    return scales
+_Held = Literal["main_param", "grad", "momentum_buffer"]

@@ -267,17 +267,39 @@ def _rounds(
     itemsize: int,
     config: MuonConfig,
 ) -> tuple[tuple[int, ...], ...]:
-    """Of a whole matrix on its home, and of a piece on another rank, there are at most five copies
-    if every round is like it: two in the round that is gathered (it and its message), one in that
-    which is orthogonalized, two in that which is scattered. So 5/2 in each of two rounds."""
+    """Those in which something travels, then those that are all at home.
+
+    Of a matrix there are, on its home, at most three copies if every round is like it: the one
+    that is orthogonalized, the message that it comes in and the one that it goes in. Of a piece on
+    another rank there are two, so it is 3/2 and 1 in each of two rounds. Where all of a parameter
+    is at home, one round at a time has memory: 1/2.
+    """
     homed: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
     taken: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
     owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
+    travelling = {
+        index
+        for index, matrix, by_rank in zip(owner, matrices, held, strict=True)
+        if set(by_rank) != {matrix.home}
+    }
     for index, matrix, by_rank in zip(owner, matrices, held, strict=True):
         homed[index][matrix.home] += matrix.numel * itemsize
-        for rank, elements in {**by_rank, matrix.home: matrix.numel}.items():
-            taken[index][rank] += -(-5 * elements * itemsize // 2)
-    return make_rounds(homed, taken, config.round_bytes)
+        halves = 3 if index in travelling else 1
+        for rank, elements in by_rank.items():
+            if rank != matrix.home:
+                taken[index][rank] += elements * itemsize
+        taken[index][matrix.home] += -(-halves * matrix.numel * itemsize // 2)
+
+    def rounds_of(indices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        made = make_rounds(
+            [homed[index] for index in indices],
+            [taken[index] for index in indices],
+            config.round_bytes,
+        )
+        return tuple(tuple(indices[at] for at in round) for round in made)
+
+    silent = [index for index in range(len(parameters)) if index not in travelling]
+    return rounds_of(sorted(travelling)) + rounds_of(silent)
 
 
 def held_pieces(parameter: Parameter, grid: Grid) -> Iterator[tuple[int, Span]]:

@@ -84,15 +84,43 @@ class Products:
         *,
         beta: float = 1.0,
         alpha: float = 1.0,
+        out: Tensor | None = None,
     ) -> Tensor:
         """``beta·linear + alpha·left@right`` in ``held``; of matrices or of batches of them."""
         if left.dim() == 3:
             if linear is None:
-                return torch.bmm(left, right)
-            return torch.baddbmm(linear, left, right, beta=beta, alpha=alpha)
+                return torch.bmm(left, right, out=out)
+            return torch.baddbmm(linear, left, right, beta=beta, alpha=alpha, out=out)
         if linear is None:
-            return torch.mm(left, right)
-        return torch.addmm(linear, left, right, beta=beta, alpha=alpha)
+            return torch.mm(left, right, out=out)
+        return torch.addmm(linear, left, right, beta=beta, alpha=alpha, out=out)
+
+    def times(
+        self,
+        square: Tensor,
+        x: Tensor,
+        *,
+        beta: float | None = None,
+        alpha: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """``beta·X + alpha·SX``, or XS where X is tall; not rounded.
+
+        Args:
+            square: S, symmetric, of the short side of ``x``.
+            x: X.
+            beta: None: without the linear term.
+            out: is not ``x``.
+        """
+        left, right = (x, square) if x.size(-2) > x.size(-1) else (square, x)
+        if beta is None:
+            return self.product(left, right, out=out)
+        return self.product(left, right, x, beta=beta, alpha=alpha, out=out)
+
+    def short_square(self, x: Tensor, *, in_panels: bool = True) -> Tensor:
+        """XXᵀ, or XᵀX where X is tall; not rounded."""
+        left, right = (x.mT, x) if x.size(-2) > x.size(-1) else (x, x.mT)
+        return self.symmetric(left, right, in_panels=in_panels)
 
     def symmetric(
         self,

@@ -99,16 +99,20 @@ def fused_lines(names: Sequence[str]) -> list[str]:
     ]
 
 
-def newton_schulz_line(config: MuonConfig, products: str, at_once: int) -> str:
+def newton_schulz_line(config: MuonConfig, products: str, *, in_batches: bool) -> str:
     """One line about the iteration.
 
     Args:
         config: the settings.
         products: who makes the symmetric products.
-        at_once: matrices of one shape that are orthogonalized together, at most.
+        in_batches: matrices of one shape are orthogonalized together, as ``ns_batch`` says.
     """
-    batches = f"; up to {at_once} matrices of one shape at once" if at_once > 1 else ""
-    if at_once < config.ns_batch:
+    batches = ""
+    if in_batches and config.ns_batch != 1:
+        most = "as many" if config.ns_batch is None else f"up to {config.ns_batch}"
+        fit = " as fit" if config.ns_batch is None else ""
+        batches = f"; {most} matrices of one shape at once{fit}"
+    elif (config.ns_batch or 1) > 1:
         batches = (
             f"; one matrix at a time, not {config.ns_batch}: a CPU and torch's deterministic mode "
             "take no batches"

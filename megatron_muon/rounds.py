@@ -8,11 +8,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 Loads = Mapping[int, int]  # bytes by rank of the stage
 
-
 LEAST_LIMIT = 256 << 20  # bytes; smaller rounds of a GPU take longer to start than to run
+LEAST_SCRATCH = 1 << 28  # elements; smaller batches of a GPU leave most of it idle
+
+
+class Sized(Protocol):
+    """A matrix."""
+
+    @property
+    def numel(self) -> int: ...
+
+
+def scratch_limit(matrices: Sequence[Sized]) -> int:
+    """Elements of scratch memory that Newton-Schulz may take beside its matrices, on any rank.
+
+    1.5 × the largest matrix, for its next iterate and the squares of its short side, and room for
+    batches of small ones.
+    """
+    largest = max((matrix.numel for matrix in matrices), default=0)
+    return max(3 * largest // 2, LEAST_SCRATCH)
 
 
 def make_rounds(

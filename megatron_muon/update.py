@@ -1,35 +1,54 @@
-"""What happens to a local shard: momentum before the exchange, the update after it.
+"""What happens to local shards: momentum before the exchange, the update after it.
 
 Every operation here is elementwise and rounds once, so a result does not depend on where a shard
-is cut: a fused multiply-add may round differently in a kernel's vector body and in its tail.
+is cut: a fused multiply-add may round differently in a kernel's vector body and in its tail. Each
+is one call for many tensors, of at most ``AT_ONCE`` elements, for which there is scratch memory.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_muon.config import MuonConfig
 
+# 80 MiB in fp32. One launch of torch's operations on lists takes 320 blocks of 2^16 elements, so
+# more at once would be no fewer launches.
+AT_ONCE = 320 << 16
+
 
 def advance_momentum(
-    momentum_buffer: Tensor, grad: Tensor, *, momentum: float, nesterov: bool
-) -> Tensor:
-    """M ← μM + G in place; returns what is orthogonalized (arXiv 2502.16982, Algorithm 1).
+    momentum_buffers: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    into: Sequence[Tensor | None],
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """M ← μM + G in place, and what is orthogonalized of it (arXiv 2502.16982, Algorithm 1).
 
     Args:
-        momentum_buffer: ``(n,)`` fp32, updated.
-        grad: ``(n,)`` fp32, reduced and clipped.
+        momentum_buffers: each ``(n,)`` fp32, updated.
+        grads: as they, reduced and clipped.
+        into: as they, in the dtype that travels: takes G + μM, or M with ``nesterov`` off. None
+            where another rank sends it.
         momentum: μ.
-        nesterov: return G + μM rather than M.
-
-    Returns:
-        ``(n,)`` fp32; with ``nesterov`` off it is ``momentum_buffer`` itself.
+        nesterov: see ``into``.
     """
-    momentum_buffer.mul_(momentum).add_(grad)
-    return torch.mul(momentum_buffer, momentum).add_(grad) if nesterov else momentum_buffer
+    leaves = [momentum_buffers[i] for i, target in enumerate(into) if target is not None]
+    leaving_grads = [grads[i] for i, target in enumerate(into) if target is not None]
+    targets = [target for target in into if target is not None]
+    for _, (buffers, added) in _at_once(momentum_buffers, grads):
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, added)
+    for _, (buffers, added, taken) in _at_once(leaves, leaving_grads, targets):
+        if nesterov:
+            buffers = list(torch._foreach_mul(buffers, momentum))
+            torch._foreach_add_(buffers, added)
+        torch._foreach_copy_(taken, buffers)
 
 
 def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
@@ -51,13 +70,59 @@ def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
     return config.matched_adamw_rms * math.sqrt(squares[config.scale_mode])
 
 
-def apply_update(param: Tensor, update: Tensor, *, lr: float, weight_decay: float) -> None:
+def apply_updates(
+    params: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    factors: Sequence[float],
+    decays: Sequence[float],
+) -> None:
     """W ← (1 - lr·λ)W - update, in place (eq. 4; the decay is decoupled and unscaled).
 
     Args:
-        param: ``(n,)`` fp32 main parameter.
-        update: ``(n,)`` fp32, lr and scale already in it.
+        params: each ``(n,)`` fp32, of main parameters.
+        directions: as they, in the dtype that travels; in fp32 they are overwritten.
+        factors: what each direction is multiplied by: lr times its matrix's scale.
+        decays: lr·λ of each.
     """
-    if weight_decay != 0.0:
-        param.mul_(1.0 - lr * weight_decay)
-    param.sub_(update)
+    for numbers, (weights, moved) in _at_once(params, directions):
+        updates = _in_fp32(moved)
+        torch._foreach_mul_(updates, [factors[number] for number in numbers])
+        if any(decays[number] != 0.0 for number in numbers):
+            torch._foreach_mul_(weights, [1.0 - decays[number] for number in numbers])
+        torch._foreach_sub_(weights, updates)
+
+
+def _in_fp32(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies in fp32; the tensors themselves where they are that already."""
+    if tensors[0].dtype == torch.float32:
+        return tensors
+    sizes = [tensor.numel() for tensor in tensors]
+    scratch = tensors[0].new_empty(sum(sizes), dtype=torch.float32)
+    copies = list(torch.split(scratch, sizes))
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def _at_once(*lists: Sequence[Tensor]) -> Iterator[tuple[list[int], tuple[list[Tensor], ...]]]:
+    """Parallel lists in parts of at most ``AT_ONCE`` elements, with the number of each tensor.
+
+    A tensor that has more is cut.
+    """
+    numbers: list[int] = []
+    some: tuple[list[Tensor], ...] = tuple([] for _ in lists)
+    room = AT_ONCE
+    for number, tensors in enumerate(zip(*lists, strict=True)):
+        size, start = tensors[0].numel(), 0
+        while start < size:
+            if room == 0 or (size - start > room and size <= AT_ONCE):
+                yield numbers, some
+                numbers, some, room = [], tuple([] for _ in lists), AT_ONCE
+            stop = min(size, start + room)
+            whole = stop - start == size
+            for part, tensor in zip(some, tensors, strict=True):
+                part.append(tensor if whole else tensor[start:stop])
+            numbers.append(number)
+            room -= stop - start
+            start = stop
+    if numbers:
+        yield numbers, some

@@ -12,7 +12,12 @@ from ranks import run
 
 from megatron_muon import optimizer
 from megatron_muon.config import MuonConfig, NsIteration
-from megatron_muon.newton_schulz import at_once_on, orthogonalize, orthogonalize_at_once
+from megatron_muon.newton_schulz import (
+    at_once_on,
+    orthogonalize,
+    orthogonalize_at_once,
+    orthogonalize_staged,
+)
 from megatron_muon.report import newton_schulz_line
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -54,30 +59,43 @@ def test_a_batch_is_of_one_shape() -> None:
 
 
 def test_a_cpu_and_deterministic_mode_take_one_at_a_time() -> None:
-    assert at_once_on(CUDA, FOUR) == 4 and at_once_on(CPU, FOUR) == 1
+    assert at_once_on(CUDA, FOUR, 8, 8, 0) == 4 and at_once_on(CPU, FOUR, 8, 8, 0) == 1
     torch.use_deterministic_algorithms(True)
     try:
-        assert at_once_on(CUDA, FOUR) == 1
+        assert at_once_on(CUDA, FOUR, 8, 8, 0) == at_once_on(CUDA, MuonConfig(), 8, 8, 999) == 1
     finally:
         torch.use_deterministic_algorithms(False)
 
 
+def test_by_default_as_many_as_have_scratch_memory_are_taken_at_once() -> None:
+    """Beside itself a matrix takes as much again, and two squares of its short side."""
+    of_one = 16 * 8 + 2 * 8 * 8
+    for most, count in ((3 * of_one, 3), (3 * of_one - 1, 2), (1, 1)):
+        assert at_once_on(CUDA, MuonConfig(), 16, 8, most) == count
+        assert at_once_on(CUDA, MuonConfig(), 8, 16, most) == count
+
+
 def test_the_log_says_how_many_are_taken_at_once() -> None:
-    assert "4 matrices of one shape at once" in newton_schulz_line(FOUR, "torch", 4)
-    assert "one matrix at a time, not 4: a CPU" in newton_schulz_line(FOUR, "torch", 1)
-    assert newton_schulz_line(MuonConfig(), "torch", 1).endswith("symmetric products: torch")
+    def line(config: MuonConfig, in_batches: bool) -> str:
+        return newton_schulz_line(config, "torch", in_batches=in_batches)
+
+    assert line(FOUR, True).endswith("; up to 4 matrices of one shape at once")
+    assert line(MuonConfig(), True).endswith("; as many matrices of one shape at once as fit")
+    assert "one matrix at a time, not 4: a CPU" in line(FOUR, False)
+    for alone in (line(MuonConfig(), False), line(MuonConfig(ns_batch=1), True)):
+        assert alone.endswith("symmetric products: torch")
 
 
 def _stepped(case: Case, at_once: int) -> dict[str, Any]:
     sizes: list[int] = []
 
-    def counted(matrices: list[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
-        sizes.append(len(matrices))
-        return orthogonalize_at_once(matrices, *rest)
+    def counted(staged: torch.Tensor, moves: torch.Tensor, *rest: Any, **shape: int) -> None:
+        sizes.append(len(moves))
+        orthogonalize_staged(staged, moves, *rest, **shape)
 
     with (
-        mock.patch.object(optimizer, "at_once_on", lambda device, config: at_once),
-        mock.patch.object(optimizer, "orthogonalize_at_once", counted),
+        mock.patch.object(optimizer, "at_once_on", lambda *shape: at_once),
+        mock.patch.object(optimizer, "orthogonalize_staged", counted),
     ):
         built = start(case, Topology())
         take_step(built, 0)

@@ -17,6 +17,7 @@ from virtual_gpu.races import MEMORY, Memory, races
 import megatron_muon.optimizer
 from megatron_muon import MuonConfig
 from megatron_muon.plan import ExchangePlan
+from megatron_muon.round_table import round_tables
 
 SIZES = {"one round": 1 << 30, "some": 60_000, "a round each": 1}  # a fc1 has 160 kB
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -139,13 +140,13 @@ def launched_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def newton_schulz_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
-    original = megatron_muon.optimizer.orthogonalize_at_once
+    original = megatron_muon.optimizer.orthogonalize_staged
 
-    def on_another(*args: Any) -> Any:
+    def on_another(*args: Any, **shape: int) -> None:
         with torch.cuda.Stream():
-            return original(*args)
+            original(*args, **shape)
 
-    patch.setattr(megatron_muon.optimizer, "orthogonalize_at_once", on_another)
+    patch.setattr(megatron_muon.optimizer, "orthogonalize_staged", on_another)
 
 
 @pytest.mark.parametrize(
@@ -174,14 +175,14 @@ def test_a_mutant_races(
 
 
 def test_a_host_synchronisation_in_the_middle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = megatron_muon.optimizer.orthogonalize_at_once
+    original = megatron_muon.optimizer.orthogonalize_staged
 
-    def reading(matrices: Any, *rest: Any) -> Any:
-        assert not bool(matrices[0].sum() > 0)
-        return original(matrices, *rest)
+    def reading(staged: torch.Tensor, *rest: Any, **shape: int) -> None:
+        assert not bool(staged.sum() > 0)
+        original(staged, *rest, **shape)
 
-    monkeypatch.setattr(megatron_muon.optimizer, "orthogonalize_at_once", reading)
-    config = MuonConfig()
+    monkeypatch.setattr(megatron_muon.optimizer, "orthogonalize_staged", reading)
+    config = MuonConfig(ns_batch=1)
     plan = small_plan(config)
     recording = record_step(plan, 0, config)
     assert len(recording.host_syncs) == len(plan.homes(0)) > 0
@@ -196,13 +197,25 @@ def _with_one_other(plan: ExchangePlan, config: MuonConfig, rank: int = 1) -> di
     return dict(recorded("some", "default")) | {rank: record_step(plan, rank, config, steps=2)}
 
 
-def test_a_dropped_segment_is_found() -> None:
+def test_a_dropped_segment_is_an_error_on_its_rank() -> None:
     config = MuonConfig(round_bytes=SIZES["some"])
     plan = small_plan(config)
     moved = [s for s in plan.segments if s.rank == 1 and plan.matrices[s.matrix].home != 1]
     segments = tuple(s for s in plan.segments if s is not moved[0])
-    faults = check_stage(_with_one_other(dataclasses.replace(plan, segments=segments), config))
-    home = plan.matrices[moved[0].matrix].home
+    with pytest.raises(RuntimeError, match="split_sizes to sum exactly"):
+        record_step(dataclasses.replace(plan, segments=segments), 1, config)
+
+
+def test_another_home_is_found() -> None:
+    config = MuonConfig(round_bytes=SIZES["some"])
+    plan = small_plan(config)
+    moved = [s for s in plan.segments if s.rank == 1 and plan.matrices[s.matrix].home != 1]
+    matrices = list(plan.matrices)
+    home = matrices[moved[0].matrix].home
+    matrices[moved[0].matrix] = dataclasses.replace(matrices[moved[0].matrix], home=1)
+    faults = check_stage(
+        _with_one_other(dataclasses.replace(plan, matrices=tuple(matrices)), config)
+    )
     assert any(f"1 sends {home} " in fault for fault in faults)
 
 
@@ -256,5 +269,7 @@ def test_state_is_main_parameter_gradient_and_momentum() -> None:
     config = MuonConfig(round_bytes=SIZES["some"])
     plan = small_plan(config)
     rounded = sum(-(-piece.size * 4 // 512) * 512 for piece in plan.pieces(0).values())
-    places = 512 * sum(1 for homes in plan.homes_by_round(0) if homes)  # of segments, by round
-    assert recorded("some", "default")[0].peak.state == 3 * rounded + places
+    tables = round_tables(plan, 0)
+    places = [places for t in tables for places in (t.places, t.sent_flags, t.received_flags)]
+    held = 512 * sum(map(bool, places))  # of runs and their flags, by round
+    assert recorded("some", "default")[0].peak.state == 3 * rounded + held

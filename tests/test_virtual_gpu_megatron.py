@@ -66,4 +66,6 @@ def test_all_optimizers_are_stepped() -> None:
     dense = recorded(RUNS["dense, overlap"])[0]
     assert recording.launches_by_phase["muon/newton_schulz"] > 0
     assert {c.group.ranks for c in dense.collectives} == {(0, 1, 2, 3)}
-    assert {c.name for c in dense.collectives} == {"send", "recv", "send+recv", "all_reduce"}
+    assert {c.name for c in dense.collectives} <= {
+        *("send", "recv", "send+recv", "recv+send", "all_reduce")
+    }

@@ -30,11 +30,13 @@ from torch import Tensor
 
 from megatron_muon import collectives
 from megatron_muon.collectives import Group
-from megatron_muon.exchange import Gathered, assemble, stage
+from megatron_muon.iteration import ns_flops
 from megatron_muon.mcore.shards import device_of
-from megatron_muon.optimizer import DistributedMuon, ParamGroups, State
+from megatron_muon.newton_schulz import orthogonalize_staged
+from megatron_muon.optimizer import DistributedMuon, ParamGroups, Shards, State
 from megatron_muon.plan import ExchangePlan, Segment
-from megatron_muon.products import travel_dtype
+from megatron_muon.products import plan_device, travel_dtype
+from megatron_muon.update import advance_momentum, apply_updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +164,59 @@ class PaperMuon(DistributedMuon):
         self.meter.start_step()
         with self._phase("muon/adamw"):
             step_adamw()
-        shards = {shard.parameter: shard for shard in self._shards(groups, state)}
+        shards = dict(self._shards(groups, state))
         for bucket in self.buckets:
-            held = [shards[index] for index in bucket.parameters]
+            runs = sorted(bucket.kept, key=_in_order)
             with self._phase("muon/momentum"):
-                pieces = self._advance_momentum(held)
+                pieces = self._moved(shards, runs)
             staged = self._gather(bucket, pieces)
             with self._phase("muon/newton_schulz"):
-                moves = torch.ones((), dtype=torch.bool, device=self.device)
-                whole = {i: assemble(flat, self.plan.matrices[i]) for i, flat in staged.items()}
-                matrices = {i: Gathered(whole.pop(i), moves) for i in list(whole)}
-                del staged
-                directions = self._orthogonalize(matrices)
+                for index, elements in staged.items():
+                    self._direct(index, elements)
             with self._phase("muon/update"):
-                self._update(held, self._own_pieces(bucket, directions))
+                self._update_runs(shards, runs, [_part(staged, segment) for segment in runs])
+
+    def _moved(self, shards: Shards, runs: Sequence[Segment]) -> dict[int, Tensor]:
+        """What is orthogonalized of each parameter's piece, by parameter."""
+        held = list(dict.fromkeys(segment.parameter for segment in runs))
+        dtype = travel_dtype(self.config)
+        pieces = {index: torch.empty_like(shards[index].grad, dtype=dtype) for index in held}
+        advance_momentum(
+            [shards[index].momentum_buffer for index in held],
+            [shards[index].grad for index in held],
+            list(pieces.values()),
+            momentum=self.config.momentum,
+            nesterov=self.config.nesterov,
+        )
+        return pieces
+
+    def _direct(self, index: int, elements: Tensor) -> None:
+        matrix, one = self.plan.matrices[index], torch.ones(1, dtype=torch.bool, device=self.device)
+        orthogonalize_staged(
+            elements,
+            one,
+            self.config,
+            rows=matrix.rows,
+            cols=matrix.cols,
+            column_parts=matrix.column_parts,
+            column_blocks=matrix.column_blocks,
+        )
+        self.meter.matrices += 1
+        kind = plan_device(self.device)
+        self.meter.ns_flops += ns_flops(matrix.rows, matrix.cols, self.config, kind)
+
+    def _update_runs(
+        self, shards: Shards, runs: Sequence[Segment], directions: Sequence[Tensor]
+    ) -> None:
+        local = self.plan.pieces(self.rank)
+        params, factors, decays = [], [], []
+        for segment in runs:
+            shard = shards[segment.parameter]
+            span = segment.elements.shift(-local[segment.parameter].start)
+            params.append(shard.main_param[span.start : span.stop])
+            factors.append(shard.lr * self._scales[segment.matrix])
+            decays.append(shard.lr * shard.weight_decay)
+        apply_updates(params, directions, factors, decays)
 
     def _gather(self, bucket: BucketRoutes, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """The whole matrices of a bucket that this rank has a piece of, in staging order."""
@@ -214,16 +255,6 @@ class PaperMuon(DistributedMuon):
                     if tp_rank != self.tp_group.rank():
                         _distribute(elements, staged, bucket.slices[tp_rank])
         return staged
-
-    def _own_pieces(
-        self, bucket: BucketRoutes, directions: Mapping[int, Tensor]
-    ) -> dict[int, Tensor]:
-        """Of each parameter with a piece here, that piece of its directions; the rest is lost."""
-        staged = {i: stage(d, self.plan.matrices[i]) for i, d in directions.items()}
-        parts: dict[int, list[Tensor]] = defaultdict(list)
-        for segment in sorted(bucket.kept, key=_in_order):
-            parts[segment.parameter].append(_part(staged, segment))
-        return {index: torch.cat(tensors) for index, tensors in parts.items()}
 
 
 def _part(staged: Mapping[int, Tensor], segment: Segment) -> Tensor:

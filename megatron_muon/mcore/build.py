@@ -36,7 +36,7 @@ from megatron_muon.mcore.ordered import require_ordered
 from megatron_muon.mcore.routing import Found, local_experts, muon_parameters, on_every_ep_rank
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.mcore.survey import survey
-from megatron_muon.newton_schulz import at_once_on
+from megatron_muon.newton_schulz import takes_batches
 from megatron_muon.optimizer import DistributedMuon
 from megatron_muon.phases import phases
 from megatron_muon.products import plan_device, said_of_products, travel_dtype, try_products
@@ -114,10 +114,10 @@ def _completed(
 ) -> list[str]:
     """Put Muon inside; returns lines for this rank to print. No communication."""
     lines = []
-    plain = config.ns_iteration == "standard" and config.ns_batch == 1
+    plain = config.ns_iteration == "standard" and (config.ns_batch or 1) == 1
     if stage.speaks and not (plain and stage.device.type == "cpu"):
         products = said_of_products(stage.device, config.ns_dtype, config.ns_iteration)
-        lines.append(newton_schulz_line(config, products, at_once_on(stage.device, config)))
+        lines.append(newton_schulz_line(config, products, in_batches=takes_batches(stage.device)))
     share_loss_scale(parts)
     for part, muon in muons:
         _put_inside(part, muon)

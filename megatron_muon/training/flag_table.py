@@ -33,6 +33,11 @@ def _flag(option: str, help: str, **keywords: Any) -> Flag:
     return Flag(option, help, keywords)
 
 
+def auto_or_number(text: str) -> int:
+    """A whole number, or ``auto``, which is 0."""
+    return 0 if text == "auto" else int(text)
+
+
 _MOONLIGHT = MuonConfig()
 _ON = {"action": "store_true"}
 FLAGS = (
@@ -211,11 +216,13 @@ FLAGS = (
     ),
     _flag(
         "--muon-ns-batch",
-        "most matrices of one shape that a GPU orthogonalizes at once, a number; more than 1 takes "
-        "as many workspaces and makes results depend on the layout; no effect on a CPU or with "
-        "--deterministic-mode; megatron-muon bench newton-schulz --batch measures it; "
-        f"megatron_muon's; default {_MOONLIGHT.ns_batch}",
-        type=int,
+        "most matrices of one shape that a GPU orthogonalizes at once, a number; or auto: as many "
+        "as 1.5 times the largest matrix's memory holds, or 512 MiB if that is more; but for 1, "
+        "results depend on the layout; no effect on a CPU or with --deterministic-mode; "
+        "megatron-muon bench newton-schulz --batch measures it; megatron_muon's; default auto, as "
+        "a number 0",
+        type=auto_or_number,
+        metavar="NUMBER|auto",
     ),
     _flag(
         "--muon-from-adamw",

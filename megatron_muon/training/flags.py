@@ -141,7 +141,7 @@ def muon_config(args: Namespace) -> MuonConfig:
         ns_coefficients=_ns_coefficients(args),
         ns_iteration=value_given(args, "muon_ns_iteration") or _MOONLIGHT.ns_iteration,
         ns_dtype=_ns_dtype(args),
-        ns_batch=int(_number(args, "ns_batch")),
+        ns_batch=_ns_batch(args),
         weight_decay_all_params=bool(value_given(args, "weight_decay_all_params")),
         split_qkv=value_chosen(args, "muon_split_qkv", _MOONLIGHT.split_qkv),
         muon_include=tuple(value_given(args, "muon_include") or ()),
@@ -157,6 +157,13 @@ def muon_config(args: Namespace) -> MuonConfig:
 def _number(args: Namespace, name: str) -> float:
     given = value_given(args, f"muon_{name}")
     return float(getattr(_MOONLIGHT, name) if given is None else given)
+
+
+def _ns_batch(args: Namespace) -> int | None:
+    count = value_given(args, "muon_ns_batch")
+    if count is not None and count < 0:
+        raise ValueError(f"--muon-ns-batch must be auto or a number from 1, got {count}")
+    return count or None
 
 
 def _round_bytes(args: Namespace) -> int | None:
