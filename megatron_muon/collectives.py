@@ -1,19 +1,20 @@
 """Every collective that the package calls, and nothing else.
 
-In a step: ``any_rank`` once over all stages, then ``start_messages`` twice a round over the stage
-for each of Megatron's DistributedOptimizers (one, and one for experts). While they are built, votes
-and numbers go over the world, numbers over the stage, which also creates its communicator, and
-``split_world`` once where there are several optimizer instances and once where on some ranks
-nothing trains. Saving and loading vote; ``all_gather_texts`` words an error, compares names where
-patterns decide, and puts a checkpoint's digest together. ``all_gather_flat`` is of what
-``megatron-muon bench step`` compares with, ``start_broadcasts`` too and of Megatron on a CPU;
-``start_all_to_all`` is of the paper's row there, and ``megatron-muon bench speeds`` times it.
+In a step: ``start_messages`` twice a round over the stage for each of Megatron's
+DistributedOptimizers (one, and one for experts); ``any_rank`` over all stages where Megatron's norm
+of the gradients is not finite. While they are built, votes and numbers go over the world, numbers
+over the stage, which also creates its communicator, and ``split_world`` once where there are
+several optimizer instances and once where on some ranks nothing trains. Saving and loading vote;
+``all_gather_texts`` words an error, compares names where patterns decide, and puts a checkpoint's
+digest together. ``all_gather_flat`` is of what ``megatron-muon bench step`` compares with,
+``start_broadcasts`` too and of Megatron on a CPU; ``start_all_to_all`` is of the paper's row there,
+and ``megatron-muon bench speeds`` times it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -292,6 +293,16 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
         mine = group if key == tuple(color) else mine
     assert mine is not None
     return mine
+
+
+def in_megatrons(name: str, group: Group | None) -> AbstractContextManager[None]:
+    """Within it a collective of Megatron's own is marked and its failure named, as ours are.
+
+    Args:
+        name: of what Megatron does.
+        group: over which.
+    """
+    return _named(name, group)
 
 
 @contextmanager

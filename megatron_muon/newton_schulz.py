@@ -10,7 +10,7 @@ definition, since bf16 shows every other order; what a product rounds to is in `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -169,7 +169,8 @@ def _orthogonalize_into(
     starts_in_memory = is_direct and iterates % 2 == 0  # so that it ends there
     if starts_in_memory and second is not None:
         first, second = second, first
-    _enter(first, like_source, source, moves, products)
+    into = source if starts_in_memory and second is not None else like_source(first)
+    _enter(first, into, source, moves, products)
     x = _iterated(first, second, config)
     if starts_in_memory or (second is not None and iterates % 2 == 1):
         if is_direct:
@@ -193,18 +194,24 @@ def _iterated(x: Tensor, spare: Tensor | None, config: MuonConfig) -> Tensor:
 
 def _enter(
     x: Tensor,
-    like_source: Callable[[Tensor], Tensor],
+    into: Tensor,
     source: Tensor,
     moves: Tensor | None,
     products: Products,
 ) -> None:
-    """Fill ``x``, ``(k, m, n)``, with the matrices of ``source``, each divided by its norm.
+    """Fill ``x`` with the matrices of ``source``, each divided by its norm.
 
     Where ``moves`` is False one is zero, by a division that is made in any case.
+
+    Args:
+        x: ``(k, m, n)`` in ``products.held``.
+        into: ``x`` in the shape of ``source``; ``source`` itself, where they are one memory.
+        source, moves: see ``_orthogonalize_into``.
+        products: of the device.
     """
     if _is_cpu(source.device):
-        whole = torch.empty(x.shape, dtype=torch.float32)
-        like_source(whole).copy_(source)
+        whole = torch.empty_like(x, dtype=torch.float32)
+        torch.as_strided(whole, into.shape, into.stride()).copy_(source)
         for number, matrix in enumerate(whole):
             normalize_(matrix, None if moves is None else moves[number])
         x.copy_(products.enter(whole))
@@ -220,7 +227,7 @@ def _enter(
     moving = norm > 0
     if moves is not None:
         moving &= moves.view(norm.shape)
-    torch.div(source, torch.where(moving, norm, math.inf), out=like_source(x))
+    torch.div(source, torch.where(moving, norm, math.inf), out=into)
     products.rounded(x)
 
 

@@ -124,12 +124,12 @@ def _error_on_every_stage(topology: Topology) -> str:
     return "no error"
 
 
-def test_other_stages_end_in_the_vote_of_their_next_step() -> None:
+def test_other_stages_end_in_the_norm_of_their_next_step() -> None:
     """In a run they may wait for Megatron's next batch before that, and end there."""
     first, _, *others = run(_error_on_every_stage, 4, Topology(tp=2, pp=2))
     assert first.startswith("step 1: PhaseError: muon/scatter: rank 0"), first
     for text in others:
-        assert text.startswith("step 2: PhaseError: muon/vote: rank "), text
+        assert text.startswith("step 2: PhaseError: grads/norm: rank "), text
 
 
 def _step_that_raises(topology: Topology) -> None:

@@ -99,7 +99,7 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
             megatron.optimizer.step()
     meter = megatron_muon.meter(built.optimizer)
     plans = [megatron.muon.plan for megatron in megatrons]
-    rank = dist.get_rank(megatrons[0].muon._exchange._group)
+    rank = dist.get_rank(megatrons[0].stage_group)
     states = [_state_bytes(megatron) for megatron in megatrons]
     return {
         "steps": meter.steps,

@@ -13,7 +13,7 @@ CASE = Case(layers=2, steps=1)
 PHASES = ["momentum", "gather", "adamw", "newton_schulz", "scatter", "update"]
 # What communicates is started in a phase and waited for in another of its name.
 STEP = [
-    *("muon/vote/collective", "muon/momentum"),
+    *("grads/norm/collective", "muon/momentum"),
     *("muon/gather", "muon/gather/collective", "muon/adamw", "muon/gather", "muon/gather/wait"),
     *("muon/newton_schulz", "muon/scatter", "muon/scatter/collective"),
     *("muon/scatter", "muon/scatter/wait", "muon/update"),
@@ -51,7 +51,7 @@ def _traced() -> list[str]:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         take_step(built, 0)
     events: list[Any] = sorted(trace.events(), key=lambda event: event.time_range.start)
-    return [event.name for event in events if event.name.startswith("muon/")]
+    return [event.name for event in events if event.name.startswith(("muon/", "grads/"))]
 
 
 def test_phases_and_their_collectives_are_in_the_trace_in_order() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from megatron_muon.agreement import attempt, raise_quoting
-from megatron_muon.collectives import any_rank
+from megatron_muon.collectives import any_rank, in_megatrons
 from megatron_muon.mcore.checkpoint_chain import CheckpointChain
+from megatron_muon.mcore.late_norm import LateNorm
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.mcore.weights import expert_name, weights
 
@@ -19,28 +21,67 @@ _LARGEST = torch.finfo(torch.float32).max
 class MuonChainedOptimizer(CheckpointChain):
     """A ChainedOptimizer of MuonDistributedOptimizers."""
 
-    @torch.no_grad()
-    def prepare_grads(self) -> bool:
-        """Megatron's: copy, unscale, check for overflow; then check what it leaves unchecked.
+    _late_norm: LateNorm | None = None
 
-        No optimizer has stepped yet, so an error leaves everything as it was. With a loss scaler
-        Megatron skips the step on every rank instead.
+    @torch.no_grad()
+    def get_grad_norm(self) -> Any:
+        """Megatron's, reduced over all ranks; it says whether every gradient can be used.
+
+        It is finite only where all of them are there, finite and far below what momentum can take
+        (``norm_grads`` sees to it that all are in it), so the check costs no reduction of its own.
+        No optimizer has stepped yet, and an error leaves everything as it was. With a loss scaler
+        Megatron has skipped the step already, on every rank.
+
+        Where Megatron leaves the norm on the GPU, as it does from 0.19 on with Transformer Engine,
+        the host does not wait for it: then the next step raises, or what saves before that.
 
         Returns:
-            True where the loss scaler found an overflow.
+            A float, or a scalar on the device.
 
         Raises:
             FloatingPointError: a gradient here is missing or not finite, or so large that momentum
-                would not be.
+                would not be; or one was in the step before.
             RuntimeError: one is on another rank.
         """
-        overflow = bool(super().prepare_grads())
+        self.require_usable_step()
         first = self.chained_optimizers[0]
         group = first.get_grad_stats_parallel_group()
-        if not first.grad_scaler and any_rank("muon/vote", self._some_grad_is_unusable(), group):
+        with in_megatrons("grads/norm", group):
+            norm = super().get_grad_norm()
+        if first.grad_scaler:
+            return norm
+        if isinstance(norm, torch.Tensor):
+            self._late_norm = LateNorm(norm)
+        elif self._may_be_unusable(norm) and any_rank(
+            "muon/vote", self._some_grad_is_unusable(), group
+        ):
             error, failure = attempt(self._gradient_error)
             raise_quoting(failure or error, group)
-        return overflow
+        return norm
+
+    def require_usable_step(self) -> None:
+        """Raise where the step before had gradients that nothing can be learnt from.
+
+        Raises:
+            FloatingPointError: on every rank.
+        """
+        late, self._late_norm = self._late_norm, None
+        if late is not None:
+            late.require_finite()
+
+    def state_dict(self) -> Any:
+        """Megatron's; not after a step with unusable gradients."""
+        self.require_usable_step()
+        return super().state_dict()
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's; not after a step with unusable gradients."""
+        self.require_usable_step()
+        return super().sharded_state_dict(*args, **kwargs)
+
+    def _may_be_unusable(self, norm: float) -> bool:
+        """The same on every rank; True as well where ranks know parts of the norm only."""
+        return not (math.isfinite(norm) and self.grads_states_parallel_group_is_shared())
 
     def _some_grad_is_unusable(self) -> torch.Tensor:
         """A bool scalar; on CUDA it is still being computed when this returns."""

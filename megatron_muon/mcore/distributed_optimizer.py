@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from megatron_muon.mcore.checkpoint import MuonCheckpoint
+from megatron_muon.mcore.late_norm import norm_grads
+from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.optimizer import MOMENTUM_KEY, DistributedMuon
 
 TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # which count the steps of each parameter
@@ -22,6 +24,21 @@ TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # which count the steps of 
 
 class MuonDistributedOptimizer(MuonCheckpoint):
     """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest."""
+
+    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+        """Megatron's up to core 0.18; see ``norm_grads``."""
+        return self._with_all(super().get_main_grads_for_grad_norm())
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        """Megatron's from core 0.19 on; see ``norm_grads``."""
+        counted: list[torch.Tensor] = super().get_grads_for_grad_norm(grad_norm_group)
+        return counted if grad_norm_group is not None else self._with_all(counted)
+
+    def _with_all(self, counted: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.is_stub_optimizer or self.grad_scaler:
+            return counted
+        shards = [shard for _, shard in owned_shards(self)]
+        return norm_grads(counted, shards, device_of(self.model_chunks))
 
 
 def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:

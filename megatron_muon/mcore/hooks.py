@@ -84,10 +84,33 @@ HOOKS = (
     ),
     Hook(
         "megatron.core.optimizer",
-        "ChainedOptimizer.prepare_grads",
+        "ChainedOptimizer.get_grad_norm",
         ("self",),
-        "called on every rank once gradients are reduced, before any optimizer of the chain steps; "
-        "each of its chained_optimizers copies them to its shards and divides by the loss scale",
+        "called on every rank once gradients are reduced and copied to the shards of each of its "
+        "chained_optimizers, before one of them steps; a float or, where Megatron does not wait "
+        "for it, a tensor, the same on all ranks of the grad_stats_parallel_group",
+    ),
+    Hook(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.get_main_grads_for_grad_norm",
+        ("self",),
+        "the gradients that the norm is of, without those that other ranks have, too",
+        inherited=True,
+        until=(0, 18),
+    ),
+    Hook(
+        "megatron.core.optimizer.distrib_optimizer",
+        "DistributedOptimizer.get_grads_for_grad_norm",
+        ("self", "grad_norm_group"),
+        "the same; with a group those of parameters that are clipped by a norm of their own",
+        inherited=True,
+        since=(0, 19),
+    ),
+    Hook(
+        "megatron.core.optimizer",
+        "ChainedOptimizer.grads_states_parallel_group_is_shared",
+        ("self",),
+        "whether all of its chained_optimizers have one norm",
     ),
     Hook(
         "megatron.core.optimizer.distrib_optimizer",

@@ -50,7 +50,8 @@ def _to_copy(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     dtype = kwargs.get("dtype") or tensor.dtype
     if there:
         gpu.launch("copy to host", [tensor], [])
-        gpu.synchronize("cpu", gpu.stream)  # pageable memory: non_blocking does not help
+        if not kwargs.get("non_blocking"):  # for that torch takes pinned memory
+            gpu.synchronize("cpu", gpu.stream)
         return True, torch.zeros(tensor.shape, dtype=dtype)
     made = gpu.allocate(
         torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=META)
