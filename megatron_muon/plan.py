@@ -272,7 +272,7 @@ def _rounds(
     Of a matrix there are, on its home, at most three copies if every round is like it: the one
     that is orthogonalized, the message that it comes in and the one that it goes in. Of a piece on
     another rank there are two, so it is 3/2 and 1 in each of two rounds. Where all of a parameter
-    is at home, one round at a time has memory: 1/2.
+    is at home, one round at a time has memory: 1/2. One round in all is of both kinds.
     """
     homed: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
     taken: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
@@ -298,7 +298,10 @@ def _rounds(
         )
         return tuple(tuple(indices[at] for at in round) for round in made)
 
-    silent = [index for index in range(len(parameters)) if index not in travelling]
+    every = range(len(parameters))
+    if len(one := rounds_of(every)) <= 1:
+        return one
+    silent = [index for index in every if index not in travelling]
     return rounds_of(sorted(travelling)) + rounds_of(silent)
 
 
