@@ -131,8 +131,26 @@ class Exchange:
         self._dtype = dtype
         self._device = device
         self._meter = meter
-        world = collectives.world_ranks(group)
+        self._world = world = collectives.world_ranks(group)
+        self._rank, self._group = rank, group
         self._rounds = [_Round(table, world, rank, group, device) for table in self.tables]
+
+    def connect(self) -> int:
+        """Send one element to every peer and take one from each; every rank of the stage calls it.
+
+        NCCL makes a connection, and takes memory for it, when two ranks first share a message: now,
+        before the step in which memory is fullest.
+
+        Returns:
+            The number of peers.
+        """
+        peers = sorted(set().union(*(table.peers for table in self.tables)))
+        ones = [(peer, 1) for peer in peers]
+        route = Route.of(self._group, self._world, self._rank, ones, ones)
+        pending = collectives.start_messages("muon/connect", self._empty(len(peers)), route)
+        if pending is not None:
+            pending.wait()
+        return len(peers)
 
     def leaving(self, round: int) -> Leaving:
         """Where the round's runs are to be written, before ``start_gather``."""

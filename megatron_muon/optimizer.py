@@ -39,6 +39,7 @@ class _Shard:
 
 
 Shards = Mapping[int, _Shard]  # by the parameter's index in the plan
+_Begun = tuple[Shards, Gathering | None]
 
 
 class DistributedMuon:
@@ -55,6 +56,10 @@ class DistributedMuon:
         main_params: for each parameter of the plan that has a piece here, its flat fp32 shard.
         meter: counts what is done.
         phase: names the parts of a step.
+
+    Attributes:
+        start_next: begins the step of the optimizer that comes after this one, while the last
+            directions travel; None where there is none.
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class DistributedMuon:
         self._tables = exchange.tables
         self._scales = [update_scale(m.rows, m.cols, config) for m in plan.matrices]
         self._scratch = scratch_limit(plan.matrices)
+        self._begun: _Begun | None = None
+        self.start_next: Callable[[], None] | None = None
 
     def owns(self, shard: Tensor) -> bool:
         """True if Muon, not AdamW, updates this main parameter."""
@@ -99,9 +106,10 @@ class DistributedMuon:
             state: holds each Muon shard's momentum under ``MOMENTUM_KEY``.
             step_adamw: updates all that Muon does not own.
         """
-        self.meter.start_step()
-        shards = dict(self._shards(groups, state))
-        gathering = self._start_early(shards, 0)
+        if self._begun is None:
+            self.start(groups, state)
+        assert self._begun is not None
+        (shards, gathering), self._begun = self._begun, None
         with self._phase("muon/adamw"):  # while the first round travels
             step_adamw()
         scattering: Scattering | None = None
@@ -115,7 +123,20 @@ class DistributedMuon:
             if not self._tables[number].travels:
                 self._finish_round(shards, number, scattering)
                 scattering = None
+        if self.start_next is not None:
+            self.start_next()
         self._finish_round(shards, len(self._tables) - 1, scattering)
+
+    def connect(self) -> int:
+        """See ``Exchange.connect``."""
+        return self._exchange.connect()
+
+    @torch.no_grad()
+    def start(self, groups: ParamGroups, state: State) -> None:
+        """Begin a step: its first round travels until ``step``, which is called with the same."""
+        self.meter.start_step()
+        shards = dict(self._shards(groups, state))
+        self._begun = shards, self._start_early(shards, 0)
 
     def _start_early(self, shards: Shards, number: int) -> Gathering | None:
         """The gather of a round that travels, while others are at work."""

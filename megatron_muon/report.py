@@ -123,6 +123,14 @@ def newton_schulz_line(config: MuonConfig, products: str, *, in_batches: bool) -
     )
 
 
+def connected_line(*, stage: int, peers: int, seconds: float) -> str:
+    """One line about the connections that were made before the first step."""
+    return (
+        f"{PREFIX} pipeline stage {stage}: connected to {peers} peer(s) of the exchange in "
+        f"{seconds:.1f} s"
+    )
+
+
 def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: Sequence[int]) -> str:
     """One line about the Muon part of one DistributedOptimizer of a pipeline stage.
 

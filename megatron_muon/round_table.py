@@ -83,11 +83,15 @@ class RoundTable:
     direction_of: tuple[int, ...]
 
     @property
+    def peers(self) -> set[int]:
+        """The ranks of the stage that this one sends something to or takes something from."""
+        counts = (self.sent_to, self.received_from, self.directions_to, self.directions_from)
+        return {rank for of_ranks in counts for rank, _ in of_ranks}
+
+    @property
     def travels(self) -> bool:
         """This rank sends or receives something in the round."""
-        return bool(
-            self.sent_to or self.received_from or self.directions_to or self.directions_from
-        )
+        return bool(self.peers)
 
 
 def round_tables(plan: ExchangePlan, rank: int) -> list[RoundTable]:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpt import Case, Topology, check, distributed_optimizers, start, take_step, truth
 from hypothesis import given
 from hypothesis import strategies as st
@@ -172,6 +173,24 @@ def test_a_step_needs_two_rounds_and_the_workspace_of_one_matrix(
         assert without > step, "the bound would hold without rounds"
 
 
+def _peers(topology: Topology) -> tuple[int, int]:
+    """How many it connects to, and with how many it then shares a message."""
+    built = start(replace(CASE, moe=True), topology)
+    counts = []
+    for megatron in distributed_optimizers(built.optimizer):
+        plan, rank = megatron.muon.plan, dist.get_rank(megatron.stage_group)
+        shared = set().union(*(table.peers for table in round_tables(plan, rank)))
+        counts.append((megatron.muon.connect(), len(shared)))
+    take_step(built, 0)
+    return sum(made for made, _ in counts), sum(shared for _, shared in counts)
+
+
+def test_connections_are_made_to_the_plans_peers_before_the_first_step() -> None:
+    """As on a GPU, whose library makes them in the first message else; here gloo has them."""
+    results = run(_peers, 4, Topology(dp=4, ep=2))
+    assert all(made == shared for made, shared in results) and sum(m for m, _ in results) > 0
+
+
 Event = tuple[str, float, float]
 
 
@@ -203,6 +222,25 @@ def test_neighbours_are_under_way_while_a_round_is_orthogonalized() -> None:
                 if 0 <= beside < len(work):
                     _, begun, ended = work[number]
                     assert starts[beside][2] <= begun and ended <= waits[beside][1]
+
+
+def _traced_experts() -> list[str]:
+    """Experts on three ranks each, whose shards cut some."""
+    built = start(replace(CASE, moe=True), Topology(dp=6, ep=2))
+    take_step(built, 0)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        take_step(built, 1)
+    events: list[Any] = sorted(trace.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("muon/")]
+
+
+def test_experts_first_round_is_under_way_before_the_last_dense_scatter_is_waited_for() -> None:
+    """On ranks that share something in it; the others begin it in its turn."""
+    early = []
+    for names in run(_traced_experts, 6):
+        momentum = [at for at, name in enumerate(names) if name == "muon/momentum"]
+        early.append(momentum[1] < names.index("muon/update"))
+    assert any(early)
 
 
 def test_adamw_runs_while_the_first_round_travels() -> None:

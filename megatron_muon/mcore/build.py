@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -40,7 +42,7 @@ from megatron_muon.newton_schulz import takes_batches
 from megatron_muon.optimizer import DistributedMuon
 from megatron_muon.phases import phases
 from megatron_muon.products import plan_device, said_of_products, travel_dtype, try_products
-from megatron_muon.report import active_line, newton_schulz_line, start_line
+from megatron_muon.report import active_line, connected_line, newton_schulz_line, start_line
 
 _has_said_active = False
 
@@ -82,6 +84,7 @@ def make_muons(
     optimizer.voters = groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, config, stage), None, device)
+    lines += _connected(muons, stage)
     checkpoint_owner.remember(model_chunks, config, stage)
     for line in lines:
         print(line, flush=True)
@@ -119,6 +122,8 @@ def _completed(
         products = said_of_products(stage.device, config.ns_dtype, config.ns_iteration)
         lines.append(newton_schulz_line(config, products, in_batches=takes_batches(stage.device)))
     share_loss_scale(parts)
+    for (_, before), (part, _) in itertools.pairwise(muons):
+        before.start_next = partial(_start_muon, part)
     for part, muon in muons:
         _put_inside(part, muon)
         part.stage_group = stage.group
@@ -136,6 +141,19 @@ def _completed(
                 )
             )
     return lines
+
+
+def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> list[str]:
+    """Make a GPU's connections to the plan's peers; gloo has them. Returns a line to print."""
+    if stage.device.type == "cpu":
+        return []
+    start = time.perf_counter()
+    peers = sum(muon.connect() for _, muon in muons)
+    torch.cuda.synchronize(stage.device)
+    if not stage.speaks:
+        return []
+    seconds = time.perf_counter() - start
+    return [connected_line(stage=stage.pipeline_rank, peers=peers, seconds=seconds)]
 
 
 def _made_together(
@@ -192,6 +210,10 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     exchange = Exchange(plan, rank, stage.group, travel_dtype(config), stage.device, meter)
     phase = phases(lambda: dist_opt.config.timers)
     return DistributedMuon(config, plan, rank, exchange, main_params, meter, phase)
+
+
+def _start_muon(dist_opt: Any) -> None:
+    dist_opt.optimizer.start_muon()
 
 
 def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:

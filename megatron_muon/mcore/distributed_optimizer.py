@@ -47,6 +47,10 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     class MuonOverAdam(adam):  # type: ignore[misc,valid-type]
         muon: DistributedMuon
 
+        def start_muon(self) -> None:
+            """Begin Muon's part of the next step, for which gradients are ready."""
+            self.muon.start(self.param_groups, self.state)
+
         @torch.no_grad()
         def step(self, closure: None = None, **kwargs: Any) -> None:
             if closure is not None:
