@@ -6,13 +6,16 @@ import argparse
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_muon.cli.files import require_writable
 from megatron_muon.cli.numbers import MOST_THINGS, count
 from megatron_muon.config import MuonConfig
 from megatron_muon.pricing.hardware import CONSTANTS, Hardware, from_json
 from megatron_muon.pricing.presets import H100, PRESETS
+
+if TYPE_CHECKING:
+    from megatron_muon.cli.price_stages import PricedStage
 
 _PROGRAM = "megatron-muon bench price"
 _DESCRIPTION = """\
@@ -34,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """
     from megatron_muon.cli.routes import imported_config_class, said
 
-    config_class = imported_config_class(_PROGRAM)
-    parser = _parser(config_class)
+    parser = _parser(imported_config_class(_PROGRAM))
     given = parser.parse_args(argv)
     try:
         hardware = hardware_of(given.hardware, given.set)
@@ -53,6 +55,21 @@ def main(argv: Sequence[str]) -> int:
     if given.json is not None:
         given.json.write_text(as_json(stages, hardware, notes))
     return 0
+
+
+def priced_of(argv: Sequence[str], hardware: Hardware) -> tuple[list[PricedStage], list[str]]:
+    """The stages, and what there is to say about them.
+
+    Args:
+        argv: Megatron-LM's flags and this command's own; those of hardware are not read.
+        hardware: of every rank.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``.
+    """
+    from megatron_muon.cli.routes import imported_config_class
+
+    return _priced(_parser(imported_config_class(_PROGRAM)).parse_args(argv), hardware)
 
 
 def hardware_of(name: str, settings: Sequence[str]) -> Hardware:
@@ -91,7 +108,7 @@ def _number(setting: str, text: str) -> float:
         raise ValueError(f"--set {setting}: {text!r} is not a number") from None
 
 
-def _priced(given: Namespace, hardware: Hardware) -> tuple[list[Any], list[str]]:
+def _priced(given: Namespace, hardware: Hardware) -> tuple[list[PricedStage], list[str]]:
     from megatron_muon.cli.hybrid import settle
     from megatron_muon.cli.model import ranks_of, validated
     from megatron_muon.cli.price_stages import priced_stage

@@ -88,5 +88,8 @@ def total(counts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _idle(size: int) -> RoundWork:
-    numbers: list[list[int]] = [[0] * size for _ in range(6)]
-    return RoundWork(*numbers, shapes=[Counter() for _ in range(size)])
+    def zeros() -> list[int]:
+        return [0] * size
+
+    shapes: list[Counter[Shape]] = [Counter() for _ in range(size)]
+    return RoundWork(zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), shapes)
