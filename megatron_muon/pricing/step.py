@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.iteration import Device
@@ -129,8 +130,12 @@ def price_adamw(optimizers: Sequence[Optimizer], hardware: Hardware) -> float:
     streams = Streams(hardware, _size(optimizers))
     for optimizer in optimizers:
         elements = total([held_elements(optimizer.plan), optimizer.rest])
-        streams.run(ADAMW, lambda rank, of=elements: adamw(hardware, of[rank]))  # type: ignore[misc]
+        streams.run(ADAMW, partial(_adamw_of, hardware, elements))
     return max(streams.ends)
+
+
+def _adamw_of(hardware: Hardware, elements: Sequence[int], rank: int) -> Cost:
+    return adamw(hardware, elements[rank])
 
 
 def adamw(hardware: Hardware, elements: int) -> Cost:
@@ -157,20 +162,17 @@ class _Steps:
     def run(self) -> Iterator[None]:
         streams, rest = self._streams, self._optimizer.rest
         gathering = self._start_gather(0)
-        streams.run(ADAMW, lambda rank: adamw(self._hardware, rest[rank]))
+        streams.run(ADAMW, partial(_adamw_of, self._hardware, rest))
         yield
         scattering: dict[int, float] = {}
         for number, work in enumerate(self._rounds):
             streams.wait(gathering)
-            streams.run(STAGING, lambda rank, work=work: self._received(work, rank))  # type: ignore[misc]
+            streams.run(STAGING, partial(self._received, work))
             gathering = self._start_gather(number + 1)
-            streams.run(
-                NEWTON_SCHULZ,
-                lambda rank, work=work: self._orthogonalized(work, rank),  # type: ignore[misc]
-            )
+            streams.run(NEWTON_SCHULZ, partial(self._orthogonalized, work))
             if number:
                 self._finish_round(number - 1, scattering)
-            streams.run(STAGING, lambda rank, work=work: self._staged(work, rank))  # type: ignore[misc]
+            streams.run(STAGING, partial(self._staged, work))
             scattering = streams.exchange(work.scatter)
         yield
         if self._rounds:
@@ -180,13 +182,13 @@ class _Steps:
         if number >= len(self._rounds):
             return {}
         work = self._rounds[number]
-        self._streams.run(MOMENTUM, lambda rank: self._momentum(work, rank))
+        self._streams.run(MOMENTUM, partial(self._momentum, work))
         return self._streams.exchange(work.gather)
 
     def _finish_round(self, number: int, scattering: dict[int, float]) -> None:
         work = self._rounds[number]
         self._streams.wait(scattering)
-        self._streams.run(UPDATE, lambda rank: self._updated(work, rank))
+        self._streams.run(UPDATE, partial(self._updated, work))
 
     def _momentum(self, work: RoundWork, rank: int) -> Cost:
         nbytes, operations = _MOMENTUM[self._config.nesterov]
