@@ -142,9 +142,9 @@ def said(case: Case, result: Compared) -> str:
 
 def main() -> None:
     """Compare, with several limits of a round."""
-    sizes = [int(word) for word in sys.argv[1:]] or [2, 4, 1, 8, 8, 2]
+    sizes = [int(word) for word in sys.argv[1:]] or [2, 4, 4, 2, 8, 2]
     for tp, dp in zip(sizes[::2], sizes[1::2], strict=True):
-        for round_kib in (None, 2048, 1024):
+        for round_kib in (None, 512, 128):
             layers = 8 if tp * dp <= 16 else 32
             case = Case(tp, dp, round_kib, layers, seconds=1.0 if tp * dp <= 16 else 2.0)
             print(said(case, compared(case)), flush=True)
