@@ -22,11 +22,12 @@ import torch.distributed as dist
 from benching import model_and_ranks
 from ranks import run
 
+import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
 from megatron_muon import collectives
 from megatron_muon.cli.bench_measure import Job, measure
 from megatron_muon.cli.bench_rows import rows
 from megatron_muon.cli.model import ranks_of
-from megatron_muon.cli.routes import imported_config_class, megatron_is_quiet
+from megatron_muon.cli.routes import megatron_is_quiet
 from megatron_muon.cli.stages import planned_stage
 from megatron_muon.config import MuonConfig
 from megatron_muon.iteration import ns_flops
@@ -52,7 +53,6 @@ ELEMENTS, MESSAGE = 1 << 23, 1 << 22
 
 def main() -> None:
     """Print the constants and the error of each case."""
-    imported_config_class()  # with what Megatron needs where there is no GPU
     config, errors = MuonConfig(), []
     for words in CASES:
         flags = model_and_ranks(words)
