@@ -27,6 +27,7 @@ COMMANDS = {
     "bench": ["bench", "--help"],
     "newton-schulz": "bench newton-schulz --rounds 1 --shapes 8x8".split(),
     "speeds": "bench speeds --ranks 1 --rounds 1 --mib 1 --shape 8x8".split(),
+    "price": ["bench", "price", *TINY, "--world-size", "4"],
     "step": f"bench step {SMALL} --tp 1 --dp 1 --rounds 1 --rows adamw".split(),
 }
 

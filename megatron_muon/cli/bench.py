@@ -19,6 +19,10 @@ BENCHES = {
         "megatron_muon.cli.bench_speeds",
         "how fast a rank and its link are, as the flags that homes follow from",
     ),
+    "price": (
+        "megatron_muon.cli.bench_price",
+        "what a step of any size would take on stated hardware, by a time model",
+    ),
 }
 
 

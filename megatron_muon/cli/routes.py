@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = list(argv)
     if arguments and not arguments[0].startswith("-"):
         _import_from(Path(arguments.pop(0)))
-    config_class = _imported_config_class()
+    config_class = imported_config_class()
     parser = _parser(config_class)
     known, unknown = split_known(parser, arguments)
     flags = parser.parse_args(known)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         found, config, notes = _routed(flags)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
-        parser.error(_said(error))
+        parser.error(said(error))
     if unknown:
         notes.append(not_read(parser, unknown, config_class))
     for note in notes:
@@ -102,8 +102,12 @@ def _import_from(checkout: Path) -> None:
         _stop(str(error))
 
 
-def _imported_config_class() -> type:
-    """TransformerConfig, of the first Megatron that is imported."""
+def imported_config_class(program: str = _PROGRAM) -> type:
+    """TransformerConfig, of the first Megatron that is imported.
+
+    Args:
+        program: for the error that ends the process where none can be.
+    """
     with megatron_is_quiet():
         try:
             if not megatron_muon.cpu.enabled():
@@ -112,13 +116,16 @@ def _imported_config_class() -> type:
         except CoreNotFoundError:
             raise  # the command says both ways to get one
         except ImportError as error:
-            _stop(f"megatron.core cannot be imported ({error}); megatron-muon doctor says more")
+            _stop(
+                f"megatron.core cannot be imported ({error}); megatron-muon doctor says more",
+                program,
+            )
     config_class: type = transformer.TransformerConfig
     return config_class
 
 
-def _stop(text: str) -> NoReturn:
-    print(f"{_PROGRAM}: error: {text}", file=sys.stderr)
+def _stop(text: str, program: str = _PROGRAM) -> NoReturn:
+    print(f"{program}: error: {text}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -232,7 +239,7 @@ def _instead(flags: Namespace) -> str:
     return f"--transformer-impl {flags.transformer_impl}"
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
     """What Megatron says, and where it asserts something without saying why."""
     if str(error):
         return str(error)

@@ -106,6 +106,25 @@ class Routes:
     ranks: Ranks
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A DistributedOptimizer of a stage.
+
+    Attributes:
+        plan: of its Muon parameters.
+        experts: it has those of experts.
+        buffers: Megatron's grad buffers of it on this rank.
+        muon: parameters in them that are Muon's.
+        seconds: processor time of making the plan.
+    """
+
+    plan: ExchangePlan
+    experts: bool
+    buffers: list[Any]
+    muon: set[Any]
+    seconds: float
+
+
 @dataclass
 class _Found:
     """From the plans of a stage's optimizers: matrices by parameter name and EP rank."""
@@ -149,6 +168,22 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
     return Routes(tuple(stages), tuple(lines), ranks)
 
 
+def planned_stage(flags: Namespace, config: MuonConfig, ranks: Ranks, number: int) -> list[Planned]:
+    """The DistributedOptimizers of a pipeline stage, in the order that a run steps them in.
+
+    Args:
+        flags: settled, see ``hybrid.settle``.
+        config: the settings.
+        ranks: of ``flags``.
+        number: of the stage.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError, RuntimeError: see ``routes``.
+    """
+    with world.as_rank(world.first_ranks(ranks)[number], ranks):
+        return _planned_optimizers(flags, config, ranks, _built(flags, config, ranks))
+
+
 def _built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
     with world.without_memory(), world.without_inference_layers(), ordered.as_in_run(config):
         chunks = build_chunks(flags, transformer_config(flags, ranks))
@@ -160,10 +195,15 @@ def _stage(
     flags: Namespace, config: MuonConfig, ranks: Ranks, number: int, chunks: Sequence[Any]
 ) -> Stage:
     found = _Found()
-    early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
-    for part in (chunks[:1], chunks[1:]) if early else (chunks,):
-        _plan(found, config, ranks, number, part, experts=False)
-    _plan(found, config, ranks, number, chunks, experts=True)
+    for planned in _planned_optimizers(flags, config, ranks, chunks):
+        found.seconds += planned.seconds
+        _take(found, planned.plan, config)
+        if planned.experts:
+            of_buffers = (buffer.param_index_map for buffer in planned.buffers)
+            found.on_ep_ranks |= {param for params in of_buffers for param in params}
+        buckets = [len(buffer.buckets) for buffer in planned.buffers]
+        line = start_line(planned.plan, stage=number, experts=planned.experts, buckets=buckets)
+        found.lines.append(line)
     here = list(weights(chunks))
     moe = ranks.expert_tp, ranks.ep
     sizes = Sizes(ranks.tp, *moe) if flags.num_experts else Sizes(ranks.tp)
@@ -179,32 +219,32 @@ def _stage(
     )
 
 
-def _plan(
-    found: _Found,
-    config: MuonConfig,
-    ranks: Ranks,
-    number: int,
-    chunks: Sequence[Any],
-    *,
-    experts: bool,
-) -> None:
-    """The exchange plan of one DistributedOptimizer, as ``mcore.build`` makes it."""
+def _planned_optimizers(
+    flags: Namespace, config: MuonConfig, ranks: Ranks, chunks: Sequence[Any]
+) -> list[Planned]:
+    early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
+    parts = (chunks[:1], chunks[1:]) if early else (chunks,)
+    planned = [_planned(config, ranks, part, experts=False) for part in parts]
+    planned.append(_planned(config, ranks, chunks, experts=True))
+    return [one for one in planned if one is not None]
+
+
+def _planned(
+    config: MuonConfig, ranks: Ranks, chunks: Sequence[Any], *, experts: bool
+) -> Planned | None:
+    """One DistributedOptimizer with its exchange plan, as ``mcore.build`` makes it."""
     kind = "expert_parallel_buffers" if experts else "buffers"
     buffers = [buffer for chunk in chunks for buffer in getattr(chunk, kind)]
     if not buffers:
-        return
+        return None
     here = muon_parameters(chunks, buffers, ranks.tp, ranks.expert_tp, config)
     ep_size = ranks.ep if experts else 1
     parameters = on_every_ep_rank([p for _, p in here], ep_size, local_experts(chunks, ep_size))
     grid = world.expert_grid(ranks) if experts else world.dense_grid(ranks)
     start = time.process_time()
     plan = make_plan(parameters, grid, config)
-    found.seconds += time.process_time() - start
-    _take(found, plan, config)
-    if experts:
-        found.on_ep_ranks |= {param for buffer in buffers for param in buffer.param_index_map}
-    buckets = [len(buffer.buckets) for buffer in buffers]
-    found.lines.append(start_line(plan, stage=number, experts=experts, buckets=buckets))
+    seconds = time.process_time() - start
+    return Planned(plan, experts, buffers, {param for param, _ in here}, seconds)
 
 
 def _take(found: _Found, plan: ExchangePlan, config: MuonConfig) -> None:

@@ -1,0 +1,1 @@
+"""What a step would take on stated hardware: plain numbers, from the plan that a run makes."""

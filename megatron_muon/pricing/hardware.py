@@ -1,0 +1,224 @@
+"""A machine as the time model sees it: named constants, each with its unit and its source."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
+Tiles = tuple[tuple[int, int, float], ...]
+
+
+def _constant(unit: str, *, zero: bool = False, whole: bool = False) -> Any:
+    """A number above 0; ``zero``: or 0; ``whole``: an integer."""
+    return field(metadata={"unit": unit, "zero": zero, "whole": whole})
+
+
+def _share() -> Any:
+    """A fraction above 0, at most 1."""
+    return field(metadata={"unit": "share", "zero": False, "whole": False, "most": 1.0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Constants of a GPU, its host and its links; rates per GPU and direction.
+
+    Attributes:
+        name: for tables.
+        dense_tflops: peak of dense products in 16 bits.
+        fp32_tflops: peak of products in fp32 without TF32.
+        gemm_efficiency: share of the peak that a large product reaches.
+        processors: that work on tiles at the same time; a product takes whole waves of tiles.
+        tiles: (rows, cols, share of ``gemm_efficiency``) of the tiles that a product may take.
+        split_efficiency: likewise, of a product with fewer tiles than processors that is cut along
+            its inner dim; it takes ``split_us`` more.
+        split_us: see ``split_efficiency``.
+        symmetric_ratio: time of a symmetric product with a library's kernel over a plain one's; 1
+            where no library is installed.
+        symmetric_rows: least rows of a matrix that such a kernel takes.
+        memory_gbytes: peak of the memory's bandwidth, reads and writes together.
+        memory_efficiency: share of it that elementwise kernels reach.
+        kernel_us: shortest kernel, and the gap before the next.
+        launch_us: of the host, from one operation's launch to the next one's.
+        phase_us: of the host's Python, for each phase of a round.
+        node_gbytes: a link to the GPUs of the same node.
+        node_efficiency: share of it that grouped sends and receives reach.
+        pair_gbytes: at most, between two GPUs of a node.
+        network_gbytes: a GPU's link to other nodes.
+        network_efficiency: share of it that grouped sends and receives reach.
+        message_us: of a grouped send and receive, whatever its bytes.
+        peer_us: of each peer in it.
+        peer_host_us: of the host, to enqueue a send or a receive.
+        gpus_per_node: ranks k·n to k·n + n - 1 of a stage share a node.
+        foreach_elements: that one kernel of a ``torch._foreach`` operation takes, at most.
+        foreach_tensors: likewise, tensors.
+        host_waits: 1 where the host makes every operation itself, as on a CPU; 0 where it only
+            launches them.
+        sources: (constant, where its value comes from).
+
+    Raises:
+        ValueError, TypeError: a constant is not a number of its kind; with its name.
+    """
+
+    name: str
+    dense_tflops: float = _constant("10^12 flop/s")
+    fp32_tflops: float = _constant("10^12 flop/s")
+    gemm_efficiency: float = _share()
+    processors: int = _constant("processors", whole=True)
+    tiles: Tiles = field(metadata={"unit": "rows x cols: share"})
+    split_efficiency: float = _share()
+    split_us: float = _constant("us", zero=True)
+    symmetric_ratio: float = _share()
+    symmetric_rows: int = _constant("rows", whole=True)
+    memory_gbytes: float = _constant("10^9 bytes/s")
+    memory_efficiency: float = _share()
+    kernel_us: float = _constant("us", zero=True)
+    launch_us: float = _constant("us", zero=True)
+    phase_us: float = _constant("us", zero=True)
+    node_gbytes: float = _constant("10^9 bytes/s")
+    node_efficiency: float = _share()
+    pair_gbytes: float = _constant("10^9 bytes/s")
+    network_gbytes: float = _constant("10^9 bytes/s")
+    network_efficiency: float = _share()
+    message_us: float = _constant("us", zero=True)
+    peer_us: float = _constant("us", zero=True)
+    peer_host_us: float = _constant("us", zero=True)
+    gpus_per_node: int = _constant("GPUs", whole=True)
+    foreach_elements: int = _constant("elements", whole=True)
+    foreach_tensors: int = _constant("tensors", whole=True)
+    host_waits: int = field(metadata={"unit": "0 or 1", "zero": True, "whole": True, "most": 1})
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in CONSTANTS:
+            _check(name, getattr(self, name))
+        unknown = sorted({name for name, _ in self.sources} - set(CONSTANTS))
+        if unknown:
+            raise ValueError(f"sources name {unknown[0]!r}, which is no constant")
+
+    def with_values(self, values: Mapping[str, Any], source: str) -> Hardware:
+        """The same with other constants.
+
+        Args:
+            values: by name.
+            source: where all of them come from.
+
+        Raises:
+            ValueError, TypeError: a name is not known or a value is not of its kind.
+        """
+        for name in values:
+            if name not in CONSTANTS:
+                raise ValueError(
+                    f"{name!r} is no constant of the hardware; they are {', '.join(CONSTANTS)}"
+                )
+        known = dict(self.sources) | dict.fromkeys(values, source)
+        changed = {name: _typed(name, value) for name, value in values.items()}
+        return replace(self, **changed, sources=tuple(known.items()))
+
+    def lines(self) -> list[str]:
+        """Every constant, its unit and its source, a line each."""
+        sources = dict(self.sources)
+        return [
+            f"{name} {_spelled(getattr(self, name))} {constant.metadata['unit']}"
+            f" ({sources.get(name, 'no source')})"
+            for name, constant in CONSTANTS.items()
+        ]
+
+    @property
+    def memory(self) -> float:
+        """Bytes/s of an elementwise kernel."""
+        return self.memory_gbytes * GIGA * self.memory_efficiency
+
+    @property
+    def node_link(self) -> float:
+        """Bytes/s that a GPU sends, and as many that it receives, inside its node."""
+        return self.node_gbytes * GIGA * self.node_efficiency
+
+    @property
+    def network_link(self) -> float:
+        """Bytes/s that a GPU sends, and as many that it receives, from node to node."""
+        return self.network_gbytes * GIGA * self.network_efficiency
+
+
+CONSTANTS = {f.name: f for f in fields(Hardware) if f.name not in ("name", "sources")}
+
+
+def from_json(text: str, source: str, base: Hardware) -> Hardware:
+    """Hardware from ``{"name": …, "values": {constant: value}, "sources": {constant: text}}``.
+
+    Args:
+        text: JSON; all three keys may be missing.
+        source: of values that the file has no source for.
+        base: has the constants that are not in ``values``.
+
+    Raises:
+        ValueError, TypeError: it is not such JSON; with what is wrong.
+    """
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{source}: hardware is a JSON object, got {type(given).__name__}")
+    kinds = {"name": str, "values": dict, "sources": dict}
+    for key, value in given.items():
+        if key not in kinds:
+            raise ValueError(f"{source}: {key!r} is not one of {', '.join(kinds)}")
+        if not isinstance(value, kinds[key]):
+            raise TypeError(f"{source}: {key!r} must be a JSON {kinds[key].__name__}")
+    made = base.with_values(given.get("values", {}), source)
+    sources = given.get("sources", {})
+    for name, one in sources.items():
+        if not isinstance(one, str):
+            raise TypeError(f"{source}: the source of {name!r} must be a text, got {one!r}")
+    known = dict(made.sources) | sources
+    return replace(made, name=given.get("name", source), sources=tuple(known.items()))
+
+
+def _typed(name: str, value: Any) -> Any:
+    """A value as JSON or a command line has it, as the field has it."""
+    if name == "tiles":
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"tiles must be a list of [rows, cols, share], got {value!r}")
+        return tuple(tuple(tile) if isinstance(tile, list) else tile for tile in value)
+    if CONSTANTS[name].metadata["whole"] and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _check(name: str, value: Any) -> None:
+    if name == "tiles":
+        _check_tiles(value)
+        return
+    marks = CONSTANTS[name].metadata
+    kinds = (int,) if marks["whole"] else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        wanted = "a whole number" if marks["whole"] else "a number"
+        raise TypeError(f"{name} must be {wanted} ({marks['unit']}), got {value!r}")
+    least = value >= 0 if marks["zero"] else value > 0
+    if math.isnan(value) or not least or value > marks.get("most", math.inf):
+        most = f", at most {marks['most']:g}" if "most" in marks else ""
+        wanted = "at least 0" if marks["zero"] else "above 0"
+        raise ValueError(f"{name} must be {wanted}{most}, got {value!r}")
+
+
+def _check_tiles(tiles: Any) -> None:
+    fits = isinstance(tiles, tuple) and all(
+        isinstance(tile, tuple)
+        and len(tile) == 3
+        and all(isinstance(part, (int, float)) and not isinstance(part, bool) for part in tile)
+        and min(tile[:2]) >= 1
+        and 0 < tile[2] <= 1
+        for tile in tiles
+    )
+    if not fits or not tiles:
+        raise ValueError(f"tiles must be rows, cols and a share of at most 1 each, got {tiles!r}")
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(f"{rows}x{cols}: {share:g}" for rows, cols, share in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,195 @@
+"""How long kernels take: streams over memory, products, and a batch's Newton-Schulz.
+
+The kernels are those that ``update``, ``newton_schulz`` and ``products`` launch on CUDA, by number
+and by bytes; how long each takes follows from ``Hardware`` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.iteration import Device, ns_flops, schedule_of, segments, takes_gram
+from megatron_muon.pricing.hardware import MICRO, TERA, Hardware
+
+CHUNK = 16 << 20  # elements that elementwise work is cut in, so that its fp32 copies stay small
+AUTO_MOST, AUTO_BYTES = 64, 128 << 20  # of a batch: matrices; bytes, unless one matrix has more
+_FP32 = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds on the compute stream, and operations that the host launches for them."""
+
+    seconds: float = 0.0
+    launches: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.launches + other.launches)
+
+    def times(self, count: int) -> Cost:
+        """So many, one after another."""
+        return Cost(self.seconds * count, self.launches * count)
+
+
+def stream(hardware: Hardware, nbytes: float, launches: int = 1) -> Cost:
+    """Kernels that read and write so many bytes together."""
+    seconds = nbytes / hardware.memory + launches * hardware.kernel_us * MICRO
+    return Cost(seconds, launches)
+
+
+def foreach(
+    hardware: Hardware, elements: int, tensors: int, nbytes: float, operations: int = 1
+) -> Cost:
+    """``torch._foreach`` operations over lists of tensors.
+
+    Args:
+        hardware: that they run on.
+        elements, tensors: in a list.
+        nbytes: that all operations together read and write for an element.
+        operations: their number.
+    """
+    if elements == 0:
+        return Cost()
+    by_elements = -(-elements // hardware.foreach_elements)
+    launches = operations * max(by_elements, -(-tensors // hardware.foreach_tensors))
+    return stream(hardware, elements * nbytes, launches)
+
+
+@lru_cache(65536)
+def product(
+    hardware: Hardware, rows: int, cols: int, inner: int, batch: int = 1, itemsize: int = 2
+) -> Cost:
+    """A product ``(batch, rows, inner) @ (batch, inner, cols)``, one launch.
+
+    It takes whole waves of the tiles that suit it best, or is cut along its inner dim where they do
+    not fill the device; never less than its operands take to be read and its result to be written.
+    """
+    tera = hardware.fp32_tflops if itemsize == _FP32 else hardware.dense_tflops
+    rate = tera * TERA * hardware.gemm_efficiency
+    flops = 2 * batch * rows * cols * inner
+    best = math.inf
+    for tile_rows, tile_cols, share in hardware.tiles:
+        tiles = batch * -(-rows // tile_rows) * -(-cols // tile_cols)
+        waves = -(-tiles // hardware.processors)
+        of_wave = 2 * tile_rows * tile_cols * inner * hardware.processors
+        best = min(best, waves * of_wave / (rate * share))
+        if tiles < hardware.processors:
+            split = flops / (rate * share * hardware.split_efficiency)
+            best = min(best, split + hardware.split_us * MICRO)
+    moved = itemsize * batch * (rows * inner + inner * cols + rows * cols)
+    return Cost(max(best, moved / hardware.memory) + hardware.kernel_us * MICRO, 1)
+
+
+def batches(
+    rows: int, cols: int, count: int, *, ns_batch: int | str, largest: int, itemsize: int
+) -> Iterator[tuple[int, int]]:
+    """``(matrices, times)``: how ``count`` matrices of one shape are taken together.
+
+    Args:
+        rows, cols: of the shape.
+        count: of matrices at one home in one round.
+        ns_batch: at most so many; ``auto``: as many as fit into twice the largest matrix, or
+            ``AUTO_BYTES``, and at most ``AUTO_MOST``.
+        largest: bytes of the largest matrix.
+        itemsize: bytes of an element.
+    """
+    if ns_batch == "auto":
+        room = max(2 * largest, AUTO_BYTES)
+        most = max(1, min(AUTO_MOST, room // (rows * cols * itemsize)))
+    else:
+        most = int(ns_batch)
+    if count // most:
+        yield most, count // most
+    if count % most:
+        yield count % most, 1
+
+
+@lru_cache(65536)
+def newton_schulz(
+    hardware: Hardware,
+    rows: int,
+    cols: int,
+    batch: int,
+    config: MuonConfig,
+    device: Device = "cuda",
+) -> Cost:
+    """The orthogonalization of a batch, from the gathered matrices to their directions.
+
+    On a CPU it is its flops at the device's rate, one matrix at a time.
+    """
+    itemsize = 4 if config.ns_dtype == "fp32" else 2
+    cost = _normalisation(hardware, batch * rows * cols, itemsize)
+    short, long = min(rows, cols), max(rows, cols)
+    if device != "cuda":
+        rate = hardware.dense_tflops * TERA * hardware.gemm_efficiency
+        flops = ns_flops(rows, cols, config, device)
+        return cost + Cost(batch * flops / rate, batch * 3 * config.ns_steps)
+    work = _Products(hardware, short, long, batch, itemsize)
+    if takes_gram(rows, cols, config, device):
+        for part in segments(config, device):
+            cost += work.gram_segment([c != 0 for _, _, c in part])
+        return cost
+    for _, _, c in schedule_of(config):
+        cost += work.standard_step(squares=c != 0)
+    return cost
+
+
+def _normalisation(hardware: Hardware, elements: int, itemsize: int) -> Cost:
+    """Largest entry and norm, each one read; then chunks, to fp32 and back, divided."""
+    chunks = -(-elements // CHUNK)
+    reads = stream(hardware, 2 * itemsize * elements, 2)
+    return reads + stream(hardware, 2 * (itemsize + _FP32) * elements, 2 * chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Products of a batch of ``(short, long)`` matrices."""
+
+    hardware: Hardware
+    short: int
+    long: int
+    batch: int
+    itemsize: int
+
+    def standard_step(self, *, squares: bool) -> Cost:
+        """XXᵀ, bA + cA² unless c is 0, aX + BX."""
+        short, long = self.short, self.long
+        cost = self._symmetric(long, linear=False)
+        if squares:
+            cost += self._symmetric(short, linear=True)
+        return cost + self._copy(short * long) + self._product(short, long, short)
+
+    def gram_segment(self, squares: list[bool]) -> Cost:
+        """XXᵀ, polynomials of the short side's square, QX; for each step, whether c is not 0."""
+        short, long = self.short, self.long
+        cost = self._symmetric(long, linear=False) + self._product(short, long, short)
+        plus = self._symmetric(short, linear=True)
+        for step, squared in enumerate(squares):
+            cost += plus.times(int(squared))
+            if step == 0:  # Q = a + Z: multiplied, and a added to its diagonal
+                cost += self._copy(short * short) + stream(self.hardware, 0)
+            else:
+                cost += plus
+            if step < len(squares) - 1:
+                cost += plus.times(2)
+        return cost
+
+    def _symmetric(self, inner: int, *, linear: bool) -> Cost:
+        """A result of ``(short, short)``; a library's kernel takes the linear term with it."""
+        plain = self._product(self.short, self.short, inner)
+        if self.hardware.symmetric_ratio < 1 and self.short >= self.hardware.symmetric_rows:
+            least = self.hardware.kernel_us * MICRO
+            ratio = self.hardware.symmetric_ratio
+            return Cost(least + (plain.seconds - least) * ratio, 1)
+        return plain + self._copy(self.short * self.short) if linear else plain
+
+    def _product(self, rows: int, cols: int, inner: int) -> Cost:
+        return product(self.hardware, rows, cols, inner, self.batch, self.itemsize)
+
+    def _copy(self, elements: int) -> Cost:
+        """Of the linear term, which ``addmm`` writes its result over."""
+        return stream(self.hardware, 2 * self.itemsize * self.batch * elements)

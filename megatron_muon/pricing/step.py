@@ -1,0 +1,276 @@
+"""The optimizer's step on stated hardware: every rank and every round of the plans that it runs.
+
+The order is that of ``DistributedMuon.step``: the momentum and the gather of round k + 1 start
+before round k is orthogonalized; the scatter of round k - 1 is finished after it; AdamW's part runs
+while the first round travels. A stage with experts runs the step of its dense parameters, then that
+of its experts'.
+
+Counted are the operations of the optimizers' steps. Gradient reduction, their norm and clipping and
+the all-gather of updated parameters are the same for AdamW and Muon, and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.iteration import Device
+from megatron_muon.plan import ExchangePlan
+from megatron_muon.pricing.hardware import Hardware
+from megatron_muon.pricing.kernels import CHUNK, Cost, batches, foreach, newton_schulz, stream
+from megatron_muon.pricing.streams import WAITING, Streams
+from megatron_muon.pricing.work import (
+    RoundWork,
+    held_elements,
+    largest_matrix,
+    rounds_of,
+    total,
+)
+
+MOMENTUM, ADAMW, STAGING = "momentum", "adamw", "staging"
+NEWTON_SCHULZ, UPDATE = "newton_schulz", "update"
+PHASES = (ADAMW, MOMENTUM, STAGING, NEWTON_SCHULZ, UPDATE, WAITING)
+
+# Bytes that elementwise operations read and write for an element. Momentum, with Nesterov: μM, + G,
+# a copy times μ, + G, and the cast into the message; then one read of G for its norm. Update: the
+# direction to fp32, times its scale, the decay, the difference. AdamW: W, G and both moments are
+# read, all but G written, by one fused kernel.
+_MOMENTUM = {True: (8 + 12 + 8 + 12, 4), False: (8 + 12, 2)}  # bytes, operations without the cast
+_NORM, _FLAGS = 4, 4  # bytes; kernels that say which matrix has a gradient
+_UPDATE = 8 + 8 + 12, 3  # likewise, without the cast
+_ADAMW = 16 + 12
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """One DistributedOptimizer of a stage.
+
+    Attributes:
+        plan: of its Muon parameters.
+        rest: by rank, elements that AdamW updates.
+    """
+
+    plan: ExchangePlan
+    rest: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.rest) != self.plan.size:
+            raise ValueError(f"{len(self.rest)} ranks' elements for {self.plan.size} ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step; seconds.
+
+    Attributes:
+        seconds: until the last rank has ended it.
+        rounds: of each optimizer.
+        launches: of the rank that has most.
+        newton_schulz_mean, newton_schulz_busiest: over ranks.
+        exposed_mean, exposed_most: over ranks, how long the compute stream waits for messages, and
+            so for ranks that are later.
+        host: until the last rank's host has launched everything.
+        phases: by name, of the rank that has most of it, on its compute stream.
+        by_rank: when each rank has ended its step.
+    """
+
+    seconds: float
+    rounds: tuple[int, ...]
+    launches: int
+    newton_schulz_mean: float
+    newton_schulz_busiest: float
+    exposed_mean: float
+    exposed_most: float
+    host: float
+    phases: dict[str, float]
+    by_rank: tuple[float, ...]
+
+
+def price_step(
+    optimizers: Sequence[Optimizer],
+    config: MuonConfig,
+    hardware: Hardware,
+    *,
+    ns_batch: int | str = "auto",
+    device: Device = "cuda",
+    experts_early: bool = False,
+) -> StepTime:
+    """Muon's step of a stage, AdamW's part in it.
+
+    Args:
+        optimizers: dense, then experts', in the order that they step in; of as many ranks.
+        config: the settings of the run that made the plans.
+        hardware: of every rank.
+        ns_batch: matrices of one shape that are taken together, or ``auto``.
+        device: kind of the hardware.
+        experts_early: the next optimizer's first round is sent before the last scatter of the one
+            before it is waited for.
+    """
+    size = _size(optimizers)
+    streams = Streams(hardware, size)
+    pending = None
+    for optimizer in optimizers:
+        steps = _Steps(optimizer, config, streams, ns_batch, device).run()
+        if pending is not None and not experts_early:
+            _finish(pending)
+        next(steps)  # the first round is on its way, and AdamW's part is done
+        if pending is not None and experts_early:
+            _finish(pending)
+        next(steps)  # only the last round's directions are still on their way
+        pending = steps
+    if pending is not None:
+        _finish(pending)
+    return _result(optimizers, streams)
+
+
+def price_adamw(optimizers: Sequence[Optimizer], hardware: Hardware) -> float:
+    """Seconds of AdamW's step where all parameters of the stage are its own."""
+    streams = Streams(hardware, _size(optimizers))
+    for optimizer in optimizers:
+        elements = total([held_elements(optimizer.plan), optimizer.rest])
+        streams.run(ADAMW, partial(_adamw_of, hardware, elements))
+    return max(streams.ends)
+
+
+def _adamw_of(hardware: Hardware, elements: Sequence[int], rank: int) -> Cost:
+    return adamw(hardware, elements[rank])
+
+
+def adamw(hardware: Hardware, elements: int) -> Cost:
+    """A fused AdamW over a rank's elements."""
+    return foreach(hardware, elements, 1, _ADAMW)
+
+
+class _Steps:
+    """One optimizer's step on all ranks; ``run`` stops twice, where another's may come between."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        config: MuonConfig,
+        streams: Streams,
+        ns_batch: int | str,
+        device: Device,
+    ) -> None:
+        self._optimizer, self._config, self._streams = optimizer, config, streams
+        self._hardware, self._ns_batch, self._device = streams.hardware, ns_batch, device
+        self._rounds = rounds_of(optimizer.plan)
+        self._largest = largest_matrix(optimizer.plan)
+
+    def run(self) -> Iterator[None]:
+        streams, rest = self._streams, self._optimizer.rest
+        gathering = self._start_gather(0)
+        streams.run(ADAMW, partial(_adamw_of, self._hardware, rest))
+        yield
+        scattering: dict[int, float] = {}
+        for number, work in enumerate(self._rounds):
+            streams.wait(gathering)
+            streams.run(STAGING, partial(self._received, work))
+            gathering = self._start_gather(number + 1)
+            streams.run(NEWTON_SCHULZ, partial(self._orthogonalized, work))
+            if number:
+                self._finish_round(number - 1, scattering)
+            streams.run(STAGING, partial(self._staged, work))
+            scattering = streams.exchange(work.scatter)
+        yield
+        if self._rounds:
+            self._finish_round(len(self._rounds) - 1, scattering)
+
+    def _start_gather(self, number: int) -> dict[int, float]:
+        if number >= len(self._rounds):
+            return {}
+        work = self._rounds[number]
+        self._streams.run(MOMENTUM, partial(self._momentum, work))
+        return self._streams.exchange(work.gather)
+
+    def _finish_round(self, number: int, scattering: dict[int, float]) -> None:
+        work = self._rounds[number]
+        self._streams.wait(scattering)
+        self._streams.run(UPDATE, partial(self._updated, work))
+
+    def _momentum(self, work: RoundWork, rank: int) -> Cost:
+        nbytes, operations = _MOMENTUM[self._config.nesterov]
+        elements, pieces = work.held[rank], work.pieces[rank]
+        if not elements:
+            return Cost()
+        cost = self._in_chunks(elements, pieces, nbytes + 4 + self._itemsize, operations + 1)
+        return (
+            cost
+            + foreach(self._hardware, elements, pieces, _NORM)
+            + stream(self._hardware, 0, _FLAGS)
+        )
+
+    def _updated(self, work: RoundWork, rank: int) -> Cost:
+        nbytes, operations = _UPDATE
+        more = nbytes + 4 + self._itemsize, operations + 1
+        return self._in_chunks(work.held[rank], work.pieces[rank], *more)
+
+    def _in_chunks(self, elements: int, tensors: int, nbytes: float, operations: int) -> Cost:
+        """Foreach operations over chunks of equal sizes."""
+        if not elements:
+            return Cost()
+        chunks = -(-elements // CHUNK)
+        each = -(-tensors // chunks)
+        cost = foreach(self._hardware, -(-elements // chunks), each, 0, operations)
+        moved = elements * nbytes / self._hardware.memory
+        return cost.times(chunks) + Cost(moved, 0)
+
+    def _received(self, work: RoundWork, rank: int) -> Cost:
+        elements, tensors = work.arriving[rank], work.arrivals[rank]
+        return foreach(self._hardware, elements, tensors, 2 * self._itemsize)
+
+    def _staged(self, work: RoundWork, rank: int) -> Cost:
+        elements, tensors = work.leaving[rank], work.departures[rank]
+        return foreach(self._hardware, elements, tensors, 2 * self._itemsize)
+
+    def _orthogonalized(self, work: RoundWork, rank: int) -> Cost:
+        cost = Cost()
+        for (rows, cols), count in work.shapes[rank].items():
+            for matrices, times in batches(
+                rows,
+                cols,
+                count,
+                ns_batch=self._ns_batch if self._device == "cuda" else 1,
+                largest=self._largest,
+                itemsize=self._itemsize,
+            ):
+                one = newton_schulz(
+                    self._hardware, rows, cols, matrices, self._config, self._device
+                )
+                cost += one.times(times)
+        return cost
+
+    @property
+    def _itemsize(self) -> int:
+        return self._optimizer.plan.itemsize
+
+
+def _result(optimizers: Sequence[Optimizer], streams: Streams) -> StepTime:
+    ends, idle = streams.ends, [0.0] * len(streams.host)
+    work, waited = streams.spent.get(NEWTON_SCHULZ, idle), streams.spent.get(WAITING, idle)
+    return StepTime(
+        seconds=max(ends),
+        rounds=tuple(len(optimizer.plan.rounds) for optimizer in optimizers),
+        launches=max(streams.launches),
+        newton_schulz_mean=sum(work) / len(work),
+        newton_schulz_busiest=max(work),
+        exposed_mean=sum(waited) / len(waited),
+        exposed_most=max(waited),
+        host=max(streams.host),
+        phases={name: max(streams.spent.get(name, idle)) for name in PHASES},
+        by_rank=tuple(ends),
+    )
+
+
+def _finish(steps: Iterator[None]) -> None:
+    for _ in steps:
+        raise AssertionError("a step stops twice")
+
+
+def _size(optimizers: Sequence[Optimizer]) -> int:
+    sizes = {optimizer.plan.size for optimizer in optimizers}
+    if len(sizes) != 1:
+        raise ValueError(f"a stage's optimizers have its ranks, got {sorted(sizes)}")
+    return sizes.pop()

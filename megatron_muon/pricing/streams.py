@@ -1,0 +1,136 @@
+"""The clocks of all ranks: host, compute stream and communication stream of each.
+
+A host launches operations in the order of the step. The compute stream runs them one after another,
+each not before it is launched. The communication stream runs grouped sends and receives, each not
+before what was launched on the compute stream when it was; it ends once the peers have begun theirs
+and the bytes are through. Only peers that share bytes wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+from megatron_muon.pricing.hardware import GIGA, MICRO, Hardware
+from megatron_muon.pricing.kernels import Cost
+from megatron_muon.pricing.work import Pairs
+
+WAITING = "waiting"  # for messages, on the compute stream
+
+
+class Streams:
+    """Seconds since the begin of the step, by rank, and where they went.
+
+    Attributes:
+        host, compute, communication: when each has ended all that it has been given.
+        spent: by phase and rank, seconds of the compute stream; ``WAITING`` is one of them.
+        launches: by rank.
+    """
+
+    def __init__(self, hardware: Hardware, size: int) -> None:
+        self.hardware = hardware
+        self.host = [0.0] * size
+        self.compute = [0.0] * size
+        self.communication = [0.0] * size
+        self.spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * size)
+        self.launches = [0] * size
+
+    @property
+    def ends(self) -> list[float]:
+        """When each rank has ended its step."""
+        return [max(clocks) for clocks in zip(self.host, self.compute, strict=True)]
+
+    def run(self, phase: str, cost_of: Callable[[int], Cost]) -> None:
+        """A phase on every rank that has work in it."""
+        for rank in range(len(self.host)):
+            cost = cost_of(rank)
+            if cost.launches:
+                self._run(phase, rank, cost)
+
+    def exchange(self, pairs: Pairs) -> dict[int, float]:
+        """Start a grouped send and receive on every rank that has bytes for one or from one.
+
+        Returns:
+            When each of them has all of its messages.
+        """
+        peers: dict[int, set[int]] = defaultdict(set)
+        for sender, receiver in pairs:
+            peers[sender].add(receiver)
+            peers[receiver].add(sender)
+        begins = {rank: self._enqueued(rank, len(peers[rank])) for rank in peers}
+        links = _Links(self.hardware, pairs)
+        hardware = self.hardware
+        for rank, others in peers.items():
+            met = max(begins[rank], *(begins[peer] for peer in others))
+            latency = (hardware.message_us + hardware.peer_us * len(others)) * MICRO
+            self.communication[rank] = met + latency + links.seconds(rank)
+        return {rank: self.communication[rank] for rank in peers}
+
+    def wait(self, ends: Mapping[int, float]) -> None:
+        """Have the compute streams wait for messages."""
+        waiting = self.spent[WAITING]
+        for rank, end in ends.items():
+            now = max(self.compute[rank], self.host[rank])
+            waiting[rank] += max(0.0, end - now)
+            self.compute[rank] = max(self.compute[rank], end)
+            if self.hardware.host_waits:
+                self.host[rank] = max(now, end)
+
+    def _run(self, phase: str, rank: int, cost: Cost) -> None:
+        hardware, launch = self.hardware, self.hardware.launch_us * MICRO
+        begin = self.host[rank] + hardware.phase_us * MICRO
+        self.launches[rank] += cost.launches
+        self.host[rank] = begin + cost.launches * launch
+        if hardware.host_waits:
+            end = max(self.compute[rank], self.host[rank]) + cost.seconds
+            self.host[rank] = end
+        else:  # the last operation is not over before it is launched and has run
+            end = max(
+                max(self.compute[rank], begin + launch) + cost.seconds,
+                self.host[rank] + cost.seconds / cost.launches,
+            )
+        self.spent[phase][rank] += cost.seconds
+        self.compute[rank] = end
+
+    def _enqueued(self, rank: int, peers: int) -> float:
+        """When the rank's communication stream is ready for a group that is launched now."""
+        hardware = self.hardware
+        each = hardware.launch_us + hardware.phase_us + hardware.peer_host_us * peers
+        self.host[rank] += each * MICRO
+        self.launches[rank] += 1
+        return max(self.communication[rank], self.compute[rank], self.host[rank])
+
+
+class _Links:
+    """How long the bytes of one exchange take on each rank's links."""
+
+    def __init__(self, hardware: Hardware, pairs: Pairs) -> None:
+        self._hardware = hardware
+        # by rank: bytes out and in, inside the node and to other nodes
+        self._bytes: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+        self._peers: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+        self._pairs_of: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        node = hardware.gpus_per_node
+        for (sender, receiver), count in pairs.items():
+            kind = 0 if sender // node == receiver // node else 2
+            for rank, way in ((sender, kind), (receiver, kind + 1)):
+                self._bytes[rank][way] += count
+                self._peers[rank][way] += 1
+            self._pairs_of[sender].append((receiver, kind + 1, count))
+            self._pairs_of[receiver].append((sender, kind, count))
+
+    def seconds(self, rank: int) -> float:
+        """Of all its messages: its own links, and the share of each peer's link that it has."""
+        most = self._own(rank)
+        for peer, way, count in self._pairs_of[rank]:
+            rate = self._hardware.node_link if way < 2 else self._hardware.network_link
+            at_peer = min(count * self._peers[peer][way], self._bytes[peer][way]) / rate
+            most = max(most, at_peer)
+            if way < 2:
+                most = max(most, count / (self._hardware.pair_gbytes * GIGA))
+        return most
+
+    def _own(self, rank: int) -> float:
+        out, into, out_far, into_far = self._bytes[rank]
+        inside = max(out, into) / self._hardware.node_link
+        return max(inside, max(out_far, into_far) / self._hardware.network_link)

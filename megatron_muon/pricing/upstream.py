@@ -1,0 +1,106 @@
+"""Megatron's own Muon over whole parameters, priced by its rules on the same hardware.
+
+Rules, those of Megatron-LM's ``layer_wise_optimizer.py`` and of Emerging-Optimizers:
+
+- A parameter has one owner among the data-parallel ranks, which steps it on all of its TP ranks.
+- Here owners are balanced by priced time, longest first: at least as even as upstream's own.
+- ``duplicated``: the owner's TP ranks gather the matrix in fp32 and each orthogonalizes all of it.
+- ``distributed``: each orthogonalizes its slice and all-reduces the square of the dim that TP does
+  not cut, in each step. The slice of a replicated weight is all of it.
+- One matrix at a time, the standard iteration, torch's products.
+- Momentum and update move as many bytes as ours. AdamW's part is spread evenly, at no other cost.
+
+Not counted: that gradients are all-reduced whole in place of reduce-scattered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.layout import Parameter
+from megatron_muon.plan import ExchangePlan, Matrix
+from megatron_muon.pricing.hardware import GIGA, MICRO, Hardware
+from megatron_muon.pricing.kernels import Cost, newton_schulz, product, stream
+from megatron_muon.pricing.step import Optimizer, adamw
+
+TpMode = Literal["duplicated", "distributed"]
+_BYTES = 46 + 34  # of an element in momentum and update
+_FP32, _BF16 = 4, 2
+
+
+def price_layer_wise(
+    optimizers: Sequence[Optimizer], config: MuonConfig, hardware: Hardware, mode: TpMode
+) -> float:
+    """Seconds of its step on the rank that ends last.
+
+    Args:
+        optimizers: of the stage, whose matrices and TP splits are read, not their plans' homes.
+        config: steps and coefficients.
+        hardware: of every rank.
+        mode: what TP ranks do.
+    """
+    plain = replace(hardware, symmetric_ratio=1.0)
+    settings = replace(config, ns_iteration="standard")
+    seconds = 0.0
+    for optimizer in optimizers:
+        busiest = _busiest(optimizer.plan, settings, plain, mode)
+        dp_size = len(optimizer.plan.grid[0][0])
+        elements = sum(p.shape[0] * p.shape[1] for p in optimizer.plan.parameters if p.ep_rank == 0)
+        cost = busiest + stream(plain, _BYTES * elements / dp_size)
+        cost += adamw(plain, sum(optimizer.rest) // len(optimizer.rest))
+        seconds += max(cost.seconds, cost.launches * plain.launch_us * MICRO)
+    return seconds
+
+
+def _busiest(plan: ExchangePlan, config: MuonConfig, hardware: Hardware, mode: TpMode) -> Cost:
+    costs: dict[int, list[Cost]] = defaultdict(list)  # by EP rank
+    for parameter, matrices in _matrices(plan):
+        cost = Cost(0.0, 9)  # momentum and update of a parameter
+        for matrix in matrices:
+            cost += _matrix(parameter, matrix, config, hardware, mode)
+        costs[parameter.ep_rank].append(cost)
+    dp_size = len(plan.grid[0][0])
+    loads = [load for of_ep in costs.values() for load in _balanced(of_ep, dp_size)]
+    return max(loads, key=lambda load: load.seconds, default=Cost())
+
+
+def _balanced(costs: Sequence[Cost], ranks: int) -> list[Cost]:
+    loads = [Cost()] * ranks
+    for cost in sorted(costs, key=lambda cost: -cost.seconds):
+        least = min(range(ranks), key=lambda rank: loads[rank].seconds)
+        loads[least] += cost
+    return loads
+
+
+def _matrix(
+    parameter: Parameter, matrix: Matrix, config: MuonConfig, hardware: Hardware, mode: TpMode
+) -> Cost:
+    tp_size, dim = len(parameter.blocks), parameter.partition_dim
+    if tp_size == 1 or dim is None:
+        return newton_schulz(hardware, matrix.rows, matrix.cols, 1, config)
+    if mode == "duplicated":
+        whole = newton_schulz(hardware, matrix.rows, matrix.cols, 1, config)
+        return whole + _collective(hardware, matrix.numel * _FP32 * (tp_size - 1) / tp_size)
+    square, cut = (matrix.cols, matrix.rows) if dim == 0 else (matrix.rows, matrix.cols)
+    local = max(1, cut // tp_size)
+    step = product(hardware, square, square, local) + product(hardware, square, square, square)
+    step += product(hardware, square, local, square)
+    step += stream(hardware, 2 * _BF16 * (square * square + square * local), 2)
+    reduced = 2 * (tp_size - 1) / tp_size * square * square * _BF16
+    return (step + _collective(hardware, reduced)).times(config.ns_steps)
+
+
+def _collective(hardware: Hardware, nbytes: float) -> Cost:
+    """Over TP ranks, which share a node."""
+    seconds = nbytes / (hardware.node_gbytes * GIGA * hardware.node_efficiency)
+    return Cost(seconds + hardware.message_us * MICRO, 1)
+
+
+def _matrices(plan: ExchangePlan) -> Iterator[tuple[Parameter, list[Matrix]]]:
+    matrices = iter(plan.matrices)
+    for parameter in plan.parameters:
+        yield parameter, [next(matrices) for _ in parameter.matrices]

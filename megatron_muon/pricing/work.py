@@ -1,0 +1,95 @@
+"""What each rank has to do in each round of a plan: elements, matrices, and bytes by pair."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_muon.plan import ExchangePlan
+
+Shape = tuple[int, int]
+Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundWork:
+    """One round; lists are by rank.
+
+    Attributes:
+        held: elements of the rank's pieces.
+        pieces: their number.
+        arriving: elements that the rank receives as a home.
+        arrivals: segments that they come in.
+        leaving: elements of the matrices that it orthogonalizes, the rank's own pieces among them.
+        departures: segments that they go in.
+        shapes: of the matrices that it orthogonalizes, how many of each.
+        gather, scatter: bytes by pair.
+    """
+
+    held: list[int]
+    pieces: list[int]
+    arriving: list[int]
+    arrivals: list[int]
+    leaving: list[int]
+    departures: list[int]
+    shapes: list[Counter[Shape]]
+    gather: Pairs = field(default_factory=lambda: defaultdict(int))
+    scatter: Pairs = field(default_factory=lambda: defaultdict(int))
+
+
+def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
+    """Every round of a plan, for all ranks in one pass over its segments."""
+    rounds = [_idle(plan.size) for _ in plan.rounds]
+    round_of = {
+        index: work for work, members in zip(rounds, plan.rounds, strict=True) for index in members
+    }
+    pieces_seen: set[tuple[int, int]] = set()
+    for segment in plan.segments:
+        work, elements = round_of[segment.parameter], segment.elements.size
+        rank, home = segment.rank, plan.matrices[segment.matrix].home
+        work.held[rank] += elements
+        if (segment.parameter, rank) not in pieces_seen:
+            pieces_seen.add((segment.parameter, rank))
+            work.pieces[rank] += 1
+        work.leaving[home] += elements
+        work.departures[home] += 1
+        if home == rank:
+            continue
+        work.scatter[home, rank] += elements * plan.itemsize
+        if not segment.replica:  # with an element that says whether it has a gradient
+            work.gather[rank, home] += (elements + 1) * plan.itemsize
+            work.arriving[home] += elements
+            work.arrivals[home] += 1
+    matrices = iter(plan.matrices)
+    for index, parameter in enumerate(plan.parameters):
+        for _ in parameter.matrices:
+            matrix = next(matrices)
+            round_of[index].shapes[matrix.home][matrix.rows, matrix.cols] += 1
+    return rounds
+
+
+def held_elements(plan: ExchangePlan) -> list[int]:
+    """Elements of Muon's parameters on each rank."""
+    held = [0] * plan.size
+    for segment in plan.segments:
+        held[segment.rank] += segment.elements.size
+    return held
+
+
+def largest_matrix(plan: ExchangePlan) -> int:
+    """Bytes of the largest matrix, as it travels."""
+    return max((matrix.numel for matrix in plan.matrices), default=0) * plan.itemsize
+
+
+def total(counts: Sequence[Sequence[int]]) -> list[int]:
+    """By rank, over several lists."""
+    return [sum(of_rank) for of_rank in zip(*counts, strict=True)]
+
+
+def _idle(size: int) -> RoundWork:
+    def zeros() -> list[int]:
+        return [0] * size
+
+    shapes: list[Counter[Shape]] = [Counter() for _ in range(size)]
+    return RoundWork(zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), shapes)
