@@ -119,8 +119,8 @@ def test_without_locks_the_mark_tells(name: str, tmp_path: Path) -> None:
 
 def test_what_the_other_says_while_the_digest_is_written_counts(tmp_path: Path) -> None:
     """B looks at its mark and writes its digest; in between A says that it has written there."""
-    a = Job("A", stops={SHARDS: "B at shards"})
-    b = Job("B", after="A at shards", stops={SHARDS: "", SEAL: "A done"})
+    a = Job("A", stops={SHARDS: "B at seal"})
+    b = Job("B", after="A at shards", stops={SEAL: "A done"})
     meeting, errors = held(tmp_path, a, b, locks=False)
     assert lost(errors) == "AB"
     assert kept(meeting) == ""
