@@ -77,6 +77,21 @@ def test_any_type_of_error(kind: str, failing: int) -> None:
     assert other.startswith(f"RuntimeError: rank {failing} stopped this run: ") and other[45:]
 
 
+def _rank_0_fails(way: str, kind: str) -> str | None:
+    from megatron_muon.training import checkpointing
+
+    return described(lambda: getattr(checkpointing, way)(FAULTS[kind]))
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("way", ["_on_rank_0", "_by_rank_0"])
+def test_what_rank_0_does_for_all(way: str, kind: str) -> None:
+    """In Megatron-LM's save and load."""
+    zero, one = run(_rank_0_fails, 2, way, kind, timeout=30.0)
+    assert (zero or "").startswith(f"{kind}:")
+    assert (one or "").startswith("RuntimeError: rank 0 stopped this run: ")
+
+
 # --- saving ----------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import pytest
 from installed import VERSION
 from ranks import run
 from saving import formats
-from two_jobs import HASH, PART, SEAL, SHARDS, Job, Meeting, meet, whose
+from two_jobs import CLEAR, HASH, LOOK, PART, PUT, SEAL, SHARDS, Job, Meeting, meet, whose
 
 from megatron_muon import digest
 from megatron_muon.claim import LOCK_NAME
@@ -78,6 +78,24 @@ def test_a_save_in_the_background_holds_the_folder_until_it_is_finalized(
     assert kept(meeting) == ("A" if locks else "")
 
 
+@pytest.mark.skipif(VERSION < (0, 14), reason="its asynchronous writer fails with this torch")
+def test_a_process_in_the_background_that_is_refused_says_why(tmp_path: Path) -> None:
+    """What it raises is lost in Megatron, which says that a queue is empty."""
+    a = Job("A", stops={LOOK: "B done"}, background="B done")
+    meeting, errors = held(tmp_path, a, Job("B", after="A at look"), locks=False)
+    assert lost(errors) == "A"
+    assert kept(meeting) == ""
+
+
+def test_who_clears_the_folder_while_another_begins_is_named(tmp_path: Path) -> None:
+    """B has put its mark; A reads it, and B takes away the file that A's is written to."""
+    a = Job("A", after="B at clear", stops={PUT: "B at shards"})
+    b = Job("B", stops={CLEAR: "A at put", SHARDS: ""})
+    meeting, errors = held(tmp_path, a, b, locks=False)
+    assert lost(errors) == "A"
+    assert kept(meeting) == "B"
+
+
 # What each job waits for, who loses, and whose checkpoint it is then, on a file system without
 # locks.
 MEETINGS = {
@@ -119,8 +137,8 @@ def test_without_locks_the_mark_tells(name: str, tmp_path: Path) -> None:
 
 def test_what_the_other_says_while_the_digest_is_written_counts(tmp_path: Path) -> None:
     """B looks at its mark and writes its digest; in between A says that it has written there."""
-    a = Job("A", stops={SHARDS: "B at shards"})
-    b = Job("B", after="A at shards", stops={SHARDS: "", SEAL: "A done"})
+    a = Job("A", stops={SHARDS: "B at seal"})
+    b = Job("B", after="A at shards", stops={SEAL: "A done"})
     meeting, errors = held(tmp_path, a, b, locks=False)
     assert lost(errors) == "AB"
     assert kept(meeting) == ""

@@ -20,6 +20,8 @@ from typing import Any
 
 LIMIT = 60.0  # seconds for a signal to come
 SHARDS, HASH, SEAL, PART = "shards", "hash", "seal", "part"
+PUT, CLEAR = "put", "clear"  # its mark is put in place; others' files are cleared away
+LOOK = "look"  # at the mark, in a process of a save in the background
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,13 @@ class Stops:
     signals: Path
     random: random.Random
     tmps = 0
+    pid = 0  # of the rank
     added = False
 
     def hook(self, event: str, args: tuple[Any, ...]) -> None:
-        if self.job is None or event != "open" or not isinstance(args[0], (str, os.PathLike)):
+        if self.job is None:
             return
-        path = Path(args[0])
-        if path.parent == self.signals:
-            return
-        point = self._point(path.name, bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR)))
+        point = self._point(event, args)
         if point is None:
             return
         if self.job.jitter:
@@ -86,12 +86,26 @@ class Stops:
             if self.job.stops[point]:
                 wait(self.signals, self.job.stops[point])
 
-    def _point(self, name: str, writes: bool) -> str | None:
+    def _point(self, event: str, args: tuple[Any, ...]) -> str | None:
+        if event == "pathlib.Path.glob" and args[1] == "megatron_muon.*":
+            return CLEAR
+        if event == "os.rename" and Path(args[1]).name == "megatron_muon.json":
+            return PUT
+        if event != "open" or not isinstance(args[0], (str, os.PathLike)):
+            return None
+        path = Path(args[0])
+        if path.parent == self.signals:
+            return None
+        return self._opened(path.name, bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR)))
+
+    def _opened(self, name: str, writes: bool) -> str | None:
         if name.endswith(".distcp"):
             return SHARDS if writes else HASH
         if name.startswith("megatron_muon.json") and writes:
             self.tmps += 1
             return SEAL if self.tmps == 2 else None
+        if name == "megatron_muon.json" and os.getpid() != self.pid:
+            return LOOK
         return PART if "part.json" in name and writes else None
 
 
@@ -156,7 +170,7 @@ def _error(meeting: Meeting, job: Job, number: int, rank: int) -> str | None:
     if job.after:
         wait(signals, job.after)
     dist.barrier()
-    STOPS.signals, STOPS.tmps = signals, 0
+    STOPS.signals, STOPS.tmps, STOPS.pid = signals, 0, os.getpid()
     STOPS.random = random.Random(meeting.seed * 100 + number * 10 + rank)
     if not STOPS.added:
         sys.addaudithook(STOPS.hook)

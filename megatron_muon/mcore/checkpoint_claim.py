@@ -84,8 +84,10 @@ class Claim:
             claim.share(self.lock)
         except claim.HeldError:
             raise self._refused() from None
-        except OSError:
-            if digest.saver(self.folder) not in (None, last, self.save):  # it took our file away
+        except OSError as error:
+            other = digest.saver(self.folder)
+            taken = isinstance(error, FileNotFoundError)  # our file, by who has begun before us
+            if other not in (None, self.save) and (other != last or taken):
                 raise self._refused() from None
             raise
         status = self.folder.stat()

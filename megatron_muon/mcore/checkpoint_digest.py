@@ -73,7 +73,9 @@ def save(
     if request is None:
         saving.seal()
         return None
-    request.finalize_fns.append(saving.seal)  # Megatron's metadata come first, its tracker after
+    first = [partial(saving.explaining, function) for function in request.finalize_fns]
+    # Megatron's metadata come before the digest, its tracker after
+    request.finalize_fns[:] = [*first, saving.seal]
     if request.async_fn is None:
         return request
     rank, save = dist.get_rank(), saving.claim.save
@@ -183,6 +185,20 @@ class Saving:
         staked = Claim.stake(folder, wrote(), device)
         content = _content(trained, whole, staked.save) if dist.get_rank() == 0 else {}
         return cls(staked, content)
+
+    def explaining(self, function: Callable[[], Any]) -> Any:
+        """What it returns; the claim ends where it fails, as where processes of Megatron's own
+        that wrote did.
+
+        Raises:
+            TwoSavesError: another save into the folder has begun, which is why.
+            BaseException: else what ``function`` raises.
+        """
+        try:
+            return function()
+        except BaseException as error:
+            self.claim.abandon()
+            self.claim.raise_explained(error)
 
     def seal(self) -> None:
         """Hash the files and mark the folder as complete. Every rank of the world calls it.
