@@ -176,6 +176,20 @@ def test_a_load_of_it_ends_on_all_ranks(real: Path, beside: Path) -> None:
         assert re.search(rf"megatron_muon.json is damaged: .*{re.escape(WAY_OUT)}", error or "")
 
 
+@pytest.mark.timeout(120)
+def test_a_load_waits_at_no_pipe(real: Path, beside: Path) -> None:
+    """Megatron and torch open files by their names, whether a digest lists them or not."""
+    folder = beside.parent
+    (folder / "extra").mkdir()
+    os.mkfifo(folder / "extra" / "common.pt")
+    (with_digest,), (other,) = run(errors_of_loads, 2, CASE, DP, FORMAT, [str(folder)])
+    beside.unlink()
+    (without,), _ = run(errors_of_loads, 2, CASE, DP, FORMAT, [str(folder)])
+    for error in (with_digest, without):
+        assert re.search(r"extra/common\.pt is no regular file, but a pipe", error or "")
+    assert "rank 0 stopped this run" in (other or "")
+
+
 # --- saving beside it ---------------------------------------------------------------------------
 
 
@@ -222,7 +236,7 @@ def test_a_fault_of_rank_0_ends_both(beside: Path) -> None:
     save_dir = beside.parent.parent
     (save_dir / tracker.NAME).mkdir()
     (own, _), (other, _) = run(moved_back, 2, str(save_dir), "iter_0000007")
-    assert "IsADirectoryError" in (own or "")
+    assert "NotRegularError" in (own or "") and tracker.NAME in (own or "")
     assert "rank 0 stopped this run" in (other or "")
 
 

@@ -19,7 +19,8 @@ TIERS = [
         [
             *("arrangement", "buckets", "claim", "coefficients", "config", "digest"),
             *("digest_parts", "digest_text", "durable", "homes", "iteration"),
-            *("layout", "ordering", "pickles", "plan", "report", "rounds", "setting_names"),
+            *("layout", "ordering", "pickles", "plan", "regular", "report", "rounds"),
+            *("setting_names",),
         ],
     ),
     ("tensors", ["archive", "checksum", "newton_schulz", "products", "torch_dist", "update"]),
