@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -220,17 +221,21 @@ def test_what_is_no_file_is_not_waited_for(
 def test_folders_may_be_nested_ever_so_deeply_and_links_lead_in_circles(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(folder)  # by steps: the whole path is longer than one may be
-    for _ in range(1500):
-        os.mkdir("a")
-        os.chdir("a")
-    monkeypatch.chdir(folder)
     (folder / "round").symlink_to(".")
     (folder / "itself").symlink_to("itself")
-    status, said = _inspect(folder, capsys)
-    assert status == 0, said
-    (folder / digest.FILE_NAME).unlink(missing_ok=True)
-    assert _inspect(folder, capsys)[0] == 0
+    monkeypatch.chdir(folder)
+    try:
+        for _ in range(1500):  # by steps: the whole path is nearly as long as one may be
+            os.mkdir("a")
+            os.chdir("a")
+        os.chdir(folder)
+        status, said = _inspect(folder, capsys)
+        assert status == 0, said
+        (folder / digest.FILE_NAME).unlink(missing_ok=True)
+        assert _inspect(folder, capsys)[0] == 0
+    finally:
+        os.chdir(folder)  # pytest and shutil.rmtree would recurse
+        subprocess.run(["rm", "-r", "a"], check=True)
 
 
 def test_a_file_larger_than_the_memory_is_damaged_not_too_large(tmp_path: Path) -> None:
