@@ -90,6 +90,8 @@ def _environment() -> Iterator[Row]:
         ("emerging_optimizers", "emerging-optimizers", "emerging_optimizers"),
     ):
         yield Row(name, _installed(distribution, module))
+    if importlib.util.find_spec("psutil") is None:
+        yield Row("psutil", "none: saves in torch_dist hang without it; pip install psutil")
 
 
 def _megatron(checkout: Path | None) -> Iterator[Row]:
