@@ -277,3 +277,23 @@ def test_of_a_file_that_decayed_nothing_of_that_is_said(beside: Path) -> None:
     os.utime(path, (1, 1))
     fault = digest.fault(beside.parent, name, entry, lambda path: "")
     assert fault is not None and fault.endswith("are not those that were written")
+
+
+def without_psutil(case: Case, topology: Topology, format: str, folder: str) -> str:
+    """What a save raises where Megatron's writers lack it; they would end, and their rank wait."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    has, filesystem_async.HAVE_PSUTIL = getattr(filesystem_async, "HAVE_PSUTIL", True), False
+    try:
+        saved(case, topology, format, folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        filesystem_async.HAVE_PSUTIL = has
+    return ""
+
+
+@pytest.mark.timeout(120)
+def test_a_save_without_psutil_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    for error in run(without_psutil, 2, CASE, DP, FORMAT, str(tmp_path / "iter_0000001")):
+        assert "pip install psutil" in error
