@@ -176,7 +176,9 @@ def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None
     """
     try:
         yield
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
         from megatron_muon.mcore.checkpoint_switch import writer_of
 
         folder, whose = None, None
