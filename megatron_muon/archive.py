@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import stat
 import struct
 import sys
 import zipfile
@@ -28,7 +27,9 @@ import torch
 
 from megatron_muon import pickles
 from megatron_muon.pickles import Name
+from megatron_muon.regular import NotRegularError, open_regular
 
+_IS_LINUX = sys.platform == "linux"
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -45,6 +46,9 @@ _STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,
 }
+# Without the latter a private mapping that may be written to is held against the memory that is
+# free, and a file larger than that cannot be mapped. Python names it from 3.13 on.
+_COPIED = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_NORESERVE", 0x4000) if _IS_LINUX else 0)
 _HEADER = struct.Struct("<4s22xHH")  # of a record: signature, lengths of its name and extra field
 _SIGNATURE = b"PK\003\004"
 _QUANTIZED = "q"  # what dtypes begin with that need more than their elements
@@ -75,12 +79,14 @@ def mapped(path: str | os.PathLike[str]) -> memoryview:
         OSError: it cannot be read.
         ArchiveError: it is no regular file (opening a pipe would wait), or empty.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ArchiveError("it is no regular file")
-    with open(path, "rb") as file:
+    try:
+        file = open_regular(path)
+    except NotRegularError:
+        raise ArchiveError("it is no regular file") from None
+    with file:
         if not os.fstat(file.fileno()).st_size:
             raise ArchiveError("it is empty")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        return memoryview(mmap.mmap(file.fileno(), 0, flags=_COPIED))
 
 
 def load_bytes(data: bytes) -> Any:

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from megatron_muon.regular import open_regular
+
 NAME = "crc32+blake2b"  # in front of every checksum
 LARGE = 4096  # bytes from which on a record goes in as its CRC-32
 _CHUNK = 1 << 22  # bytes that are read at once
@@ -46,10 +48,10 @@ def checksum(path: str | os.PathLike[str], *, written: bool = False) -> str:
         written: its CRC-32s are right: torch has computed them, and nothing has touched it since.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no regular file.
     """
     whole = hashlib.blake2b(digest_size=16)
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path, "rb", buffering=0) as file:
         size = file.seek(0, io.SEEK_END)
         at = 0
         for record in _large_records(file, size):

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_muon.regular import open_regular, read_regular
+
 LOCK_NAME = "megatron_muon.lock"
 WAIT = 10.0  # seconds that a save waits for another to end, such as that of a job being killed
 _PAUSE = 0.1  # seconds between two tries
@@ -89,7 +91,7 @@ def take(folder: Path, save: Save | None, wait: float | None = None) -> BinaryIO
     """
     end = time.monotonic() + (WAIT if wait is None else wait)
     while True:
-        file = open(folder / LOCK_NAME, "ab")
+        file = open_regular(folder / LOCK_NAME, "ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, folder / LOCK_NAME):
@@ -132,7 +134,7 @@ def join(folder: Path) -> BinaryIO | None:
         HeldError: another job has it.
     """
     try:
-        file = open(folder / LOCK_NAME, "rb+")
+        file = open_regular(folder / LOCK_NAME, "rb+")
     except OSError:
         return None
     try:
@@ -184,8 +186,7 @@ def holder(folder: Path) -> Save | None:
 def read(path: Path) -> Save | None:
     """A save that a file names; None where it names none, or is not there."""
     try:
-        with path.open("rb") as file:
-            save = json.loads(file.read(_MOST))
+        save = json.loads(read_regular(path, _MOST))
     except (OSError, ValueError, RecursionError):
         return None
     return dict(save) if is_save(save) else None

@@ -27,15 +27,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_muon import claim
 from megatron_muon.claim import LOCK_NAME, Save, described
-from megatron_muon.digest_text import MOST, completed, opened, sealed
+from megatron_muon.digest_text import MOST, completed, opened, printable, sealed
 from megatron_muon.durable import write_text
+from megatron_muon.regular import NotRegularError, open_regular
 
 FILE_NAME = "megatron_muon.json"
 FORMAT = 2
@@ -53,9 +53,15 @@ _CONTESTED = "megatron_muon.{save}.contested"  # what another save leaves for th
 class DigestError(ValueError):
     """A checkpoint is not what its digest says, or not complete."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))  # it quotes names from files
+
 
 class TwoSavesError(RuntimeError):
     """Another save into the same folder is going on, or has begun during this one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
 
 
 # --- the digest of a save ------------------------------------------------------------------------
@@ -162,12 +168,11 @@ def _content(folder: Path) -> tuple[Digest | None, str]:
     """
     path = folder / FILE_NAME
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            return None, f"{path} is damaged: it is no file"
-        if status.st_size > MOST:
-            return None, f"{path} is damaged: it has {status.st_size} bytes, at most {MOST} can be"
-        content = opened(path.read_bytes().decode())
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MOST:
+                return None, f"{path} is damaged: it has {size} bytes, at most {MOST} can be"
+            content = opened(file.read().decode())
         if content.get("format") != FORMAT:
             return None, (
                 f"{path} is of format {content.get('format')!r}, this megatron_muon reads {FORMAT}:"
@@ -177,6 +182,8 @@ def _content(folder: Path) -> tuple[Digest | None, str]:
         return completed(content), ""
     except (FileNotFoundError, NotADirectoryError):
         return None, f"{path} is damaged: it is a link to nothing" if path.is_symlink() else ""
+    except NotRegularError:
+        return None, f"{path} is damaged: it is no file"
     except OSError as error:
         return None, f"{path} cannot be read ({error})"
     except ValueError as error:

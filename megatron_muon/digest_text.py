@@ -53,6 +53,14 @@ def completed(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**_DEFAULTS, **content}
 
 
+def printable(text: str, kept: str = "") -> str:
+    """A text with escapes for what a terminal or a log would obey; but not for ``kept``."""
+    return "".join(
+        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
 def _is_mapping(value: Any) -> bool:
     return isinstance(value, dict)
 

@@ -92,6 +92,11 @@ def ns_flops(rows: int, cols: int, config: MuonConfig, device: Device = "cuda") 
     return _standard_flops(rows, cols, config)
 
 
+def scratch_elements(rows: int, cols: int) -> int:
+    """Beside a matrix itself: the next iterate, and two squares of the short side."""
+    return rows * cols + 2 * min(rows, cols) ** 2
+
+
 def panels(size: int) -> list[tuple[int, int]]:
     """The ranges of rows that a symmetric product on CPU is made in."""
     count = _PANELS if size >= _PANELLED else 1

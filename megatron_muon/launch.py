@@ -99,11 +99,16 @@ def check_installation(checkout: Path) -> None:
     where = Path(spec.origin).resolve() if spec is not None and spec.origin else None
     if where is None or checkout.resolve() not in where.parents:
         own = version_of(checkout / "megatron" / "core")
-        other = "nowhere" if where is None else f"{where.parent} (core {version_of(where.parent)})"
+        first = "put the checkout first on PYTHONPATH"
+        if where is None:
+            raise MixedInstallationError(
+                f"megatron.training is that of {checkout} (core {own}), but Python finds no "
+                f"megatron.core: {first}, or, where it has no megatron/core, get all of it"
+            )
         raise MixedInstallationError(
             f"megatron.training is that of {checkout} (core {own}), but megatron.core would be "
-            f"imported from {other}: uninstall that megatron-core, or put the checkout first on "
-            "PYTHONPATH"
+            f"imported from {where.parent} (core {version_of(where.parent)}): {first}, or "
+            "uninstall that megatron-core"
         )
 
 

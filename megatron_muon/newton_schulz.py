@@ -17,7 +17,13 @@ from torch import Tensor
 
 from megatron_muon.coefficients import Triple
 from megatron_muon.config import MuonConfig
-from megatron_muon.iteration import Segments, schedule_of, segments, takes_gram
+from megatron_muon.iteration import (
+    Segments,
+    schedule_of,
+    scratch_elements,
+    segments,
+    takes_gram,
+)
 from megatron_muon.products import (
     Products,
     fp32_is_fp32,
@@ -123,11 +129,6 @@ def at_once_on(device: torch.device, config: MuonConfig, rows: int, cols: int, m
     if config.ns_batch is not None:
         return config.ns_batch
     return max(1, most // scratch_elements(rows, cols))
-
-
-def scratch_elements(rows: int, cols: int) -> int:
-    """Beside a matrix itself: the next iterate, and two squares of the short side."""
-    return rows * cols + 2 * min(rows, cols) ** 2
 
 
 def _orthogonalize_into(

@@ -13,6 +13,9 @@ from typing import Protocol
 Loads = Mapping[int, int]  # bytes by rank of the stage
 
 LEAST_LIMIT = 256 << 20  # bytes; smaller rounds of a GPU take longer to start than to run
+# Of elementwise operations, which have scratch memory for so many in fp32: 80 MiB. One launch of
+# torch's operations on lists takes 320 blocks of 2^16 elements, so more would be no fewer launches.
+ELEMENTS_AT_ONCE = 320 << 16
 LEAST_SCRATCH = 1 << 28  # elements; smaller batches of a GPU leave most of it idle
 
 

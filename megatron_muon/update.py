@@ -2,7 +2,7 @@
 
 Every operation here is elementwise and rounds once, so a result does not depend on where a shard
 is cut: a fused multiply-add may round differently in a kernel's vector body and in its tail. Each
-is one call for many tensors, of at most ``AT_ONCE`` elements, for which there is scratch memory.
+is one call for many tensors, of at most ``ELEMENTS_AT_ONCE``, for which there is scratch memory.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.config import MuonConfig
-
-# 80 MiB in fp32. One launch of torch's operations on lists takes 320 blocks of 2^16 elements, so
-# more at once would be no fewer launches.
-AT_ONCE = 320 << 16
+from megatron_muon.rounds import ELEMENTS_AT_ONCE
 
 
 def advance_momentum(
@@ -104,19 +101,19 @@ def _in_fp32(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _at_once(*lists: Sequence[Tensor]) -> Iterator[tuple[list[int], tuple[list[Tensor], ...]]]:
-    """Parallel lists in parts of at most ``AT_ONCE`` elements, with the number of each tensor.
+    """Parallel lists in parts of at most ``ELEMENTS_AT_ONCE``, with the number of each tensor.
 
     A tensor that has more is cut.
     """
     numbers: list[int] = []
     some: tuple[list[Tensor], ...] = tuple([] for _ in lists)
-    room = AT_ONCE
+    room = ELEMENTS_AT_ONCE
     for number, tensors in enumerate(zip(*lists, strict=True)):
         size, start = tensors[0].numel(), 0
         while start < size:
-            if room == 0 or (size - start > room and size <= AT_ONCE):
+            if room == 0 or (size - start > room and size <= ELEMENTS_AT_ONCE):
                 yield numbers, some
-                numbers, some, room = [], tuple([] for _ in lists), AT_ONCE
+                numbers, some, room = [], tuple([] for _ in lists), ELEMENTS_AT_ONCE
             stop = min(size, start + room)
             whole = stop - start == size
             for part, tensor in zip(some, tensors, strict=True):

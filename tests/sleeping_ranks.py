@@ -98,13 +98,15 @@ def _steps(case: Case, repeats: int) -> list[float]:
     plan, rank = case.plan, dist.get_rank()
     second = _second_per_flop(case, plan)
 
-    def orthogonalize_at_once(batch: Any, config: MuonConfig, *others: Any) -> list[torch.Tensor]:
-        time.sleep(sum(ns_flops(*matrix.shape, config, "cpu") for matrix in batch) * second)
-        return [torch.zeros(matrix.shape, dtype=torch.bfloat16) for matrix in batch]
+    def orthogonalize_staged(
+        staged: torch.Tensor, moves: torch.Tensor, config: MuonConfig, **shape: int
+    ) -> None:
+        flops = ns_flops(shape["rows"], shape["cols"], config, "cpu")
+        time.sleep(len(moves) * flops * second)
 
     muon, groups, state = _muon(case.config, plan, rank)
     times = []
-    with mock.patch.object(muon_step, "orthogonalize_at_once", orthogonalize_at_once):
+    with mock.patch.object(muon_step, "orthogonalize_staged", orthogonalize_staged):
         for _ in range(1 + repeats):
             dist.barrier()
             start = time.perf_counter()

@@ -10,7 +10,9 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,18 @@ def _replaced(file: Path, attack: str, canary: Path) -> bytes:
     return data
 
 
+@contextmanager
+def _in_place_of(file: Path, data: bytes) -> Iterator[bytes | None]:
+    """Within it a file has other bytes, or is there; those that it had, None where it was not."""
+    original = file.read_bytes() if file.exists() else None
+    file.write_bytes(data)
+    yield original
+    if original is None:
+        file.unlink()
+    else:
+        file.write_bytes(original)
+
+
 def _files(folder: Path) -> list[str]:
     """One of each kind."""
     kinds = {path.name.lstrip("_0123456789"): path.name for path in sorted(folder.iterdir())}
@@ -72,9 +86,8 @@ def test_inspect_runs_nothing_of_any_file(
     canary = tmp_path / "canary"
     data = _replaced(folder, attack, canary)
     for name in [*_files(folder), "common.pt", "model_optim_rng.pt"]:
-        original = (folder / name).read_bytes() if (folder / name).exists() else None
-        (folder / name).write_bytes(data)
-        status, said = _inspect(folder, capsys)
+        with _in_place_of(folder / name, data) as original:
+            status, said = _inspect(folder, capsys)
         assert not canary.exists(), f"{name} ran"
         is_sharded = (folder / ".metadata").exists()
         used = original is not None or (name == "common.pt") == is_sharded
@@ -84,10 +97,6 @@ def test_inspect_runs_nothing_of_any_file(
             assert status == 1 and name in said
         else:
             assert status == 0
-        if original is None:
-            (folder / name).unlink()
-        else:
-            (folder / name).write_bytes(original)
     assert _inspect(folder, capsys)[0] == 0
 
 
@@ -209,6 +218,36 @@ def test_what_is_no_file_is_not_waited_for(
     assert name in said
 
 
+def test_folders_may_be_nested_ever_so_deeply_and_links_lead_in_circles(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "round").symlink_to(".")
+    (folder / "itself").symlink_to("itself")
+    monkeypatch.chdir(folder)
+    try:
+        for _ in range(1500):  # by steps: the whole path is nearly as long as one may be
+            os.mkdir("a")
+            os.chdir("a")
+        os.chdir(folder)
+        status, said = _inspect(folder, capsys)
+        assert status == 0, said
+        (folder / digest.FILE_NAME).unlink(missing_ok=True)
+        assert _inspect(folder, capsys)[0] == 0
+    finally:
+        os.chdir(folder)  # pytest and shutil.rmtree would recurse
+        subprocess.run(["rm", "-r", "a"], check=True)
+
+
+def test_a_file_larger_than_the_memory_is_damaged_not_too_large(tmp_path: Path) -> None:
+    """Nothing of it is read but its end."""
+    from megatron_muon import archive
+
+    (tmp_path / "large.pt").touch()
+    os.truncate(tmp_path / "large.pt", 1 << 42)
+    with pytest.raises(archive.ArchiveError, match="no zip archive"):
+        archive.load(tmp_path / "large.pt")
+
+
 CONTENTS: dict[str, Any] = {
     "no keys": {},
     "settings of objects": {"settings": {"momentum": {"a": [1]}}, "parameters": {}, "files": {}},
@@ -285,15 +324,10 @@ def test_training_runs_nothing_before_megatron_does(
         assert objects
     refused: list[str] = []
     for name in names:
-        original = (folder / name).read_bytes() if (folder / name).exists() else None
-        (folder / name).write_bytes(data)
-        errors = _errors(folder)
+        with _in_place_of(folder / name, data):
+            errors = _errors(folder)
         assert not canary.exists(), f"{name} ran"
         refused += [error for error in errors if Path(name).name in error]
-        if original is None:
-            (folder / name).unlink()
-        else:
-            (folder / name).write_bytes(original)
     assert refused or attack == "archive"
 
 

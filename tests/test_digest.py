@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -145,6 +146,63 @@ def test_begin_and_finish(tmp_path: Path) -> None:
     digest.require_complete(folder, found)
     assert [path.name for path in folder.iterdir()] == [digest.FILE_NAME]  # no part is left
     assert digest.complete_iterations(tmp_path) == [3]
+
+
+PARTS = {
+    "nested deeply": "[" * 200_000 + "]" * 200_000,
+    "a list": "[1, 2]",
+    "pairs": '[["files", {}]]',
+    "a number": "9" * 5000,
+    "nothing": "",
+    "no text": "\udcff",
+    "a place elsewhere": '{"files": {"../a": {"size": 1, "hash": ""}}}',
+    "files of another type": '{"files": [1]}',
+    "parameters of another type": '{"files": {}, "parameters": {"a": 1}}',
+}
+
+
+@pytest.mark.parametrize("text", PARTS)
+def test_a_damaged_part_is_an_ordinary_error_that_names_it(text: str, tmp_path: Path) -> None:
+    save = claim.identity()
+    digest_parts.write_part(tmp_path, save, 1, {"files": {}})
+    (file,) = tmp_path.glob("*.part.json")
+    file.write_bytes(PARTS[text].encode("utf-8", "surrogateescape"))
+    for read in (
+        lambda: digest_parts.read_part(tmp_path, save, 1),
+        lambda: list(digest_parts.read_parts(tmp_path, save)),
+    ):
+        with pytest.raises(ValueError, match="is not what a rank of this save wrote") as caught:
+            read()
+        assert str(file) in str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_pipes_in_a_folder_are_not_waited_for(tmp_path: Path) -> None:
+    """Each of them an error; for the lock of another save and for a file of size 0, too."""
+    save = claim.identity()
+    digest_parts.write_part(tmp_path, save, 1, {"files": {}})
+    (part,) = tmp_path.glob("*.part.json")
+    part.unlink()
+    lock, empty = tmp_path / claim.LOCK_NAME, tmp_path / "empty"
+    for path in (part, lock, empty):
+        os.mkfifo(path)
+    for act in (
+        lambda: digest_parts.read_part(tmp_path, save, 1),
+        lambda: claim.take(tmp_path, save),
+        lambda: claim.is_held(tmp_path),
+        lambda: checksum(empty),
+    ):
+        with pytest.raises(OSError, match="no regular file"):
+            act()
+    assert claim.read(lock) is None and claim.join(tmp_path) is None
+    fault = digest.fault(tmp_path, "empty", {"size": 0, "hash": ""}, checksum)
+    assert fault is not None and "no regular file" in fault
+
+
+def test_names_from_files_do_not_steer_a_terminal() -> None:
+    for kind in (DigestError, digest.TwoSavesError):
+        text = str(kind("a\x1b[2J\nforged\udcff²"))
+        assert text == "a\\x1b[2J\\nforged\\udcff²"
 
 
 def test_the_way_out_names_the_last_complete_one(tmp_path: Path) -> None:

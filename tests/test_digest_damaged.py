@@ -176,6 +176,20 @@ def test_a_load_of_it_ends_on_all_ranks(real: Path, beside: Path) -> None:
         assert re.search(rf"megatron_muon.json is damaged: .*{re.escape(WAY_OUT)}", error or "")
 
 
+@pytest.mark.timeout(120)
+def test_a_load_waits_at_no_pipe(real: Path, beside: Path) -> None:
+    """Megatron and torch open files by their names, whether a digest lists them or not."""
+    folder = beside.parent
+    (folder / "extra").mkdir()
+    os.mkfifo(folder / "extra" / "common.pt")
+    (with_digest,), (other,) = run(errors_of_loads, 2, CASE, DP, FORMAT, [str(folder)])
+    beside.unlink()
+    (without,), _ = run(errors_of_loads, 2, CASE, DP, FORMAT, [str(folder)])
+    for error in (with_digest, without):
+        assert re.search(r"extra/common\.pt is no regular file, but a pipe", error or "")
+    assert "rank 0 stopped this run" in (other or "")
+
+
 # --- saving beside it ---------------------------------------------------------------------------
 
 
@@ -222,7 +236,7 @@ def test_a_fault_of_rank_0_ends_both(beside: Path) -> None:
     save_dir = beside.parent.parent
     (save_dir / tracker.NAME).mkdir()
     (own, _), (other, _) = run(moved_back, 2, str(save_dir), "iter_0000007")
-    assert "IsADirectoryError" in (own or "")
+    assert "NotRegularError" in (own or "") and tracker.NAME in (own or "")
     assert "rank 0 stopped this run" in (other or "")
 
 
@@ -263,3 +277,23 @@ def test_of_a_file_that_decayed_nothing_of_that_is_said(beside: Path) -> None:
     os.utime(path, (1, 1))
     fault = digest.fault(beside.parent, name, entry, lambda path: "")
     assert fault is not None and fault.endswith("are not those that were written")
+
+
+def without_psutil(case: Case, topology: Topology, format: str, folder: str) -> str:
+    """What a save raises where Megatron's writers lack it; they would end, and their rank wait."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    has, filesystem_async.HAVE_PSUTIL = getattr(filesystem_async, "HAVE_PSUTIL", True), False
+    try:
+        saved(case, topology, format, folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        filesystem_async.HAVE_PSUTIL = has
+    return ""
+
+
+@pytest.mark.timeout(120)
+def test_a_save_without_psutil_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    for error in run(without_psutil, 2, CASE, DP, FORMAT, str(tmp_path / "iter_0000001")):
+        assert "pip install psutil" in error

@@ -103,6 +103,21 @@ def test_a_core_that_cannot_be_imported(tmp_path: Path) -> None:
     assert "cannot be imported: ImportError: no such wheel" in rows(done.stdout)["verdict"]
 
 
+def test_without_psutil_saves_are_said_to_hang() -> None:
+    hidden = "import importlib.util as u; f = u.find_spec; "
+    hidden += "u.find_spec = lambda n, *a: None if n == 'psutil' else f(n, *a)"
+    assert "pip install psutil" in rows(doctor(before=hidden).stdout)["psutil"]
+    assert "psutil" not in rows(doctor().stdout)
+
+
+def test_a_package_that_megatron_lacks_is_named_with_the_way_to_get_it(tmp_path: Path) -> None:
+    core = tmp_path / "megatron/core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("import not_a_package_here.part\n")
+    verdict = rows(doctor(path=(tmp_path,)).stdout)["verdict"]
+    assert "Megatron-LM needs it, not megatron_muon; pip install not_a_package_here" in verdict
+
+
 def test_a_core_that_needs_a_newer_python(tmp_path: Path) -> None:
     core = tmp_path / "megatron/core"
     core.mkdir(parents=True)

@@ -19,8 +19,8 @@ TIERS = [
         [
             *("arrangement", "buckets", "claim", "coefficients", "config", "digest"),
             *("digest_parts", "digest_text", "durable", "homes", "iteration"),
-            *("layout", "ordering", "pickles", "plan", "pricing", "report", "round_table"),
-            *("rounds", "setting_names"),
+            *("layout", "ordering", "pickles", "plan", "pricing", "regular", "report"),
+            *("round_table", "rounds", "setting_names"),
         ],
     ),
     ("tensors", ["archive", "checksum", "newton_schulz", "products", "torch_dist", "update"]),

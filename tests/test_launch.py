@@ -36,6 +36,17 @@ def launched(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
+def test_without_any_core_nothing_is_to_be_uninstalled(tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("raise SystemExit('the script was run')\n")
+    # a megatron without a core, so that none of this environment is found
+    (tmp_path / "megatron" / "__init__.py").write_text("")
+    done = launched(str(script))
+    assert done.returncode == 1 and "Python finds no megatron.core" in done.stderr
+    assert "uninstall" not in done.stderr
+
+
 # --- Python ----------------------------------------------------------------------------------
 
 NO_OVERRIDE = "raise ImportError(\"cannot import name 'override' from 'typing'\")\n"

@@ -66,8 +66,12 @@ def test_muon_to_adamw_and_on_without_the_plugin(format: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_adamw_without_the_plugin_does_not_load_muons(format: str, tmp_path: Path) -> None:
+def test_adamw_does_not_load_muons_and_with_the_plugin_names_the_flag(
+    format: str, tmp_path: Path
+) -> None:
     pretrain(2, MUON, options(tmp_path, format))
+    text = pretrain(2, ADAM, options(tmp_path, format), fails=True)
+    assert "has Muon's optimizer state: give --adamw-from-muon" in text and not losses(text)
     text = without_plugin(2, ADAM, options(tmp_path, format), fails=True)
     assert "exp_avg" in text and not losses(text), text[-3000:]
 

@@ -177,15 +177,15 @@ def test_matrices_in_a_batch_are_not_slower_than_one_by_one() -> None:
 
 
 def test_batches_take_every_matrix_once_and_keep_to_their_room() -> None:
-    def taken(ns_batch: int | str, count: int, largest: int) -> list[tuple[int, int]]:
-        return list(batches(768, 2048, count, ns_batch=ns_batch, largest=largest, itemsize=2))
+    def taken(ns_batch: int | None, count: int, scratch: int) -> list[tuple[int, int]]:
+        return list(batches(768, 2048, count, ns_batch=ns_batch, scratch=scratch))
 
     assert taken(1, 5, 0) == [(1, 5)]
     assert taken(16, 40, 0) == [(16, 2), (8, 1)]
-    # 128 MiB hold 42 of 3 MiB; twice a matrix of 200 MiB hold more than 64
-    assert taken("auto", 100, 3 << 20) == [(42, 2), (16, 1)]
-    assert taken("auto", 100, 200 << 20) == [(64, 1), (36, 1)]
-    assert list(batches(9000, 9000, 2, ns_batch="auto", largest=0, itemsize=2)) == [(1, 2)]
+    of_one = 768 * 2048 + 2 * 768 * 768  # its next iterate, and two squares
+    assert taken(None, 100, 42 * of_one) == [(42, 2), (16, 1)]
+    assert taken(None, 100, 42 * of_one - 1) == [(41, 2), (18, 1)]
+    assert taken(None, 2, 0) == [(1, 2)]
 
 
 def test_foreach_operations_take_as_many_kernels_as_torch_does() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from typing import Any
 
@@ -49,6 +50,19 @@ def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # --- what is printed --------------------------------------------------------------------------
+
+
+def test_a_hybrid_model_needs_no_einops(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in the quickstart's environment, in a process that has not imported it."""
+    argv = [*MAMBA, PATTERN, "M*-M"]
+    code = (
+        "import sys; sys.modules['einops'] = None\n"
+        "from megatron_muon.cli import main\n"
+        f"sys.exit(main(['routes', '--json', *{argv!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert parameters(json.loads(done.stdout)) == parameters(routes_json(argv, capsys))
 
 
 def test_each_letter_of_a_pattern_is_its_layer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,3 +177,18 @@ def test_with_a_step_given_the_tracker_names_that_one(
     assert module.read_metadata(f"{load_dir}/{tracker.NAME}") == (9, True)
     with tracker.naming(module, load_dir, None):
         assert module.read_metadata(f"{load_dir}/{tracker.NAME}") == (9, True)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop"])
+def test_what_is_no_regular_file_is_an_error_and_not_waited_for(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / tracker.NAME
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else path.name)
+    with pytest.raises(OSError, match=r"no regular file|symbolic links") as caught:
+        tracker.named_by(tmp_path)
+    assert str(path) in str(caught.value)

@@ -9,8 +9,8 @@ import pytest
 from virtual_gpu.plans import MODELS
 from virtual_gpu.report import MIB, Row, rows_of
 
-from megatron_muon.newton_schulz import scratch_elements
-from megatron_muon.update import AT_ONCE
+from megatron_muon.iteration import scratch_elements
+from megatron_muon.rounds import ELEMENTS_AT_ONCE
 
 BY_NAME = {model.name: model for model in MODELS}
 
@@ -43,7 +43,7 @@ def test_a_smaller_round_takes_less_memory() -> None:
     """Two rounds' buffers, the scratch of the largest matrix and of elementwise operations."""
     name, mib = "Llama-3-8B TP1 DP8", 400
     default, smaller = _busiest(name), _busiest(name, round_bytes=mib << 20)
-    scratch = 2 * scratch_elements(28672, 4096) + 4 * AT_ONCE
+    scratch = 2 * scratch_elements(28672, 4096) + 4 * ELEMENTS_AT_ONCE
     assert smaller.peak_bytes <= 2 * (mib << 20) + scratch
     assert smaller.peak_bytes < default.peak_bytes
 

@@ -85,7 +85,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--muon-matched-adamw-rms", type=float, default=0.2)
     group.add_argument("--muon-ns-steps", type=int, default=5)
     _switch(group, "--no-muon-nesterov")
-    _switch(group, "--weight-decay-all-params", text="decay norms and biases too (with muon)")
+    _switch(group, "--weight-decay-all-params", text="decay norms and biases too")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

@@ -74,7 +74,7 @@ def build_optimizer(
     args: Namespace, model: DistributedDataParallel
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Megatron's optimizer and learning-rate schedule for these flags."""
-    if args.optimizer == "muon":
+    if args.optimizer == "muon" or args.weight_decay_all_params:  # which holds for AdamW, too
         megatron_muon.install(
             megatron_muon.MuonConfig(
                 matched_adamw_rms=args.muon_matched_adamw_rms,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_muon.cli.files import require_writable
 from megatron_muon.cli.numbers import MOST_THINGS, count
-from megatron_muon.config import MuonConfig
 from megatron_muon.pricing.hardware import CONSTANTS, Hardware, from_json
 from megatron_muon.pricing.presets import H100, PRESETS
 
@@ -125,7 +124,6 @@ def _priced(given: Namespace, hardware: Hardware) -> tuple[list[PricedStage], li
         numbers = range(ranks.pp) if given.stage is None else [given.stage]
         if numbers[-1] >= ranks.pp:
             raise ValueError(f"--stage {numbers[-1]}: the last pipeline stage is {ranks.pp - 1}")
-        ns_batch = _ns_batch(config)
         stages = [
             priced_stage(
                 given,
@@ -133,18 +131,13 @@ def _priced(given: Namespace, hardware: Hardware) -> tuple[list[PricedStage], li
                 ranks,
                 number,
                 hardware,
-                ns_batch=ns_batch,
-                experts_early=given.experts_early,
             )
             for number in numbers
         ]
-    notes.append(f"matrices of one shape that are taken together: {ns_batch}")
+    notes.append(
+        f"matrices of one shape that are taken together: {config.ns_batch or 'as many as fit'}"
+    )
     return stages, notes
-
-
-def _ns_batch(config: MuonConfig) -> int | str:
-    """As the run has it where a flag says so; else ``auto``."""
-    return "auto" if config.ns_batch == MuonConfig().ns_batch else config.ns_batch
 
 
 def _parser(config_class: type) -> argparse.ArgumentParser:
@@ -175,11 +168,6 @@ def _parser(config_class: type) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--stage", type=count(0, MOST_THINGS), metavar="N", help="only this pipeline stage"
-    )
-    parser.add_argument(
-        "--experts-early",
-        action="store_true",
-        help="experts' first round is sent before the dense last scatter is waited for",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures and constants")
     add_flags(parser)

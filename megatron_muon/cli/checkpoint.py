@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_muon.cli.checkpoint_report import Report, examine
+from megatron_muon.digest_text import printable
 
 _DESCRIPTION = """\
 Print what wrote a checkpoint, its parameters with their optimizer, their matrices and the norm of
@@ -57,12 +58,8 @@ def _fail(parser: argparse.ArgumentParser, why: str) -> None:
 
 def _printable(text: str) -> str:
     """With escapes for what a terminal would obey or its encoding lacks; lines stay."""
-    escaped = "".join(
-        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
-        for each in text
-    )
     encoding = sys.stdout.encoding or "utf-8"
-    return escaped.encode(encoding, "backslashreplace").decode(encoding)
+    return printable(text, kept="\n").encode(encoding, "backslashreplace").decode(encoding)
 
 
 def as_text(report: Report) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import Namespace
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from megatron_muon.cli.checkpoint_matrices import matrices_by_name
 from megatron_muon.cli.checkpoint_rows import Row, parameters
 from megatron_muon.cli.checkpoint_tensors import RECORD, Contents, are_settings
 from megatron_muon.mcore.checkpoint_foreign import writer_of
+from megatron_muon.regular import entries
 
 _KINDS = {
     "model": "model",
@@ -178,7 +180,7 @@ def _writer(
         return ", ".join(f"{name} {value}" for name, value in said["wrote"].items())
     if settings is not None:
         return f"megatron_muon{on}; its version is not in the checkpoint"
-    files = [path.name for path in folder.rglob("*.pt")]
+    files = [entry.name for entry in entries(folder) if entry.name.endswith(".pt")]
     foreign = writer_of(found.keys, found.states, files)
     if foreign is not None:
         return _WRITERS[foreign] + on
@@ -200,5 +202,12 @@ def _bytes(folder: Path, found: Contents) -> dict[str, int]:
     sizes = dict.fromkeys(_KINDS.values(), 0)
     for stored in found.stored.values():
         sizes[_KINDS[stored.kind]] += stored.numel * stored.dtype.itemsize
-    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    total = sum(entry.stat().st_size for entry in entries(folder) if _is_file(entry))
     return {**sizes, "all else": total - sum(sizes.values()), "total": total}
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link that leads back to itself
+        return False

@@ -90,6 +90,8 @@ def _environment() -> Iterator[Row]:
         ("emerging_optimizers", "emerging-optimizers", "emerging_optimizers"),
     ):
         yield Row(name, _installed(distribution, module))
+    if importlib.util.find_spec("psutil") is None:
+        yield Row("psutil", "none: saves in torch_dist hang without it; pip install psutil")
 
 
 def _megatron(checkout: Path | None) -> Iterator[Row]:
@@ -213,6 +215,10 @@ def _not_imported(module: str, core: Path, error: Exception) -> str:
     """Why a module of Megatron's could not be, and where it is the Python, which one it needs."""
     what = f"{type(error).__name__}: {error}"
     why = older_python(core)
+    if why is None and isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        if package not in ("megatron", "megatron_muon"):
+            what = f"{what}: Megatron-LM needs it, not megatron_muon; pip install {package}"
     return f"{why} ({what})" if why else f"{module} cannot be imported: {what}"
 
 

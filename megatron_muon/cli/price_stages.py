@@ -60,16 +60,12 @@ def priced_stage(
     ranks: Ranks,
     number: int,
     hardware: Hardware,
-    *,
-    ns_batch: int | str,
-    experts_early: bool,
 ) -> PricedStage:
     """Price one pipeline stage.
 
     Args:
         flags, config, ranks, number: as ``planned_stage`` takes them.
         hardware: of every rank.
-        ns_batch, experts_early: as ``price_step`` takes them.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``; no
@@ -85,9 +81,7 @@ def priced_stage(
         if not optimizers:
             raise ValueError(f"pipeline stage {number} has no parameters")
         for kernel, machine in _machines(hardware):
-            step = price_step(
-                optimizers, settings, machine, ns_batch=ns_batch, experts_early=experts_early
-            )
+            step = price_step(optimizers, settings, machine)
             ours.append(OurStep(iteration, kernel, step))
     return PricedStage(
         number=number,

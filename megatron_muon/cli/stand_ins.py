@@ -1,7 +1,7 @@
 """Stand-ins for packages of kernels, so that Megatron's layers can be made where they are missing.
 
 mamba_ssm, flash-linear-attention and Transformer Engine run on a GPU; to know which parameters a
-layer has, nothing of theirs is run.
+layer has, nothing of theirs is run, nor of einops, which the layers' forward passes call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-MIXER = "megatron.core.ssm.mamba_mixer"
+_SSM = "megatron.core.ssm."
+MIXER = f"{_SSM}mamba_mixer"
 _DELTA = "megatron.core.ssm.gated_delta_net"  # one module in 0.16 to 0.18, several later
 # What modules of Megatron's cannot be imported without, by the package that its absence names: the
 # first in 0.15 and 0.16, the others before 0.13.
@@ -44,7 +45,11 @@ _FLA: dict[str, Any] = {
 def without_kernels() -> Iterator[None]:
     """Mamba mixers and gated delta nets can be made within it."""
     mixer = imported(MIXER)
-    with replaced(mixer, ExtendedRMSNorm=_GatedNorm, HAVE_MAMBA_SSM=True), without_fla():
+    with ExitStack() as stack:
+        for name in [name for name in sys.modules if name.startswith(_SSM)]:  # all that it imports
+            stack.enter_context(replaced(sys.modules[name], HAVE_EINOPS=True))
+        stack.enter_context(replaced(mixer, ExtendedRMSNorm=_GatedNorm, HAVE_MAMBA_SSM=True))
+        stack.enter_context(without_fla())
         yield
 
 

@@ -18,6 +18,7 @@ from megatron_muon.agreement import together
 from megatron_muon.checksum import checksum
 from megatron_muon.collectives import all_gather_numbers
 from megatron_muon.digest import Digest, DigestError
+from megatron_muon.digest_text import printable
 from megatron_muon.mcore.checkpoint_model import check_model
 from megatron_muon.mcore.checkpoint_owner import (
     Trained,
@@ -30,6 +31,7 @@ from megatron_muon.mcore.checkpoint_owner import (
     whole_model,
 )
 from megatron_muon.mcore.checkpoint_settings import SETTINGS_WAY_OUT, changed_settings
+from megatron_muon.regular import irregular
 from megatron_muon.torch_dist import read_metadata
 
 THREADS = 4  # that hash a rank's files; it seldom writes more than two
@@ -91,7 +93,8 @@ def _check_model(saved: Digest, own: Whole, folder: str, exact: bool) -> None:
     if exact:
         raise DigestError(f"{told}. {SETTINGS_WAY_OUT}")
     if dist.get_rank() == 0:
-        print(f"[megatron_muon] WARNING: {told}. Its weights are loaded into this one", flush=True)
+        line = printable(f"WARNING: {told}. Its weights are loaded into this one")
+        print(f"[megatron_muon] {line}", flush=True)
 
 
 def check_files(folder: Path, device: torch.device) -> Digest | None:
@@ -108,6 +111,7 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
         RuntimeError: on ranks that have no error themselves when another has.
     """
     saved = together(lambda: _complete(folder), None, device)
+    together(lambda: _require_regular(folder) if dist.get_rank() == 0 else None, None, device)
     if not _all_have(saved, folder, device):
         return None
     assert saved is not None
@@ -120,6 +124,22 @@ def _complete(folder: Path) -> Digest | None:
     if saved is not None:
         digest.require_complete(folder, saved)
     return saved
+
+
+def _require_regular(folder: Path) -> None:
+    """Megatron and torch open every file by its name, and would wait at a pipe for ever.
+
+    Raises:
+        DigestError: names one that is no regular file.
+    """
+    if not folder.is_dir():
+        return  # Megatron says so
+    bad = next(irregular(folder), None)
+    if bad is not None:
+        raise DigestError(
+            f"{bad} is no regular file, but a pipe, a socket or a device, which no save writes: "
+            f"remove it. {digest.way_out(folder)}"
+        )
 
 
 def _all_have(saved: Digest | None, folder: Path, device: torch.device) -> bool:

@@ -65,6 +65,7 @@ def save(
     if saving is None:
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     try:
+        together(_require_psutil, None, saving.claim.device)
         with _quiet_about_the_digest(saving.folder):
             request = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     except BaseException as error:
@@ -119,6 +120,17 @@ def _quiet_about_the_digest(folder: Path) -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(passes)
+
+
+def _require_psutil() -> None:
+    """Stop where Megatron's writers would, each in a process of its own, which its save waits for.
+
+    Raises:
+        ModuleNotFoundError: psutil is missing, which those of core 0.13 and later ask for.
+    """
+    writers = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+    if not getattr(importlib.import_module(writers), "HAVE_PSUTIL", True):
+        raise ModuleNotFoundError("Megatron's saves need psutil: pip install psutil", name="psutil")
 
 
 def _write_and_hash(

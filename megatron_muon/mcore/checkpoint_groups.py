@@ -11,6 +11,7 @@ from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.coefficients import canonical
 from megatron_muon.config import MuonConfig
+from megatron_muon.digest_text import printable
 from megatron_muon.setting_names import named
 
 Group = dict[str, Any]
@@ -64,7 +65,7 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig) -> None:
             for settings in (then, now)
         )
         if before != after and dist.get_rank() == 0:
-            setting = named(name) if name in now else name
+            setting = named(name) if name in now else printable(name)
             print(
                 f"[megatron_muon] {setting} is {after!r} now; the checkpoint was saved with "
                 f"{before!r}",

@@ -17,6 +17,7 @@ from megatron_muon.mcore.checkpoint_groups import RECORD
 from megatron_muon.mcore.checkpoint_state import FromAdamW
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.pickles import Unknown
+from megatron_muon.regular import entries
 from megatron_muon.torch_dist import METADATA, Metadata, Shards, common, read_metadata
 
 Writer = Literal["muon", "adamw", "none"]
@@ -143,7 +144,7 @@ def foreign_writer(folder: str | Path) -> checkpoint_foreign.Writer | None:
     states = _states(folder)
     if any(".optimizer/" in key for key in keys):  # each model-parallel rank's groups
         states = [*states, {"optimizer": record_of(folder, "optimizer")}]
-    files = [path.name for path in folder.rglob("layer_wise_optimizer_*.pt")]
+    files = [entry.name for entry in entries(folder)] if folder.is_dir() else []
     return checkpoint_foreign.writer_of(keys, states, files)
 
 

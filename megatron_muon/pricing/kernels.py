@@ -12,12 +12,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.iteration import Device, ns_flops, schedule_of, segments, takes_gram
+from megatron_muon.iteration import (
+    Device,
+    ns_flops,
+    schedule_of,
+    scratch_elements,
+    segments,
+    takes_gram,
+)
 from megatron_muon.pricing.hardware import MICRO, TERA, Hardware
 
-CHUNK = 16 << 20  # elements that elementwise work is cut in, so that its fp32 copies stay small
-AUTO_MOST, AUTO_BYTES = 64, 128 << 20  # of a batch: matrices; bytes, unless one matrix has more
 _FP32 = 4  # bytes
+_NORMALISING = 11  # kernels, most of them of one number for each matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +91,17 @@ def product(
 
 
 def batches(
-    rows: int, cols: int, count: int, *, ns_batch: int | str, largest: int, itemsize: int
+    rows: int, cols: int, count: int, *, ns_batch: int | None, scratch: int
 ) -> Iterator[tuple[int, int]]:
     """``(matrices, times)``: how ``count`` matrices of one shape are taken together.
 
     Args:
         rows, cols: of the shape.
         count: of matrices at one home in one round.
-        ns_batch: at most so many; ``auto``: as many as fit into twice the largest matrix, or
-            ``AUTO_BYTES``, and at most ``AUTO_MOST``.
-        largest: bytes of the largest matrix.
-        itemsize: bytes of an element.
+        ns_batch: at most so many; None: as many as have scratch memory.
+        scratch: elements of that (``rounds.scratch_limit``).
     """
-    if ns_batch == "auto":
-        room = max(2 * largest, AUTO_BYTES)
-        most = max(1, min(AUTO_MOST, room // (rows * cols * itemsize)))
-    else:
-        most = int(ns_batch)
+    most = ns_batch or max(1, scratch // scratch_elements(rows, cols))
     if count // most:
         yield most, count // most
     if count % most:
@@ -139,10 +139,8 @@ def newton_schulz(
 
 
 def _normalisation(hardware: Hardware, elements: int, itemsize: int) -> Cost:
-    """Largest entry and norm, each one read; then chunks, to fp32 and back, divided."""
-    chunks = -(-elements // CHUNK)
-    reads = stream(hardware, 2 * itemsize * elements, 2)
-    return reads + stream(hardware, 2 * (itemsize + _FP32) * elements, 2 * chunks)
+    """Largest entry, division by a power of two, norm, division by that; small ones between."""
+    return stream(hardware, 6 * itemsize * elements, _NORMALISING)
 
 
 @dataclass(frozen=True, slots=True)

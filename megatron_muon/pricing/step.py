@@ -19,15 +19,10 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.iteration import Device
 from megatron_muon.plan import ExchangePlan
 from megatron_muon.pricing.hardware import Hardware
-from megatron_muon.pricing.kernels import CHUNK, Cost, batches, foreach, newton_schulz, stream
+from megatron_muon.pricing.kernels import Cost, batches, foreach, newton_schulz, stream
 from megatron_muon.pricing.streams import WAITING, Streams
-from megatron_muon.pricing.work import (
-    RoundWork,
-    held_elements,
-    largest_matrix,
-    rounds_of,
-    total,
-)
+from megatron_muon.pricing.work import RoundWork, held_elements, rounds_of, total
+from megatron_muon.rounds import ELEMENTS_AT_ONCE, scratch_limit
 
 MOMENTUM, ADAMW, STAGING = "momentum", "adamw", "staging"
 NEWTON_SCHULZ, UPDATE = "newton_schulz", "update"
@@ -93,9 +88,8 @@ def price_step(
     config: MuonConfig,
     hardware: Hardware,
     *,
-    ns_batch: int | str = "auto",
     device: Device = "cuda",
-    experts_early: bool = False,
+    experts_early: bool = True,
 ) -> StepTime:
     """Muon's step of a stage, AdamW's part in it.
 
@@ -103,7 +97,6 @@ def price_step(
         optimizers: dense, then experts', in the order that they step in; of as many ranks.
         config: the settings of the run that made the plans.
         hardware: of every rank.
-        ns_batch: matrices of one shape that are taken together, or ``auto``.
         device: kind of the hardware.
         experts_early: the next optimizer's first round is sent before the last scatter of the one
             before it is waited for.
@@ -112,7 +105,7 @@ def price_step(
     streams = Streams(hardware, size)
     pending = None
     for optimizer in optimizers:
-        steps = _Steps(optimizer, config, streams, ns_batch, device).run()
+        steps = _Steps(optimizer, config, streams, device).run()
         if pending is not None and not experts_early:
             _finish(pending)
         next(steps)  # the first round is on its way, and AdamW's part is done
@@ -151,13 +144,12 @@ class _Steps:
         optimizer: Optimizer,
         config: MuonConfig,
         streams: Streams,
-        ns_batch: int | str,
         device: Device,
     ) -> None:
         self._optimizer, self._config, self._streams = optimizer, config, streams
-        self._hardware, self._ns_batch, self._device = streams.hardware, ns_batch, device
+        self._hardware, self._device = streams.hardware, device
         self._rounds = rounds_of(optimizer.plan)
-        self._largest = largest_matrix(optimizer.plan)
+        self._scratch = scratch_limit(optimizer.plan.matrices)
 
     def run(self) -> Iterator[None]:
         streams, rest = self._streams, self._optimizer.rest
@@ -211,7 +203,7 @@ class _Steps:
         """Foreach operations over chunks of equal sizes."""
         if not elements:
             return Cost()
-        chunks = -(-elements // CHUNK)
+        chunks = -(-elements // ELEMENTS_AT_ONCE)
         each = -(-tensors // chunks)
         cost = foreach(self._hardware, -(-elements // chunks), each, 0, operations)
         moved = elements * nbytes / self._hardware.memory
@@ -232,9 +224,8 @@ class _Steps:
                 rows,
                 cols,
                 count,
-                ns_batch=self._ns_batch if self._device == "cuda" else 1,
-                largest=self._largest,
-                itemsize=self._itemsize,
+                ns_batch=self._config.ns_batch if self._device == "cuda" else 1,
+                scratch=self._scratch,
             ):
                 one = newton_schulz(
                     self._hardware, rows, cols, matrices, self._config, self._device

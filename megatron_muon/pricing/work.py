@@ -77,11 +77,6 @@ def held_elements(plan: ExchangePlan) -> list[int]:
     return held
 
 
-def largest_matrix(plan: ExchangePlan) -> int:
-    """Bytes of the largest matrix, as it travels."""
-    return max((matrix.numel for matrix in plan.matrices), default=0) * plan.itemsize
-
-
 def total(counts: Sequence[Sequence[int]]) -> list[int]:
     """By rank, over several lists."""
     return [sum(of_rank) for of_rank in zip(*counts, strict=True)]

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +148,10 @@ def load_checkpoint(
 
     given = importlib.import_module("megatron.training").get_args()
     muon = is_on(given)
-    if not muon and not getattr(given, "adamw_from_muon", False):
-        return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
     load_dir = getattr(given, kwargs.get("load_arg", args[0] if args else "load"))
+    if not muon and not getattr(given, "adamw_from_muon", False):
+        with _explained_to_adamw(load_dir, _step(given)):
+            return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
     folder = _loaded_from(given, load_dir)
     groups = optimizer.param_groups if optimizer is not None and muon else []
     rates = [{key: group[key] for key in SCHEDULE if key in group} for group in groups]
@@ -164,6 +165,32 @@ def load_checkpoint(
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group.update(own)
     return result
+
+
+@contextmanager
+def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None]:
+    """Where AdamW's own load fails at a checkpoint of Muon's, say so. Nothing is done before.
+
+    Raises:
+        ValueError: in place of Megatron's error, which names a key; on the ranks that have that.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        from megatron_muon.mcore.checkpoint_switch import writer_of
+
+        folder, whose = None, None
+        with suppress(Exception):  # Megatron's own error is to be seen then
+            folder = _latest(str(load_dir), step)
+            whose = writer_of(folder) if folder is not None else None
+        if whose != "muon":
+            raise
+        raise ValueError(
+            f"{folder} has Muon's optimizer state: give --adamw-from-muon (Adam's moments of what "
+            "Muon had start at zero), or load the model alone (--no-load-optim)"
+        ) from error
 
 
 @contextmanager

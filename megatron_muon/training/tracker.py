@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_muon import claim, digest
 from megatron_muon.durable import write_text
+from megatron_muon.regular import read_regular
 
 NAME = "latest_checkpointed_iteration.txt"
 # While the checkpoint that the tracker names is saved anew: where it is, and an empty file that is
@@ -143,12 +144,11 @@ def named_by(save_dir: Path) -> str | None:
 
     Raises:
         ValueError: it has neither a number nor ``release``.
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no regular file.
     """
     path = save_dir / NAME
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST).decode("utf-8", "replace").strip()
+        text = read_regular(path, _MOST).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         return None
     if text == "release":
