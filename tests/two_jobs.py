@@ -71,6 +71,7 @@ class Stops:
     random: random.Random
     tmps = 0
     pid = 0  # of the rank
+    everywhere = True  # jitter at the marks, too, which keeps most of the two apart
     added = False
 
     def hook(self, event: str, args: tuple[Any, ...]) -> None:
@@ -79,7 +80,7 @@ class Stops:
         point = self._point(event, args)
         if point is None:
             return
-        if self.job.jitter:
+        if self.job.jitter and (self.everywhere or point not in (PUT, CLEAR, LOOK)):
             time.sleep(self.random.uniform(0, self.job.jitter))
         if point in self.job.stops:
             say(self.signals, f"{self.job.name} at {point}")
@@ -171,6 +172,7 @@ def _error(meeting: Meeting, job: Job, number: int, rank: int) -> str | None:
         wait(signals, job.after)
     dist.barrier()
     STOPS.signals, STOPS.tmps, STOPS.pid = signals, 0, os.getpid()
+    STOPS.everywhere = meeting.seed % 2 == 1
     STOPS.random = random.Random(meeting.seed * 100 + number * 10 + rank)
     if not STOPS.added:
         sys.addaudithook(STOPS.hook)
