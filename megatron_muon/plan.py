@@ -267,42 +267,23 @@ def _rounds(
     itemsize: int,
     config: MuonConfig,
 ) -> tuple[tuple[int, ...], ...]:
-    """Those in which something travels, then those that are all at home.
-
-    Of a matrix there are, on its home, at most three copies if every round is like it: the one
+    """Of a matrix there are, on its home, at most three copies if every round is like it: the one
     that is orthogonalized, the message that it comes in and the one that it goes in. Of a piece on
-    another rank there are two, so it is 3/2 and 1 in each of two rounds. Where all of a parameter
-    is at home, one round at a time has memory: 1/2. One round in all is of both kinds.
+    another rank there are two, so it is 3/2 and 1 in each of two rounds. Where nothing at all
+    travels, as with an expert DP of 1, one round at a time has memory: 1/2.
     """
     homed: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
     taken: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
     owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
-    travelling = {
-        index
-        for index, matrix, by_rank in zip(owner, matrices, held, strict=True)
-        if set(by_rank) != {matrix.home}
-    }
-    for index, matrix, by_rank in zip(owner, matrices, held, strict=True):
+    moved = list(zip(owner, matrices, held, strict=True))
+    halves = 3 if any(set(by_rank) != {matrix.home} for _, matrix, by_rank in moved) else 1
+    for index, matrix, by_rank in moved:
         homed[index][matrix.home] += matrix.numel * itemsize
-        halves = 3 if index in travelling else 1
         for rank, elements in by_rank.items():
             if rank != matrix.home:
                 taken[index][rank] += elements * itemsize
         taken[index][matrix.home] += -(-halves * matrix.numel * itemsize // 2)
-
-    def rounds_of(indices: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        made = make_rounds(
-            [homed[index] for index in indices],
-            [taken[index] for index in indices],
-            config.round_bytes,
-        )
-        return tuple(tuple(indices[at] for at in round) for round in made)
-
-    every = range(len(parameters))
-    if len(one := rounds_of(every)) <= 1:
-        return one
-    silent = [index for index in every if index not in travelling]
-    return rounds_of(sorted(travelling)) + rounds_of(silent)
+    return make_rounds(homed, taken, config.round_bytes)
 
 
 def held_pieces(parameter: Parameter, grid: Grid) -> Iterator[tuple[int, Span]]:
