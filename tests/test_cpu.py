@@ -135,6 +135,17 @@ def test_disable_puts_everything_back_and_other_types_are_bitwise_unchanged() ->
     assert _python(native + ROUND_TRIP) == "as before\n"
 
 
+def test_a_device_context_works_after_disable() -> None:
+    """torch keeps what it acts on; one that was entered while enabled must not decide it."""
+    code = (
+        "import torch\nfrom megatron_muon import cpu\ncpu.enable(allow_cuda=True)\n"
+        "with torch.device('cpu'): torch.empty(1)\n"
+        "cpu.disable()\n"
+        "with torch.device('meta'): print(torch.empty(1).is_meta)\n"
+    )
+    assert _python(code).splitlines()[-1] == "True"
+
+
 def test_table_gives_a_reason_for_each_replacement() -> None:
     names = [r.name for r in cpu.REPLACEMENTS]
     assert len(set(names)) == len(names)

@@ -90,7 +90,7 @@ def _says_pid_and_sleeps(folder: str) -> None:
 def _alive(pid: int) -> bool:
     try:  # a zombie that init has not collected yet is gone for our purpose
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter between opening and reading
         return False
 
 

@@ -165,7 +165,6 @@ def test_peak_is_of_blocks_alive_together() -> None:
         ("float", lambda x: float(x[0])),
         ("int", lambda x: int(x[0])),
         ("cpu", lambda x: x.cpu()),
-        ("cpu", lambda x: x.to("cpu", non_blocking=True)),
         ("copy to host", lambda x: torch.empty(N).copy_(x, non_blocking=True)),
         ("copy from host", lambda x: x.copy_(torch.empty(N))),
         ("copy from host", lambda x: x.copy_(torch.empty(N), non_blocking=True)),
@@ -183,6 +182,7 @@ def test_a_host_synchronisation_has_its_name(name: str, call: Callable[[Any], An
 @pytest.mark.parametrize(
     "call",
     [
+        lambda x: x.to("cpu", non_blocking=True),
         lambda x: x.copy_(torch.empty(N).pin_memory(), non_blocking=True),
         lambda x: torch.empty(N).pin_memory().copy_(x, non_blocking=True),
         lambda x: torch.full((3,), 2.0, device="cuda"),
@@ -190,7 +190,7 @@ def test_a_host_synchronisation_has_its_name(name: str, call: Callable[[Any], An
         lambda x: x.to("cuda").float(),
         lambda x: torch.cuda.Event().record(),
     ],
-    ids=["pinned up", "pinned down", "full", "host scalar", "nothing to move", "event"],
+    ids=["to host", "pinned up", "pinned down", "full", "host scalar", "nothing to move", "event"],
 )
 def test_the_host_does_not_wait(call: Callable[[Any], Any]) -> None:
     assert alone(lambda gpu, group: call(new())).host_syncs == []

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 from megatron_muon.cpu.patch import Patches
 
@@ -47,6 +48,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def factories(patches: Patches) -> None:
     """``torch.zeros(..., device='cuda')`` and friends make CPU tensors, without pinning."""
+    # What ``with torch.device(...)`` acts on, torch looks up once: not to keep what is put back.
+    patches.on_undo(_device._device_constructors.cache_clear)
     for name in FACTORIES:
         patches.set(torch, name, _on_cpu(getattr(torch, name)))
 
