@@ -3,8 +3,8 @@
 Rules, those of Megatron-LM's ``layer_wise_optimizer.py`` and of Emerging-Optimizers:
 
 - A parameter has one owner among the data-parallel ranks, which steps it on all of its TP ranks.
-- Here owners are balanced by priced time, longest first. Upstream's own follow from where parameters
-  lie in its buffers, in older cores from their sizes in turn, so this is kind to it.
+- Here owners are balanced by priced time, longest first. Upstream's own follow from where
+  parameters lie in its buffers, in older cores from their sizes in turn: this is kind to it.
 - ``duplicated``: the owner's TP ranks gather the matrix in fp32 and each orthogonalizes all of it.
 - ``distributed``: each orthogonalizes its slice and all-reduces the square of the dim that TP does
   not cut, in each step. The slice of a replicated weight is all of it.
