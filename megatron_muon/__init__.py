@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.version import __version__
 
 if TYPE_CHECKING:
     from megatron_muon import cpu as cpu
-    from megatron_muon.exchange import Meter
+    from megatron_muon.runtime.exchange import Meter
 
 __all__ = [
     "MuonConfig",
@@ -28,7 +29,6 @@ __all__ = [
     "reading_muon",
     "uninstall",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
 def _require_core() -> None:
     """Say how to get megatron.core where there is none, in place of a bare ModuleNotFoundError."""
-    from megatron_muon.mcore.presence import require_core
+    from megatron_muon.presence import require_core
 
     require_core()
 
@@ -63,30 +63,30 @@ def uninstall() -> None:
 def reading_adamw(
     optimizer: Any, momentum: Literal["momentum", "fresh"]
 ) -> AbstractContextManager[None]:
-    """Within it Muon loads AdamW's checkpoint; see ``mcore.checkpoint_switch.reading_adamw``."""
+    """Within it Muon loads AdamW's checkpoint; see ``mcore.interop.switch.reading_adamw``."""
     _require_core()
-    from megatron_muon.mcore.checkpoint_switch import reading_adamw as reading
+    from megatron_muon.mcore.interop.switch import reading_adamw as reading
 
     return reading(optimizer, momentum)
 
 
 def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:
     """Within it Muon loads the checkpoint of Megatron's own Muon that is in a folder; see
-    ``mcore.checkpoint_switch.reading_megatron_muon``.
+    ``mcore.interop.switch.reading_megatron_muon``.
     """
     _require_core()
-    from megatron_muon.mcore.checkpoint_switch import reading_megatron_muon as reading
+    from megatron_muon.mcore.interop.switch import reading_megatron_muon as reading
 
     return reading(optimizer, folder)
 
 
 def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:
     """Within it AdamW loads the checkpoint of Muon's that is in a folder; see
-    ``mcore.adamw_after_muon.reading_muon``.
+    ``mcore.interop.adamw_after_muon.reading_muon``.
     """
     _require_core()
-    from megatron_muon.mcore.adamw_after_muon import reading_muon as reading
-    from megatron_muon.mcore.checkpoint_switch import record_of
+    from megatron_muon.mcore.interop.adamw_after_muon import reading_muon as reading
+    from megatron_muon.mcore.interop.switch import record_of
 
     return reading(optimizer, record_of(folder)["settings"])
 

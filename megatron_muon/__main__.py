@@ -2,6 +2,6 @@
 
 import sys
 
-from megatron_muon.launch import main
+from megatron_muon.megatron_lm.launch import main
 
 main(sys.argv[1:])

@@ -87,7 +87,7 @@ class MuonConfig:
         align_shards: order parameters within Megatron's buckets so that shards cut few of them; for
             models that are wrapped in DDP after ``install``, and from core 0.18 on.
         checkpoint_digest: write size and checksum of every file of a checkpoint into its folder,
-            and check them, and that the model is the same, before one is loaded (``digest``).
+            and check them, and that the model is the same, before one is loaded (``files.digest``).
 
     Raises:
         TypeError: a setting is of the wrong kind.

@@ -8,4 +8,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON="${TEST_PYTHON:-${VENV:-.venv-tests}/bin/python}"
 export OMP_NUM_THREADS=1
-exec "$PYTHON" tests/versions.py "$@"
+exec "$PYTHON" tests/support/megatron_lm/versions.py "$@"

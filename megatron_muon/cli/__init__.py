@@ -6,9 +6,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-import megatron_muon
 from megatron_muon.cli.interrupts import run_command
-from megatron_muon.mcore.presence import CoreNotFoundError
+from megatron_muon.presence import CoreNotFoundError
+from megatron_muon.version import __version__
 
 # Command: (module with main(argv) -> exit status, what it does).
 COMMANDS = {
@@ -29,11 +29,11 @@ COMMANDS = {
         "whether Muon would run here, on what, and why not",
     ),
     "checkpoint": (
-        "megatron_muon.cli.checkpoint",
+        "megatron_muon.cli.inspect.command",
         "inspect: what a checkpoint has in it, and whether that is all",
     ),
     "bench": (
-        "megatron_muon.cli.bench",
+        "megatron_muon.bench.command",
         "step: what an optimizer step costs beside AdamW's; newton-schulz: how fast and accurate; "
         "speeds: of a rank and its link",
     ),
@@ -60,7 +60,7 @@ def _run(argv: Sequence[str] | None) -> int:
         print(_usage(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     if arguments == ["--version"]:
-        print(f"megatron-muon {megatron_muon.__version__}")
+        print(f"megatron-muon {__version__}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:

@@ -18,10 +18,9 @@ import megatron_muon
 from megatron_muon.cli import patch_tree
 from megatron_muon.cli.patch import describe
 from megatron_muon.cli.patch_lines import PatchError
-from megatron_muon.cli.versions import has_flag
-from megatron_muon.launch import MixedInstallationError, check_installation, older_python
-from megatron_muon.mcore.checkpoint_hooks import ATTRIBUTES
-from megatron_muon.mcore.hooks import (
+from megatron_muon.dry_run.versions import has_flag
+from megatron_muon.mcore.seams.checkpoint_rows import ATTRIBUTES
+from megatron_muon.mcore.seams.rows import (
     SeamError,
     Version,
     check_attribute,
@@ -30,7 +29,12 @@ from megatron_muon.mcore.hooks import (
     hooks_of,
     megatron_version,
 )
-from megatron_muon.mcore.presence import WAY_OUT
+from megatron_muon.megatron_lm.launch import (
+    MixedInstallationError,
+    check_installation,
+    older_python,
+)
+from megatron_muon.presence import WAY_OUT
 
 _OLDEST_TORCH = (2, 4)
 
@@ -202,7 +206,7 @@ def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
 
 def _training_hooks(checkout: Path) -> Row:
     try:
-        importlib.import_module("megatron_muon.training.install").install_training()
+        importlib.import_module("megatron_muon.megatron_lm.install").install_training()
     except SeamError as error:
         return Row("training hooks", "not all", str(error))
     except Exception as error:  # whatever a checkout raises where it is imported
@@ -235,7 +239,7 @@ def _refused() -> Row:
 
 def _refused_flags() -> Row:
     """What is refused on the command line: also what no configuration says."""
-    flags = importlib.import_module("megatron_muon.training.install").REFUSED
+    flags = importlib.import_module("megatron_muon.megatron_lm.install").REFUSED
     return Row("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
 
 

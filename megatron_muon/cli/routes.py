@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import megatron_muon
-from megatron_muon.cli.flags import add_megatron_flags, not_read, split_known
-from megatron_muon.cli.hybrid import is_hybrid, settle
-from megatron_muon.cli.not_built import why_another_model
-from megatron_muon.cli.numbers import MOST_RANKS, count
 from megatron_muon.cli.patch_lines import PatchError
 from megatron_muon.cli.patch_tree import version_of
 from megatron_muon.config import MuonConfig
-from megatron_muon.launch import MixedInstallationError, check_installation
-from megatron_muon.mcore.presence import CoreNotFoundError
-from megatron_muon.training.flags import add_flags, muon_config
+from megatron_muon.dry_run.flags import add_megatron_flags, not_read, split_known
+from megatron_muon.dry_run.hybrid.settings import is_hybrid, settle
+from megatron_muon.dry_run.not_built import why_another_model
+from megatron_muon.dry_run.numbers import MOST_RANKS, count
+from megatron_muon.megatron_lm.flags import add_flags, muon_config
+from megatron_muon.megatron_lm.launch import MixedInstallationError, check_installation
+from megatron_muon.presence import CoreNotFoundError
 
 _DESCRIPTION = """\
 Print every parameter of a model with its shape, how tensor parallelism splits it, its optimizer,
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         notes.append(not_read(parser, unknown, config_class))
     for note in notes:
         _note(note)
-    from megatron_muon.cli.table import as_json, as_text
+    from megatron_muon.dry_run.table import as_json, as_text
 
     core = _core()
     print(
@@ -78,9 +78,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _routed(flags: Namespace) -> tuple[Any, MuonConfig, list[str]]:
     """The routes, the settings, and what there is to say about them."""
-    from megatron_muon.cli.model import ranks_of, validated
-    from megatron_muon.cli.stages import routes
-    from megatron_muon.training.bucketing import choose_buckets
+    from megatron_muon.dry_run.model import ranks_of, validated
+    from megatron_muon.dry_run.stages import routes
+    from megatron_muon.megatron_lm.bucketing import choose_buckets
 
     settle(flags)
     config = _muon_config(flags)
@@ -130,8 +130,8 @@ def _stop(text: str, program: str = _PROGRAM) -> NoReturn:
 
 
 def _core() -> Any:
-    from megatron_muon.cli.table import Core
-    from megatron_muon.mcore.hooks import megatron_version
+    from megatron_muon.dry_run.table import Core
+    from megatron_muon.mcore.seams.rows import megatron_version
 
     package = importlib.import_module("megatron.core")
     return Core(megatron_version()[0], str(Path(package.__path__[0]).resolve()))
@@ -183,7 +183,7 @@ def _parser(config_class: type) -> argparse.ArgumentParser:
 
 def _muon_config(flags: Namespace) -> MuonConfig:
     """The settings of a run with these flags, all of Muon's checked as a run checks them."""
-    from megatron_muon.training.bucketing import aligns_shards
+    from megatron_muon.megatron_lm.bucketing import aligns_shards
 
     for option, value in (
         ("--muon-backend", flags.muon_backend),
@@ -202,7 +202,7 @@ def _notes(flags: Namespace) -> list[str]:
     notes = []
     if not flags.use_distributed_optimizer:
         notes.append("shown as with --use-distributed-optimizer, which a run with Muon needs")
-    from megatron_muon.cli.gated_delta import variant_of
+    from megatron_muon.dry_run.hybrid.gated_delta import variant_of
 
     if is_hybrid(flags):
         notes.append("the model is Megatron's hybrid model, as pretrain_mamba.py trains it")
@@ -212,7 +212,7 @@ def _notes(flags: Namespace) -> list[str]:
 
 
 def _transformer_engine(flags: Namespace) -> str:
-    from megatron_muon.cli.model import has_grouped_weights
+    from megatron_muon.dry_run.model import has_grouped_weights
 
     differs = ["a norm that is fused into a linear is shown as a module of its own"]
     if flags.moe_grouped_gemm and not has_grouped_weights(flags):
@@ -232,7 +232,7 @@ def _transformer_engine(flags: Namespace) -> str:
 
 def _instead(flags: Namespace) -> str:
     """Of what a run builds the model."""
-    from megatron_muon.cli.gated_delta import variant_of
+    from megatron_muon.dry_run.hybrid.gated_delta import variant_of
 
     if is_hybrid(flags) or variant_of(flags):
         return "Transformer Engine's, which such layers are made of in a run"

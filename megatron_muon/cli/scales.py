@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import get_args
 
-from megatron_muon.cli.numbers import count, positive
 from megatron_muon.config import MuonConfig, ScaleMode
-from megatron_muon.update import update_scale
+from megatron_muon.dry_run.numbers import count, positive
+from megatron_muon.runtime.update import update_scale
 
 _DESCRIPTION = """\
 Print, as a Markdown table, the root mean square that an update has per unit of lr, for each scale

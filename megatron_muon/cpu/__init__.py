@@ -23,7 +23,7 @@ from megatron_muon.cpu import torch_cuda
 from megatron_muon.cpu.fused_adam import FusedAdam
 from megatron_muon.cpu.patch import Patches, Replacement
 from megatron_muon.cpu.table import REPLACEMENTS
-from megatron_muon.mcore.presence import require_core
+from megatron_muon.presence import require_core
 
 __all__ = ["REPLACEMENTS", "FusedAdam", "Replacement", "disable", "enable", "enabled"]
 

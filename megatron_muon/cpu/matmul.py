@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_muon.cpu.patch import Patches
-from megatron_muon.products import multiplies_bf16
+from megatron_muon.orthogonalize.matmul import multiplies_bf16
 
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -11,19 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import megatron_muon
-from megatron_muon import plan as plans
-from megatron_muon.agreement import (
-    PlanMismatchError,
-    agree_everywhere,
-    agree_on_grid,
-    attempt,
-    raise_together,
-    together,
-)
 from megatron_muon.config import MuonConfig
-from megatron_muon.exchange import Exchange, Meter
-from megatron_muon.mcore import checkpoint_owner, groups
+from megatron_muon.mcore import process_groups
 from megatron_muon.mcore.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.mcore.distributed_optimizer import (
     MuonDistributedOptimizer,
@@ -31,18 +20,45 @@ from megatron_muon.mcore.distributed_optimizer import (
     init_state_of,
     muon_over,
 )
-from megatron_muon.mcore.groups import Stage
-from megatron_muon.mcore.hooks import check_built, megatron_version
+from megatron_muon.mcore.integrity import registry
 from megatron_muon.mcore.loss_scale import share_loss_scale
-from megatron_muon.mcore.ordered import require_ordered
-from megatron_muon.mcore.routing import Found, local_experts, muon_parameters, on_every_ep_rank
+from megatron_muon.mcore.params.bucket_layout import require_ordered
+from megatron_muon.mcore.params.placement import (
+    Found,
+    local_experts,
+    muon_parameters,
+    on_every_ep_rank,
+)
+from megatron_muon.mcore.params.survey import survey
+from megatron_muon.mcore.process_groups import Stage
+from megatron_muon.mcore.seams.rows import check_built, megatron_version
 from megatron_muon.mcore.shards import device_of, owned_shards
-from megatron_muon.mcore.survey import survey
-from megatron_muon.newton_schulz import takes_batches
-from megatron_muon.optimizer import DistributedMuon
-from megatron_muon.phases import phases
-from megatron_muon.products import plan_device, said_of_products, travel_dtype, try_products
-from megatron_muon.report import active_line, connected_line, newton_schulz_line, start_line
+from megatron_muon.orthogonalize.matmul import (
+    plan_device,
+    said_of_products,
+    travel_dtype,
+    try_products,
+)
+from megatron_muon.orthogonalize.newton_schulz import takes_batches
+from megatron_muon.planning import plan as plans
+from megatron_muon.planning.describe import (
+    active_line,
+    connected_line,
+    newton_schulz_line,
+    start_line,
+)
+from megatron_muon.runtime.consensus import (
+    PlanMismatchError,
+    agree_everywhere,
+    agree_on_grid,
+    attempt,
+    raise_together,
+    together,
+)
+from megatron_muon.runtime.exchange import Exchange, Meter
+from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.runtime.tracing import phases
+from megatron_muon.version import __version__
 
 _has_said_active = False
 
@@ -77,15 +93,15 @@ def make_muons(
         part.__class__ = MuonDistributedOptimizer
     agree_everywhere(description, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
-    stage = groups.stage_of(model_chunks, instance, pg_collection, device)
+    stage = process_groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
     lines = [*_active(), *survey(model_chunks, config, stage)]
     optimizer.__class__ = MuonChainedOptimizer
-    optimizer.voters = groups.voters(parts, stage)
+    optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, config, stage), None, device)
     lines += _connected(muons, stage)
-    checkpoint_owner.remember(model_chunks, config, stage)
+    registry.remember(model_chunks, config, stage)
     for line in lines:
         print(line, flush=True)
 
@@ -96,7 +112,7 @@ def _active() -> list[str]:
     if _has_said_active or dist.get_rank() != 0:
         return []
     _has_said_active = True
-    return [active_line(megatron_muon.__version__, megatron_version()[0])]
+    return [active_line(__version__, megatron_version()[0])]
 
 
 def _checked(
@@ -105,7 +121,7 @@ def _checked(
     """What all ranks must agree on, once this one has what the plugin needs."""
     for part in parts:
         check_built(part)
-    groups.require_groups(model_chunks, pg_collection)
+    process_groups.require_groups(model_chunks, pg_collection)
     return plans.describe([], config, plan_device(device_of(model_chunks)))
 
 
@@ -128,7 +144,7 @@ def _completed(
         _put_inside(part, muon)
         part.stage_group = stage.group
         part.sizes = stage.sizes
-        if groups.has_experts(part):
+        if process_groups.has_experts(part):
             part.ep_rank = stage.coordinates(part).ep_rank
         part.local_experts = local_experts(part.model_chunks, stage.sizes.ep)
         if stage.speaks:
@@ -136,7 +152,7 @@ def _completed(
                 start_line(
                     muon.plan,
                     stage=stage.pipeline_rank,
-                    experts=groups.has_experts(part),
+                    experts=process_groups.has_experts(part),
                     buckets=[len(buffer.buckets) for buffer in part.buffers],
                 )
             )

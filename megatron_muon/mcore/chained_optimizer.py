@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from megatron_muon.agreement import attempt, raise_quoting
-from megatron_muon.collectives import any_rank, in_megatrons
-from megatron_muon.mcore.checkpoint_chain import CheckpointChain
+from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.late_norm import LateNorm
+from megatron_muon.mcore.params.param_routing import expert_name, weights
 from megatron_muon.mcore.shards import device_of, owned_shards
-from megatron_muon.mcore.weights import expert_name, weights
+from megatron_muon.runtime.collectives import any_rank, in_megatrons
+from megatron_muon.runtime.consensus import attempt, raise_quoting
 
 _LARGEST = torch.finfo(torch.float32).max
 

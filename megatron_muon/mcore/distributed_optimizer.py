@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron_muon.mcore.checkpoint import MuonCheckpoint
+from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.late_norm import norm_grads
 from megatron_muon.mcore.shards import device_of, owned_shards
-from megatron_muon.optimizer import MOMENTUM_KEY, DistributedMuon
+from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 
 TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # which count the steps of each parameter
 

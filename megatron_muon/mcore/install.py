@@ -11,15 +11,16 @@ from typing import Any
 
 from megatron.core import optimizer as mcore_optimizer
 
-from megatron_muon.agreement import together
 from megatron_muon.config import MuonConfig
-from megatron_muon.exchange import Meter
-from megatron_muon.mcore import checkpoint_digest, ordered
 from megatron_muon.mcore.build import make_muons
 from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
-from megatron_muon.mcore.hooks import SeamError, check_hooks, hooks_of, megatron_version
+from megatron_muon.mcore.integrity import save_load
+from megatron_muon.mcore.params import bucket_layout
+from megatron_muon.mcore.params.validate import frozen_too_late, refuse_groups, refuse_unsupported
+from megatron_muon.mcore.seams.rows import SeamError, check_hooks, hooks_of, megatron_version
 from megatron_muon.mcore.shards import device_of
-from megatron_muon.mcore.supported import frozen_too_late, refuse_groups, refuse_unsupported
+from megatron_muon.runtime.consensus import together
+from megatron_muon.runtime.exchange import Meter
 
 # Megatron's own functions, kept after uninstall() too: who took a hooked name by import meanwhile,
 # where it is not found, goes on calling ours, which then only pass the call on.
@@ -52,9 +53,9 @@ def install(config: MuonConfig | None = None) -> None:
                 _replace(hook.name, _originals[hook.name], _WRAPPERS[hook.name])
     wanted = config or _config or MuonConfig()
     if wanted.align_shards:
-        ordered.put_in(wanted)
+        bucket_layout.put_in(wanted)
     else:
-        ordered.take_out()
+        bucket_layout.take_out()
     _config = wanted
 
 
@@ -64,7 +65,7 @@ def uninstall() -> None:
     if _config is not None:
         for name, original in _originals.items():
             _replace(name, _WRAPPERS[name], original)
-    ordered.take_out()
+    bucket_layout.take_out()
     _config = None
 
 
@@ -163,11 +164,11 @@ def _stopped(name: str) -> Callable[..., Any]:
 
 
 def _save(*args: Any, **kwargs: Any) -> Any:
-    return checkpoint_digest.save(_originals["save"], *args, **kwargs)
+    return save_load.save(_originals["save"], *args, **kwargs)
 
 
 def _load(*args: Any, **kwargs: Any) -> Any:
-    return checkpoint_digest.load(_originals["load"], *args, **kwargs)
+    return save_load.load(_originals["load"], *args, **kwargs)
 
 
 _STOPPED = ("_get_megatron_optimizer_based_on_param_groups", "_get_megatron_emerging_optimizer")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_muon.mcore.checkpoint_owner import Trained, every_trained
-from megatron_muon.mcore.weights import weights, why_adamw
+from megatron_muon.mcore.integrity.registry import Trained, every_trained
+from megatron_muon.mcore.params.param_routing import weights, why_adamw
 
 
 def muon_elements() -> float:

@@ -1,6 +1,6 @@
 """How long kernels take: streams over memory, products, and a batch's Newton-Schulz.
 
-The kernels are those that ``update``, ``newton_schulz`` and ``products`` launch on CUDA, by number
+The kernels are those that ``update``, ``newton_schulz`` and ``matmul`` launch on CUDA, by number
 and by bytes; how long each takes follows from ``Hardware`` alone.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.iteration import (
+from megatron_muon.orthogonalize.iteration import (
     Device,
     ns_flops,
     schedule_of,

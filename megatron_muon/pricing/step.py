@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.iteration import Device
-from megatron_muon.plan import ExchangePlan
+from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.kernels import Cost, batches, foreach, newton_schulz, stream
 from megatron_muon.pricing.streams import WAITING, Streams
 from megatron_muon.pricing.work import RoundWork, held_elements, rounds_of, total
-from megatron_muon.rounds import ELEMENTS_AT_ONCE, scratch_limit
 
 MOMENTUM, ADAMW, STAGING = "momentum", "adamw", "staging"
 NEWTON_SCHULZ, UPDATE = "newton_schulz", "update"

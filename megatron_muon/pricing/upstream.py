@@ -22,8 +22,8 @@ from dataclasses import replace
 from typing import Literal
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.layout import Parameter
-from megatron_muon.plan import ExchangePlan, Matrix
+from megatron_muon.planning.layout import Parameter
+from megatron_muon.planning.plan import ExchangePlan, Matrix
 from megatron_muon.pricing.hardware import GIGA, MICRO, Hardware
 from megatron_muon.pricing.kernels import Cost, newton_schulz, product, stream
 from megatron_muon.pricing.step import Optimizer, adamw

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_muon.plan import ExchangePlan
+from megatron_muon.planning.plan import ExchangePlan
 
 Shape = tuple[int, int]
 Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)

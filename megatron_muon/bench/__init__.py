@@ -1,0 +1,1 @@
+"""``megatron-muon bench``: measurements, and the time model's prices."""

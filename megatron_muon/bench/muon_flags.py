@@ -1,0 +1,73 @@
+"""Muon's own flags on this package's commands: those of a run, with the same names."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
+from typing import Any, get_args
+
+from megatron_muon.coefficients import Coefficients, NsDtype, parse
+from megatron_muon.config import HomePolicy, MuonConfig, NsIteration
+from megatron_muon.dry_run.numbers import count, positive
+
+_DEFAULT = MuonConfig()
+MOST_STEPS = 1000  # of Newton-Schulz; sets have 5 to 10
+
+
+def add_home_flags(group: _ArgumentGroup) -> None:
+    """Those that only homes follow from."""
+    group.add_argument(
+        "--muon-homes", choices=get_args(HomePolicy), default=_DEFAULT.homes, help="%(default)s"
+    )
+    for name, unit in (("rank-tflops", "TFLOP/s"), ("link-gbytes", "GB/s")):
+        default = getattr(_DEFAULT, name.replace("-", "_"))
+        group.add_argument(
+            f"--muon-{name}", type=positive, default=default, metavar=unit, help="%(default)g"
+        )
+
+
+def homes_of(flags: Namespace) -> dict[str, Any]:
+    """The settings that ``add_home_flags`` is about."""
+    return {
+        "homes": flags.muon_homes,
+        "rank_tflops": flags.muon_rank_tflops,
+        "link_gbytes": flags.muon_link_gbytes,
+    }
+
+
+def add_newton_schulz_flags(group: _ArgumentGroup) -> None:
+    """Those of the iteration."""
+    group.add_argument(
+        "--muon-ns-coefficients",
+        type=_coefficients,
+        default=_DEFAULT.ns_coefficients,
+        help="%(default)s",
+    )
+    for name, choices in (("iteration", get_args(NsIteration)), ("dtype", get_args(NsDtype))):
+        group.add_argument(
+            f"--muon-ns-{name}",
+            choices=choices,
+            default=getattr(_DEFAULT, f"ns_{name}"),
+            help="%(default)s",
+        )
+    group.add_argument(
+        "--muon-ns-steps",
+        "--muon-num-ns-steps",
+        type=count(most=MOST_STEPS),
+        default=_DEFAULT.ns_steps,
+        help="%(default)s",
+    )
+
+
+def _coefficients(text: str) -> Coefficients:
+    try:
+        return parse(text)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def newton_schulz_of(flags: Namespace) -> dict[str, Any]:
+    """The settings that ``add_newton_schulz_flags`` is about."""
+    return {
+        name: getattr(flags, f"muon_{name}")
+        for name in ("ns_coefficients", "ns_iteration", "ns_dtype", "ns_steps")
+    }

@@ -1,0 +1,178 @@
+"""``megatron-muon bench newton-schulz --find-restarts``: where the Gram iteration has to restart.
+
+The method. A set that is unstable near rank 1 even in float64 has no list in any dtype. There the
+largest singular value is the norm, 1 until X is rounded and up to 1 + 2⁻⁸ after that; a set is
+unstable if its polynomials make of a value between these, in float64 and without headroom, more
+than 5 % above the most that they make of values up to 1. Headroom, with which the standard
+iteration may do even so, does not count: it is for the rounding of X, and what rounding does to the
+square of X grows from step to step.
+
+For any other set and a number of steps every list of restarts is tried, the shortest first, on
+matrices of 96 × 96, 64 × 256 and 40 × 120: condition numbers 1 to 1e8, rank 1, 4 and half the rows,
+rank 1 with 1e-1 to 1e-5 beside it, eight rows alike but for 1e-1 and 1e-2, Gaussian. (All ones is
+left out: all of its entries round alike, so there is a size for every list at which 16 bits move it
+far, though not out of the band.)
+A list is accurate if on each
+
+- the error, in Frobenius norm and relative to the exact polynomials of the singular values, is at
+  most ``_TIMES`` the standard iteration's in the same dtype, twice in 16 bits and 8 times in fp32,
+  or ``_ALLOWED`` where that is more, and
+- the largest singular value is at most 5 % above the larger of the exact and standard's;
+
+standard's is the worst of three, with X as it is and scaled by one unit of the dtype's rounding up
+and down, since some polynomials are so steep at 1 that one unit changes the result by half.
+
+Of the shortest accurate lists the one with the smallest worst error, as a fraction of what is
+allowed, is taken, or the recorded one where its worst error is at most 5 % larger: another order of
+sums, as another CPU has it, moves errors by as much. A list with more restarts than half the steps
+is none, since nothing is saved. Square matrices in fp32 also serve X in 16 bits, with a list of
+their own, accurate for bf16 and fp16. An X in fp32 shows what these squares alone lose: there the
+list may have twice standard's error, or ``_SQUARES_ALLOWED``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_muon.bench.newton_schulz.inputs import exactly, inputs, polynomials
+from megatron_muon.coefficients import (
+    SETS,
+    CoefficientName,
+    NsDtype,
+    Restarts,
+    Triple,
+    schedule,
+)
+from megatron_muon.orthogonalize.matmul import Products, torch_dtype
+from megatron_muon.orthogonalize.newton_schulz import gram_iteration, normalize, standard_iteration
+
+_SHAPES = ((96, 96), (64, 256), (40, 120))
+# In bf16 16 units of its rounding, a fifth of what simple leaves to a polar factor; in fp32 about
+# the standard iteration's own error, which is 1e-6 to 1e-5 on most inputs. The squares of singular
+# values lose more to rounding, so that less than 8 times would leave simple no list.
+_ALLOWED: dict[NsDtype, float] = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-17}
+_TIMES: dict[NsDtype, float] = {"bf16": 2.0, "fp16": 2.0, "fp32": 8.0}
+_SQUARES_ALLOWED = 2.0**-10  # well below one unit of bf16
+_NUDGE: dict[NsDtype, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
+_TOP = 1.05
+_SAME = 1.05  # of worst errors
+
+NONE = Restarts(bf16=None, fp16=None, fp32=None, fp32_squares=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One input: X as iterations take it, the exact result, the allowed error and largest value."""
+
+    x: Tensor
+    products: Products
+    exact: Tensor
+    allowed: float
+    top: float
+
+
+def find_restarts(name: CoefficientName, steps: int) -> Restarts:
+    """The lists of a coefficient set, as ``coefficients`` has them."""
+    if why_unstable(name, steps) is not None:
+        return NONE
+    return Restarts(
+        bf16=_shortest(name, steps, "bf16", ("bf16",)),
+        fp16=_shortest(name, steps, "fp16", ("fp16",)),
+        fp32=_shortest(name, steps, "fp32", ("fp32",)),
+        fp32_squares=_shortest(name, steps, "fp32_squares", ("bf16", "fp16", "fp32")),
+    )
+
+
+def recorded(name: CoefficientName, steps: int) -> Restarts:
+    """What ``coefficients`` has; a pair that it has not is one without lists."""
+    return SETS[name].restarts.get(steps, NONE)
+
+
+def why_unstable(name: CoefficientName, steps: int) -> str | None:
+    """In words, where the polynomials are unstable near rank 1 in float64; None where not."""
+    published = schedule(name, steps, "fp32")  # fp32 has no headroom
+    within, above = (
+        float(
+            polynomials(torch.linspace(*ends, 100_001, dtype=torch.float64), published).abs().max()
+        )
+        for ends in ((0.0, 1.0), (1.0, 1.0 + _NUDGE["bf16"]))
+    )
+    if above <= _TOP * within:  # NaN is not
+        return None
+    return (
+        f"unstable near rank 1 in float64: of singular values up to 1 at most {within:.2f}, "
+        f"up to 1 + 2⁻⁸ {above:.1e}"
+    )
+
+
+def _shortest(
+    name: CoefficientName, steps: int, kind: str, dtypes: Sequence[NsDtype]
+) -> tuple[int, ...] | None:
+    """The list of one field of ``Restarts``, accurate for X in each of ``dtypes``."""
+    kept = getattr(recorded(name, steps), kind)
+    trials = {dtype: list(_trials(schedule(name, steps, dtype), dtype, kind)) for dtype in dtypes}
+    for count in range(steps // 2 + 1):
+        found: list[tuple[float, tuple[int, ...]]] = []
+        for restarts in itertools.combinations(range(1, steps), count):
+            cuts = list(itertools.pairwise((0, *restarts, steps)))
+            stop = min(1.0, _SAME * min(found, default=(1.0, ()))[0])
+            worst = 0.0
+            for dtype, tried in trials.items():
+                triples = schedule(name, steps, dtype)
+                parts = tuple(triples[start:stop] for start, stop in cuts)
+                worst = max(worst, _worst(tried, parts, stop))
+                if worst > stop:
+                    break
+            if worst <= stop:
+                found.append((worst, restarts))
+        if found:
+            best, first = min(found)
+            return kept if (kept in [r for w, r in found if w <= _SAME * best]) else first
+    return None
+
+
+def _trials(steps: tuple[Triple, ...], dtype: NsDtype, kind: str) -> Iterator[_Trial]:
+    times, floor, squares = _TIMES[dtype], _ALLOWED[dtype], dtype
+    if kind == "fp32_squares":
+        squares = "fp32"
+        if dtype == "fp32":
+            times, floor = _TIMES["bf16"], _SQUARES_ALLOWED
+    products = Products(torch_dtype(dtype), torch_dtype(squares), torch.float32)
+    for shape in _SHAPES:
+        for what, matrix in inputs(*shape):
+            if what.startswith(("entries", "all ones")):
+                continue  # scale is divided out before the iteration
+            x = products.enter(normalize(matrix.float()))
+            exact = exactly(matrix, steps)
+            standards = [
+                standard_iteration(products.enter(x * factor), steps, products).double()
+                for factor in (1 - _NUDGE[dtype], 1.0, 1 + _NUDGE[dtype])
+            ]
+            error = max(_error(standard, exact) for standard in standards)
+            top = max(map(_top, (exact, *standards)))
+            yield _Trial(x, products, exact, max(times * error, floor), _TOP * top)
+
+
+def _worst(trials: Sequence[_Trial], parts: tuple[tuple[Triple, ...], ...], stop: float) -> float:
+    """The largest error as a fraction of what is allowed; ``inf`` where a value is too large."""
+    worst = 0.0
+    for trial in trials:
+        made = gram_iteration(trial.x, parts, trial.products).double()
+        error = _error(made, trial.exact)
+        if not error / trial.allowed <= stop or _top(made) > trial.top:  # NaN too
+            return float("inf")
+        worst = max(worst, error / trial.allowed)
+    return worst
+
+
+def _error(made: Tensor, exact: Tensor) -> float:
+    return float((made - exact).norm() / exact.norm())
+
+
+def _top(matrix: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(matrix, 2))

@@ -1,0 +1,118 @@
+"""A model's stages, priced: plans from Megatron's flags, times from the stated hardware."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.dry_run.model import Ranks
+from megatron_muon.dry_run.stages import Planned, planned_stage
+from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.planning.plan import held_pieces
+from megatron_muon.pricing.hardware import Hardware
+from megatron_muon.pricing.step import Optimizer, StepTime, price_adamw, price_step
+from megatron_muon.pricing.upstream import price_layer_wise
+
+ITERATIONS: tuple[NsIteration, ...] = ("standard", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class OurStep:
+    """A row of ours.
+
+    Attributes:
+        iteration: of Newton-Schulz.
+        kernel: symmetric products are a library's.
+        step: its price.
+    """
+
+    iteration: NsIteration
+    kernel: bool
+    step: StepTime
+
+
+@dataclass(frozen=True, slots=True)
+class PricedStage:
+    """A pipeline stage; seconds.
+
+    Attributes:
+        number: pipeline rank.
+        ranks: of the stage.
+        adamw: AdamW's step.
+        ours: with each iteration, without and with a library's symmetric products.
+        duplicated, distributed: Megatron's own Muon; the same without TP.
+    """
+
+    number: int
+    ranks: int
+    adamw: float
+    ours: tuple[OurStep, ...]
+    duplicated: float
+    distributed: float
+
+
+def priced_stage(
+    flags: Namespace,
+    config: MuonConfig,
+    ranks: Ranks,
+    number: int,
+    hardware: Hardware,
+) -> PricedStage:
+    """Price one pipeline stage.
+
+    Args:
+        flags, config, ranks, number: as ``planned_stage`` takes them.
+        hardware: of every rank.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``; no
+            parameter of the stage is Muon's or AdamW's.
+    """
+    ours = []
+    for iteration in ITERATIONS:
+        settings = dataclasses.replace(config, ns_iteration=iteration)
+        optimizers = [
+            Optimizer(planned.plan, tuple(rest_of(planned)))
+            for planned in planned_stage(flags, settings, ranks, number)
+        ]
+        if not optimizers:
+            raise ValueError(f"pipeline stage {number} has no parameters")
+        for kernel, machine in _machines(hardware):
+            step = price_step(optimizers, settings, machine)
+            ours.append(OurStep(iteration, kernel, step))
+    return PricedStage(
+        number=number,
+        ranks=optimizers[0].plan.size,
+        adamw=price_adamw(optimizers, hardware),
+        ours=tuple(ours),
+        duplicated=price_layer_wise(optimizers, config, hardware, "duplicated"),
+        distributed=price_layer_wise(optimizers, config, hardware, "distributed"),
+    )
+
+
+def rest_of(planned: Planned) -> list[int]:
+    """By rank of the stage, elements of the optimizer that AdamW updates."""
+    grid = planned.plan.grid
+    rest = [0] * planned.plan.size
+    for buffer in planned.buffers:
+        for param, (start, stop, bucket_id) in buffer.param_index_map.items():
+            if param in planned.muon or start == stop:
+                continue
+            bucket = buffer.buckets[bucket_id]
+            whole = Span(bucket.offset, bucket.offset + bucket.grad_data.numel())
+            for ep_rank in range(len(grid)):  # each EP rank has experts of its own
+                placed = Parameter(
+                    "", (1, stop - start), None, whole, Span(start, stop), 0, (), (), ep_rank
+                )
+                for rank, piece in held_pieces(placed, grid):
+                    rest[rank] += piece.size
+    return rest
+
+
+def _machines(hardware: Hardware) -> Iterator[tuple[bool, Hardware]]:
+    yield False, hardware.with_values({"symmetric_ratio": 1.0}, "no library")
+    if hardware.symmetric_ratio < 1:
+        yield True, hardware

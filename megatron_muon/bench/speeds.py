@@ -1,0 +1,189 @@
+"""``megatron-muon bench speeds``: the two speeds that homes follow from, as flags to paste."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.bench.muon_flags import add_newton_schulz_flags, newton_schulz_of
+from megatron_muon.bench.newton_schulz.command import interleaved, shape_of
+from megatron_muon.bench.ranks import RankError, Task, gpus_for, run_ranks, threads_for
+from megatron_muon.config import MuonConfig
+from megatron_muon.dry_run.numbers import MOST_HERE, count
+from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.runtime import collectives
+
+_DESCRIPTION = """\
+Start ranks on this machine, over gloo where there is no GPU, over NCCL with a GPU a rank where
+there are, and measure on all of them at once how fast Newton-Schulz is, then how fast an all-to-all
+of the exchange is. The last line has the flags of a run. A run itself never measures: give all of
+its ranks the same flags."""
+
+_GPU_SHAPE, _CPU_SHAPE = (4096, 14336), (512, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a rank measures.
+
+    Attributes:
+        config: of the iteration.
+        shape: of the matrix.
+        message_bytes: that a rank sends in an all-to-all.
+        rounds: of each of the two.
+        gpu: measure on a GPU.
+    """
+
+    config: MuonConfig
+    shape: tuple[int, int]
+    message_bytes: int
+    rounds: int
+    gpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """In the units of the settings: 10¹² flop/s; 10⁹ bytes/s, None where a rank is alone."""
+
+    rank_tflops: float
+    link_gbytes: float | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments.
+
+    Returns:
+        0, or 1 where a rank failed; wrong arguments end the process with status 2.
+    """
+    parser = _parser()
+    given = parser.parse_args(argv)
+    try:
+        task = _task(given)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    try:
+        ranks: list[Speeds] = run_ranks(task)
+    except RankError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    _report(task, ranks)
+    return 0
+
+
+def measure(job: Job) -> Speeds:
+    """This rank's, while the others measure theirs; torch's world is up."""
+    device = torch.device("cuda", torch.cuda.current_device()) if job.gpu else torch.device("cpu")
+    matrix = torch.randn(*job.shape, generator=torch.Generator().manual_seed(0))
+    matrix = matrix.to(device, travel_dtype(job.config))
+    run = partial(orthogonalize, config=job.config)
+    _meet(device)
+    (milliseconds,) = interleaved([run], matrix, job.rounds, time.perf_counter)
+    flops = ns_flops(*job.shape, job.config, plan_device(device))
+    return Speeds(flops / statistics.median(milliseconds) / 1e9, _link_gbytes(job, device))
+
+
+def _link_gbytes(job: Job, device: torch.device) -> float | None:
+    """What a rank sends, and receives at the same time, in the median round."""
+    group = dist.group.WORLD
+    assert group is not None
+    here, size = group.rank(), group.size()
+    if size == 1:
+        return None
+    dtype = travel_dtype(job.config)
+    each = max(1, job.message_bytes // dtype.itemsize // (size - 1))
+    sizes = [0 if rank == here else each for rank in range(size)]
+    sent = torch.ones(sum(sizes), dtype=dtype, device=device)
+    rates = []
+    for _ in range(1 + job.rounds):
+        _meet(device)
+        start = time.perf_counter()
+        collectives.start_all_to_all("muon/bench", sent, sizes, sizes, group).wait()
+        if job.gpu:
+            torch.cuda.synchronize(device)
+        rates.append(sent.nbytes / (time.perf_counter() - start) / 1e9)
+    return statistics.median(rates[1:])  # connections are made in the first
+
+
+def _meet(device: torch.device) -> None:
+    collectives.all_gather_numbers([0], None, device)
+
+
+def _task(given: Namespace) -> Task:
+    world = given.ranks or torch.cuda.device_count() or 2
+    gpu = gpus_for(world, "--ranks", "--ranks")
+    job = Job(
+        config=MuonConfig(**newton_schulz_of(given)),
+        shape=given.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE),
+        message_bytes=given.mib << 20,
+        rounds=given.rounds,
+        gpu=gpu,
+    )
+    threads = threads_for(world, given.threads)
+    return Task(run=measure, argument=job, world=world, gpus=gpu, threads=threads, seconds=600.0)
+
+
+def _report(task: Task, ranks: Sequence[Speeds]) -> None:
+    """Print what was measured, and the median rank's as flags."""
+    job: Job = task.argument
+    rows, cols = job.shape
+    where = "GPU" if job.gpu else f"CPU, {task.threads} thread(s)"
+    flags = {"--muon-rank-tflops": [rank.rank_tflops for rank in ranks]}
+    print(
+        f"Newton-Schulz of {rows}x{cols}, {job.config.ns_iteration}, {job.config.ns_steps} steps, "
+        f"{job.config.ns_dtype}, {task.world} rank(s) at once, each a {where}: "
+        f"{_said(flags['--muon-rank-tflops'])} TFLOP/s a rank"
+    )
+    links = [rank.link_gbytes for rank in ranks if rank.link_gbytes is not None]
+    if links:
+        flags["--muon-link-gbytes"] = links
+        print(
+            f"all-to-all over {'nccl' if job.gpu else 'gloo'}, {task.world} ranks of this machine, "
+            f"{job.message_bytes >> 20} MiB from each: {_said(links)} GB/s a rank"
+        )
+        print("where a run's stages span machines, give what their network has for a rank")
+    else:
+        print("one rank has no link to measure: --ranks 2 or more, or give what the network has")
+    print(" ".join(f"{flag} {statistics.median(found):.3g}" for flag, found in flags.items()))
+
+
+def _said(found: Sequence[float]) -> str:
+    return f"{statistics.median(found):.3g} ({min(found):.3g} to {max(found):.3g})"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-muon bench speeds",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    here: dict[str, Any] = {"type": count(most=MOST_HERE), "metavar": "N"}
+    numbers: dict[str, Any] = {"type": count(most=1 << 20), "metavar": "N"}
+    parser.add_argument("--ranks", **here, help="default: as many as GPUs; 2 on a CPU")
+    parser.add_argument("--threads", **here, help="of a rank (default: cores/ranks)")
+    parser.add_argument("--rounds", **numbers, default=5, help="%(default)s")
+    parser.add_argument("--mib", **numbers, default=64, help="a rank sends at once (%(default)s)")
+    sizes = ["x".join(map(str, shape)) for shape in (_GPU_SHAPE, _CPU_SHAPE)]
+    parser.add_argument(
+        "--shape",
+        type=shape_of,
+        metavar="ROWSxCOLS",
+        help=f"of the matrix (default: {sizes[0]}; on a CPU {sizes[1]})",
+    )
+    add_newton_schulz_flags(parser.add_argument_group("Newton-Schulz, as in a run"))
+    return parser

@@ -1,0 +1,149 @@
+"""``megatron-muon bench step``: what an optimizer step costs, Muon's beside others, in one run."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import megatron_muon
+from megatron_muon.bench.files import require_writable
+from megatron_muon.bench.muon_flags import homes_of
+from megatron_muon.bench.step.flags import command_parser, model_flags
+from megatron_muon.config import MuonConfig
+from megatron_muon.dry_run.numbers import MOST_HERE
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments.
+
+    Returns:
+        0, or 1 where a rank failed, a file could not be written or rows that must end a step with
+        the same weights do not; wrong arguments end the process with status 2.
+    """
+    from megatron_muon.cli.routes import megatron_is_quiet
+
+    parser = command_parser()
+    given, of_megatron = parser.parse_known_args(argv)
+    with megatron_is_quiet():
+        if not megatron_muon.cpu.enabled():
+            megatron_muon.cpu.enable(allow_cuda=True)  # this process only starts ranks
+        try:
+            flags = model_flags(parser.prog, given, of_megatron)
+            task, left_out = _task(given, flags)
+        except (ValueError, TypeError, AssertionError) as error:
+            parser.error(" ".join(str(error).split()) or f"Megatron refuses this model: {error!r}")
+    if left_out is not None:
+        print(f"{parser.prog}: upstream-layerwise is left out: {left_out}", file=sys.stderr)
+    from megatron_muon.bench.ranks import RankError, run_ranks
+    from megatron_muon.bench.step.report import report
+
+    try:
+        return report(given, argv, flags, task, run_ranks(task))
+    except BrokenPipeError:
+        raise  # nobody reads what is printed: no fault of a file
+    except (RankError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
+    """What to run, and why upstream's row is not in it."""
+    from megatron_muon.bench.ranks import Task, gpus_for, threads_for
+    from megatron_muon.bench.step.measure import Job, measure
+    from megatron_muon.bench.step.rows import rows
+    from megatron_muon.bench.step.upstream import why_no_upstream
+    from megatron_muon.dry_run.model import ranks_of, transformer_config
+
+    ranks = ranks_of(flags)
+    _check(given, flags)
+    transformer_config(flags, ranks)  # what Megatron itself finds wrong
+    gpus = gpus_for(ranks.world, "TP x PP x CP x DP", "--tp --pp --cp --dp")
+    mib = given.muon_round_mib
+    config = MuonConfig(
+        ns_steps=given.ns_steps,
+        **homes_of(given),
+        round_bytes=round(mib * (1 << 20)) if mib else None,
+    )
+    names = list(given.rows)
+    left_out = why_no_upstream(flags) if "upstream-layerwise" in names else None
+    if left_out is not None:
+        names.remove("upstream-layerwise")
+    chosen = rows(config, names, given.exchange, given.muon_tp_mode)
+    if not chosen:
+        raise ValueError(f"no row is left to measure: {left_out}")
+    if not any(row.buckets for row in chosen):
+        _refuse_buckets(flags)
+    task = Task(
+        run=measure,
+        argument=Job(flags, tuple(chosen), given.rounds, given.traces),
+        world=ranks.world,
+        gpus=gpus,
+        threads=threads_for(ranks.world, given.threads),
+        seconds=60 * given.minutes,
+    )
+    return task, left_out
+
+
+def _refuse_buckets(flags: Namespace) -> None:
+    for name in ("ddp_bucket_size", "ddp_num_buckets"):
+        if getattr(flags, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} has no effect on these rows, which have one bucket a "
+                "buffer: leave it out, or add muon-bucketed or muon-paper to --rows"
+            )
+
+
+def _check(given: Namespace, flags: Namespace) -> None:
+    """Errors that ranks would only find one by one, or after all the work."""
+    world = given.tp * given.pp * given.cp * given.dp
+    if world > MOST_HERE:
+        raise ValueError(f"--tp x --pp x --cp x --dp are {world} ranks, at most {MOST_HERE} here")
+    if flags.expert_model_parallel_size > 1 and not flags.num_experts:
+        raise ValueError(f"--ep {flags.expert_model_parallel_size} needs --num-experts")
+    if (flags.num_experts or 0) % flags.expert_model_parallel_size:
+        raise ValueError(
+            f"--num-experts {flags.num_experts} is not a multiple of --ep "
+            f"{flags.expert_model_parallel_size}"
+        )
+    if given.layers % given.pp:
+        raise ValueError(f"--layers {given.layers} is not a multiple of --pp {given.pp}")
+    heads = flags.num_attention_heads
+    if given.hidden % heads or heads % given.tp:
+        raise ValueError(
+            f"{heads} attention heads do not divide --hidden {given.hidden}, or --tp {given.tp} "
+            "does not divide them: see --heads"
+        )
+    groups = flags.num_query_groups if flags.group_query_attention else heads
+    if "muon-paper" in given.rows and groups < given.tp and not flags.multi_latent_attention:
+        raise ValueError(
+            f"muon-paper gathers slices of one size from all TP ranks, but --tp {given.tp} cuts "
+            f"{groups} query group(s), so that not every rank has some of Q, K and V: leave it "
+            "out of --rows"
+        )
+    if given.traces is not None and not given.traces.is_dir():
+        raise ValueError(f"--traces {given.traces}: there is no such folder")
+    for name in ("json", "plot"):
+        if getattr(given, name) is not None:
+            require_writable(f"--{name}", getattr(given, name))
+    if given.plot is not None:
+        _check_format(given.plot)
+
+
+def _check_format(path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    from megatron_muon.bench.plot import formats
+
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix not in formats():
+        raise ValueError(
+            f"--plot {path}: its name must end in a format of matplotlib's, one of "
+            f"{', '.join('.' + name for name in formats())}"
+        )

@@ -1,0 +1,260 @@
+"""The flags of ``megatron-muon bench step``: its own, and which of Megatron-LM's it reads.
+
+Only those that say what the model is and how its ranks and buckets are divided. One that would
+change what a step is, that a flag of the command's own says, or that would have no effect is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_muon.bench.muon_flags import MOST_STEPS, add_home_flags
+from megatron_muon.config import MuonConfig
+from megatron_muon.dry_run.hybrid.settings import is_hybrid
+from megatron_muon.dry_run.numbers import MOST_HERE, count, positive, up_to
+
+ROWS = (
+    *("adamw", "muon-contiguous", "muon-bucketed", "muon-paper", "upstream-layerwise"),
+    *("muon-contiguous-auto", "muon-bucketed-auto"),
+)
+_DESCRIPTION = """\
+Start ranks on this machine, build the same GPT for every row, and let the rows take turns, one
+optimizer step each and round by round in rotated order, on the same weights and gradients. Over
+gloo where there is no GPU, over NCCL with a GPU a rank where there are."""
+
+_EPILOG = """\
+rows:
+  adamw               Megatron's AdamW with its DistributedOptimizer
+  muon-contiguous     this package's Muon, one bucket a grad buffer; from core 0.18 on ordered so
+                      that shards cut few parameters (align_shards, --muon-dp-layout), as in a run
+  muon-bucketed       the same on Megatron's stock buckets, as with --overlap-grad-reduce: closed at
+                      a fifth of a layer, as 40 M elements are of Llama-3-8B, or --ddp-bucket-size
+  muon-paper          Algorithm 1 of arXiv 2502.16982, stock buckets: every rank that holds a piece
+                      of a matrix gathers and orthogonalizes it
+  upstream-layerwise  Megatron's own Muon over whole parameters, where it can be imported
+  muon-contiguous-auto, muon-bucketed-auto
+                      those two with --muon-ns-iteration auto
+
+A step is optimizer.step(): gradient norm, update, all-gather of the updated parameters.
+The reduction of gradients is before it; what it sends is counted (kind grad_reduce), not timed.
+Only the row whose turn it is is in memory. All rows but upstream-layerwise shard by Megatron's
+DistributedOptimizer, with or without --use-distributed-optimizer.
+
+Every other flag is Megatron-LM's, of the model and its buckets: --swiglu, --num-experts 8,
+--multi-latent-attention, --ddp-bucket-size, ... One that rows cannot have alike is refused.
+
+upstream-layerwise runs the coefficients of the other rows, "simple", where its own default is
+"quintic": as many products. Up to core 0.17 its gather of parameters has unequal parts, which gloo
+has none of: there it is made of broadcasts that are under way together, as that of the other rows.
+Ratios to it are printed with and without that gather.
+
+AdamW on a CPU is megatron_muon.cpu's FusedAdam, plain torch in single roundings: ratios to it say
+little about a GPU's.
+
+Exit status: 0; 1 where a rank failed, a file could not be written, or rows of Muon with the same
+iteration ended a step with other weights; 2 where the arguments are wrong."""
+
+# Flags of Megatron-LM's that a flag of this command stands for.
+_OWN = {
+    "--tensor-model-parallel-size": "--tp",
+    "--pipeline-model-parallel-size": "--pp",
+    "--context-parallel-size": "--cp",
+    "--expert-model-parallel-size": "--ep",
+    "--world-size": "--tp, --pp, --cp and --dp",
+    "--hidden-size": "--hidden",
+    "--num-layers": "--layers",
+    "--num-attention-heads": "--heads",
+    "--ffn-hidden-size": "--ffn",
+    "--vocab-size": "--vocab",
+    "--padded-vocab-size": "--vocab",
+    "--seq-length": "--seq",
+    "--max-position-embeddings": "--seq",
+    "--optimizer": "--rows",
+    "--overlap-grad-reduce": "--rows: muon-bucketed and muon-paper have its buckets, others one",
+    "--muon-dp-layout": "--rows",
+    "--muon-num-ns-steps": "--ns-steps",
+    "--muon-ns-steps": "--ns-steps",
+}
+_GATHER = "a step here ends with the all-gather of its updated parameters, in every row"
+_STATE = "rows keep what Megatron's AdamW and Muon keep in fp32 on the ranks' own device"
+_FP8 = "weights are bf16 in every row, and Muon has no others yet"
+_NO_COST = "what a step costs does not depend on it, and rows have one value of it"
+_ITERATION = "rows have one Newton-Schulz iteration, ours beside it the one of its -auto rows"
+# Those that rows cannot have, or not all of them.
+_REFUSED = {
+    "--fp16": "every row is in bf16, the one precision that all of them have",
+    "--overlap-param-gather": _GATHER,
+    "--overlap-param-gather-with-optimizer-step": _GATHER,
+    "--use-precision-aware-optimizer": _STATE,
+    "--optimizer-cpu-offload": _STATE,
+    "--optimizer-cuda-graph": "optimizer='muon' does not support optimizer CUDA graphs yet",
+    "--use-megatron-fsdp": "every row is wrapped in Megatron's own DDP",
+    "--fp8-param-gather": _FP8,
+    "--fp4-param-gather": _FP8,
+    **dict.fromkeys(("--lr", "--min-lr", "--weight-decay", "--clip-grad"), _NO_COST),
+    **dict.fromkeys(("--adam-beta1", "--adam-beta2", "--adam-eps", "--muon-momentum"), _NO_COST),
+    **dict.fromkeys(
+        ("--muon-ns-coefficients", "--muon-ns-dtype", "--muon-ns-iteration", "--muon-ns-batch"),
+        _ITERATION,
+    ),
+}
+_LIKE_LLAMA = (
+    *("--bf16", "--untie-embeddings-and-output-weights", "--disable-bias-linear"),
+    *("--normalization=RMSNorm", "--position-embedding-type=rope", "--transformer-impl=local"),
+)
+
+
+def model_flags(program: str, given: Namespace, of_megatron: Sequence[str]) -> Namespace:
+    """Megatron-LM's flags of the model and its ranks.
+
+    Args:
+        program: for errors.
+        given: this command's own.
+        of_megatron: what is left of the command line.
+
+    Raises:
+        ValueError: a flag is not known, or cannot be given here; names it and the way out.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_muon.dry_run.flags import add_megatron_flags
+
+    _refuse(of_megatron)
+    heads = given.heads or max(1, given.hidden // 64)
+    sizes = {
+        "tensor-model-parallel-size": given.tp,
+        "pipeline-model-parallel-size": given.pp,
+        "context-parallel-size": given.cp,
+        "expert-model-parallel-size": given.ep,
+        "world-size": given.tp * given.pp * given.cp * given.dp,
+        "hidden-size": given.hidden,
+        "num-layers": given.layers,
+        "num-attention-heads": heads,
+        "vocab-size": given.vocab,
+        "seq-length": given.seq,
+        "max-position-embeddings": given.seq,
+    }
+    if given.ffn is not None:
+        sizes["ffn-hidden-size"] = given.ffn
+    parser = _ModelParser(prog=program, allow_abbrev=False, add_help=False)
+    parser.add_argument("--world-size", type=int)
+    add_megatron_flags(parser, TransformerConfig)
+    argv = [f"--{name}={size}" for name, size in sizes.items()]
+    flags, unknown = parser.parse_known_args([*argv, *_LIKE_LLAMA, *of_megatron])
+    if unknown:
+        raise ValueError(
+            f"unrecognized arguments: {' '.join(unknown)}: only --help's and Megatron-LM's flags "
+            "of a model and its buckets are read here, leave it out"
+        )
+    _check_values(flags)
+    return flags
+
+
+def _refuse(of_megatron: Sequence[str]) -> None:
+    for flag in (token.partition("=")[0] for token in of_megatron):
+        if flag in _OWN:
+            raise ValueError(f"{flag} is said here by {_OWN[flag]}")
+        if flag in _REFUSED:
+            raise ValueError(f"{flag} cannot be given here: {_REFUSED[flag]}; leave it out")
+
+
+def _check_values(flags: Namespace) -> None:
+    if flags.transformer_impl != "local":
+        raise ValueError(
+            f"--transformer-impl {flags.transformer_impl} cannot be given here: every row's layers "
+            "are Megatron's local ones; leave it out"
+        )
+    if None not in (flags.ddp_bucket_size, flags.ddp_num_buckets):
+        raise ValueError(
+            "--ddp-bucket-size and --ddp-num-buckets say the same in two ways: give one of them"
+        )
+    if is_hybrid(flags) or getattr(flags, "experimental_attention_variant", None):
+        raise ValueError(
+            "every row's model is a GPT with attention in each layer: leave out --spec, "
+            "--hybrid-... and --experimental-attention-variant"
+        )
+
+
+class _ModelParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """This command's own flags, and its help."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-muon bench step",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    here: dict[str, Any] = {"type": count(most=MOST_HERE), "metavar": "N"}
+    sizes: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
+    ranks = parser.add_argument_group("ranks")
+    for name, default in (("tp", 2), ("pp", 1), ("dp", 2), ("cp", 1), ("ep", 1)):
+        ranks.add_argument(f"--{name}", **here, default=default, help="%(default)s")
+    ranks.add_argument("--threads", **here, help="of a rank (default: cores/ranks)")
+    ranks.add_argument(
+        "--minutes",
+        type=up_to(100_000, least=0.01),
+        default=60,
+        metavar="N",
+        help="to give up after (%(default)s)",
+    )
+    model = parser.add_argument_group("model")
+    for name, size in (("hidden", 256), ("layers", 4), ("seq", 1024), ("vocab", 32_000)):
+        model.add_argument(f"--{name}", **sizes, default=size, help="%(default)s")
+    model.add_argument("--heads", **sizes, help="default: hidden / 64")
+    model.add_argument("--ffn", **sizes, help="default: Megatron's, 4 x hidden")
+    _add_muon(parser.add_argument_group("what is measured"))
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", type=Path, metavar="FILE", help="all figures")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="bar chart (png, svg, pdf)")
+    out.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="Chrome traces of a step of each row, rank 0"
+    )
+    out.add_argument("--parts", action="store_true", help="where each row's step goes")
+    return parser
+
+
+def _add_muon(group: argparse._ArgumentGroup) -> None:
+    default = MuonConfig()
+    group.add_argument(
+        "--rows",
+        nargs="+",
+        choices=ROWS,
+        default=ROWS,
+        metavar="ROW",
+        help="only these (default: all)",
+    )
+    group.add_argument(
+        "--exchange",
+        nargs="+",
+        choices=["none", "naive"],
+        default=[],
+        help="further rows of muon-contiguous: all matrices in one round, and every parameter a "
+        "round of its own",
+    )
+    numbers: dict[str, Any] = {"metavar": "N", "help": "%(default)s"}
+    group.add_argument("--rounds", type=count(most=1 << 20), default=7, **numbers)
+    steps = count(most=MOST_STEPS)
+    group.add_argument("--ns-steps", type=steps, default=default.ns_steps, **numbers)
+    add_home_flags(group)
+    group.add_argument(
+        "--muon-round-mib",
+        type=positive,
+        help="of ours (256, or twice what the largest parameter has, if that is more)",
+    )
+    group.add_argument(
+        "--muon-tp-mode",
+        choices=["duplicated", "blockwise"],
+        default="duplicated",
+        help="of upstream-layerwise: gather over TP and orthogonalize on each TP rank, or each TP "
+        "rank's slice by itself (%(default)s)",
+    )

@@ -1,0 +1,322 @@
+"""What a rank does in ``megatron-muon bench step``: rows take turns, a step each, round by round.
+
+Only one row is in memory at a time: before its turn a row's storage is given back to it and filled,
+weights and gradients from one stretch of noise that is the same for every row, optimizer state with
+zeros; after it, it is freed. So every step is a first one, from the same weights, and every row of
+ours must end it with the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import zlib
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_muon.bench.step.build import Built, build
+from megatron_muon.bench.step.meter import Counted, Stopwatch, Times, count, peak_bytes
+from megatron_muon.bench.step.rows import Row
+from megatron_muon.runtime import collectives
+
+NOISE = 4_194_301  # elements; a prime, so that no two rows of a weight are the same
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to measure; the same for every rank.
+
+    Attributes:
+        flags: of the model and its ranks, see ``flags``.
+        rows: in the order of the table.
+        rounds: in which each row takes one timed step.
+        traces: folder for a Chrome trace of a step of each row, of rank 0.
+    """
+
+    flags: Namespace
+    rows: tuple[Row, ...]
+    rounds: int
+    traces: Path | None = None
+
+
+@dataclass
+class Found:
+    """Of one row on one rank.
+
+    Attributes:
+        times: of each round.
+        counted: of one step, and of one reduction of gradients before it.
+        exchange_rounds: of ours in a step, of its optimizers together.
+        ns_flops_once: of the rank's pipeline stage, each matrix once; on one rank of each stage.
+        state_bytes: fp32 main parameters and optimizer state.
+        peak_bytes: of a step, on top of what was there before.
+        weights: checksum of the model's weights after a step.
+        lines: that ours prints about itself.
+    """
+
+    times: list[Times] = field(default_factory=list)
+    counted: Counted = field(default_factory=Counted)
+    exchange_rounds: int = 0
+    ns_flops_once: int = 0
+    state_bytes: int = 0
+    peak_bytes: int = 0
+    weights: int = 0
+    lines: list[str] = field(default_factory=list)
+
+
+def measure(job: Job) -> list[Found]:
+    """Every row's figures on this rank; torch's world is up, Megatron's groups are not."""
+    device = _start_megatron(job.flags)
+    noise = torch.empty(NOISE, device=device)
+    generator = torch.Generator(device).manual_seed(1)
+    noise.normal_(0.0, 0.02, generator=generator)
+    watch = Stopwatch(device)
+    contenders = []
+    for row in job.rows:
+        contender = _Contender(build(row, job.flags, watch), watch, noise)
+        contender.park()
+        contenders.append(contender)
+    for row, contender in zip(job.rows, contenders, strict=True):
+        _say(f"counting {row.name}")
+        contender.count()
+        contender.weigh()
+        if row.kind == "muon":
+            contender.found.exchange_rounds = contender.exchange_rounds()
+        if job.traces is not None:
+            contender.trace(job.traces / f"{row.name}.json")
+    for number in range(job.rounds):
+        _say(f"round {number + 1} of {job.rounds}")
+        shift = number % len(contenders)
+        for contender in contenders[shift:] + contenders[:shift]:
+            contender.found.times.append(contender.step())
+    return [contender.found for contender in contenders]
+
+
+def _say(text: str) -> None:
+    """To the terminal, since a large model takes minutes."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _start_megatron(flags: Namespace) -> torch.device:
+    from megatron_muon.dry_run.model import ranks_of
+    from megatron_muon.dry_run.world import initialize_groups
+
+    initialize_groups(ranks_of(flags))
+    return torch.device(torch.cuda.current_device())
+
+
+class _Contender:
+    """A row on this rank."""
+
+    def __init__(self, built: Built, watch: Stopwatch, noise: Tensor) -> None:
+        self.found = Found(lines=built.lines)
+        self._chunks = built.chunks
+        self._optimizer = built.optimizer
+        self._watch = watch
+        self._noise = noise
+        self._parked: list[tuple[torch.UntypedStorage, int]] = []
+        for name in ("prepare_grads", "get_grad_norm"):
+            _name_part(built.optimizer, name, watch)
+
+    def park(self) -> None:
+        """Free all that its turn needs."""
+        self._optimizer.zero_grad()
+        storages = {}
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage
+        self._parked = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._parked:
+            storage.resize_(0)
+        _trim()
+
+    @torch.no_grad()
+    def wake(self) -> None:
+        """Have it again, as before a first step, and wait for all ranks."""
+        for storage, size in self._parked:
+            storage.resize_(size)
+        self._parked = []
+        for key, param in self._params():
+            param.data.zero_()  # each step gathers it from the main parameters
+            self._fill(param.main_grad.view(-1), f"gradient of {key}", 0)
+        keys = {param: key for key, param in self._params()}
+        for param, main, start in _main_params(self._optimizer):
+            self._fill(main.view(-1), f"weight {keys[param]}", start)
+        for tensor in _states(self._optimizer):
+            tensor.zero_()
+        collectives.all_gather_numbers([0], None, self._noise.device)
+
+    def step(self) -> Times:
+        """One timed step."""
+        self.wake()
+        times = self._watch.measure(self._step)
+        self.found.weights = self._checksum()
+        self.park()
+        return times
+
+    def count(self) -> None:
+        """A step, and the reduction of gradients before it, counted; it is the first one."""
+        self.wake()
+        reduced = count(self._watch, self._reduce_gradients)
+        counted = count(self._watch, self._step)
+        counted.sent_bytes |= reduced.sent_bytes
+        self.found.counted = counted
+        self.found.ns_flops_once = _flops_once(self._optimizer)
+        mains = {id(main): main for _, main, _ in _main_params(self._optimizer)}
+        tensors = [*mains.values(), *_states(self._optimizer)]
+        self.found.state_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.park()
+
+    def weigh(self) -> None:
+        """The peak of a step, which is not the first one."""
+        self.wake()
+        self.found.peak_bytes = peak_bytes(self._noise.device, self._step)
+        self.park()
+
+    def trace(self, file: Path) -> None:
+        """Chrome trace of such a step."""
+        activities = [ProfilerActivity.CPU]
+        if self._noise.is_cuda:
+            activities.append(ProfilerActivity.CUDA)
+        self.wake()
+        with profile(activities=activities) as trace:
+            self._step()
+        if dist.get_rank() == 0:
+            trace.export_chrome_trace(str(file))
+        self.park()
+
+    def exchange_rounds(self) -> int:
+        muons = [getattr(part, "muon", None) for part in _parts(self._optimizer)]
+        return sum(len(muon.plan.rounds) for muon in muons if muon is not None)
+
+    def _step(self) -> None:
+        successful, _, _ = self._optimizer.step()
+        if not successful:
+            raise RuntimeError(
+                "Megatron skipped a step: the gradients or their norm are not finite"
+            )
+
+    def _reduce_gradients(self) -> None:
+        with self._watch.part("grad-reduce"):
+            for chunk in self._chunks:
+                if chunk.ddp_config.overlap_grad_reduce:
+                    chunk.start_grad_sync()
+                chunk.finish_grad_sync()
+
+    def _params(self) -> Iterator[tuple[str, Any]]:
+        """By a key that is the same in all rows, and on all ranks that have the same elements."""
+        from megatron.core import parallel_state as ps
+
+        places = f"stage {ps.get_pipeline_model_parallel_rank()}"
+        for number, chunk in enumerate(self._chunks):
+            for name, param in chunk.named_parameters():
+                key = f"{number} {name} {places}"
+                if getattr(param, "tensor_model_parallel", False):
+                    key += f" TP {ps.get_tensor_model_parallel_rank()}"
+                if not getattr(param, "allreduce", True):
+                    key += f" EP {ps.get_expert_model_parallel_rank()}"
+                yield key, param
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for chunk in self._chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
+                if buffer.param_data is not None:
+                    yield buffer.param_data
+        for _, param in self._params():
+            yield param.data
+        for _, main, _ in _main_params(self._optimizer):
+            yield main
+        yield from _states(self._optimizer)
+
+    def _fill(self, flat: Tensor, key: str, start: int) -> None:
+        """With the noise of a parameter, from its element ``start`` on."""
+        at = (zlib.crc32(key.encode()) + start) % NOISE
+        done = 0
+        while done < flat.numel():
+            run = min(NOISE - at, flat.numel() - done)
+            flat[done : done + run].copy_(self._noise[at : at + run])
+            done, at = done + run, 0
+
+    def _checksum(self) -> int:
+        value = 0
+        for _, param in self._params():
+            flat = param.data.contiguous().view(-1).view(torch.uint8)
+            # a copy: what numpy has seen of a storage can no longer be resized
+            value = zlib.crc32(flat.to("cpu", copy=True).numpy(), value)
+        return value
+
+
+def _trim() -> None:
+    """Have the C library give freed memory back to other ranks; glibc keeps it where it is asked
+    for often."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _name_part(optimizer: Any, name: str, watch: Stopwatch) -> None:
+    """A method of Megatron's becomes a part of the step, which has no timer of its own."""
+    method = getattr(optimizer, name)
+
+    def named() -> Any:
+        with watch.part(name.replace("_", "-")):
+            return method()
+
+    setattr(optimizer, name, named)
+
+
+def _main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
+    """(parameter, what the optimizer updates of it, the element of the parameter it begins at)."""
+    from megatron_muon.mcore.shards import owned_shards
+
+    for part in _parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        if hasattr(part, "shard_fp32_from_float16_groups"):
+            for param, shard in owned_shards(part):
+                yield param, shard, part._get_model_param_range_map(param)["param"].start
+            continue
+        for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            for param, main in zip(models, mains, strict=True):
+                yield param, main, 0
+
+
+def _states(optimizer: Any) -> Iterator[Tensor]:
+    for part in _parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _parts(optimizer: Any) -> Iterator[Any]:
+    """Those of a chain, and of chains in it."""
+    for part in optimizer.chained_optimizers:
+        if hasattr(part, "chained_optimizers"):
+            yield from _parts(part)
+        else:
+            yield part
+
+
+def _flops_once(optimizer: Any) -> int:
+    """Of the stage's matrices, on its first rank; 0 on others, and where the row has no plan."""
+    return sum(
+        sum(part.muon.plan.ns_flops())
+        for part in _parts(optimizer)
+        if getattr(part, "muon", None) is not None and part.stage_group.rank() == 0
+    )
+
+
+def checksums_agree(rows: Sequence[Sequence[Found]]) -> bool:
+    """Whether rows, each by rank, have the same weights after a step."""
+    return len({tuple(found.weights for found in ranks) for ranks in rows}) == 1

@@ -1,0 +1,278 @@
+"""Algorithm 1 of the paper (arXiv 2502.16982) over Megatron's shards, as a row of the benchmark.
+
+Every rank that holds a piece of a matrix gathers the whole matrix, orthogonalizes it, and keeps its
+own piece of the direction. Buckets go one after another, each with one collective over DP and one
+over TP; momentum, kernel, dtype and update are those of ``DistributedMuon``, so that what differs
+is who does what.
+
+With p(s) the number of DP ranks that hold a piece of matrix s, counted on one TP rank, and t the TP
+ranks that a matrix is split over (1 where they hold replicas), rank r
+
+- sends ``itemsize × Σ over its pieces of (elements × (p - 1))`` bytes over DP, kind ``dp_gather``;
+- sends ``itemsize × Σ over the matrices it has a piece of of (rows × cols / t × (t - 1))`` bytes
+  over TP, kind ``tp_gather``;
+- does ``Σ over the same matrices of ns_flops(rows, cols)``.
+
+All ranks together do ``Σ over matrices of p × (TP ranks) × ns_flops``, where ours do each once. The
+proof of concept (NVIDIA/Megatron-LM#1428) sends more over DP: whole buckets, embeddings included,
+to every rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_muon.mcore.shards import device_of
+from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
+from megatron_muon.planning.plan import ExchangePlan, Segment
+from megatron_muon.runtime import collectives
+from megatron_muon.runtime.collectives import Group
+from megatron_muon.runtime.optimizer import DistributedMuon, ParamGroups, Shards, State
+from megatron_muon.runtime.update import advance_momentum, apply_updates
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRoutes:
+    """What a rank does for one bucket.
+
+    Attributes:
+        parameters: those of them that it has a piece of.
+        matrices: those that it orthogonalizes.
+        slices: of those of them that TP splits, each TP rank's segments, in the same order.
+        kept: its own pieces.
+        send_to, receive_from: segments by DP rank.
+        silent: no rank of its DP group sends anything.
+    """
+
+    parameters: tuple[int, ...]
+    matrices: tuple[int, ...]
+    slices: tuple[tuple[Segment, ...], ...]
+    kept: tuple[Segment, ...]
+    send_to: tuple[tuple[Segment, ...], ...]
+    receive_from: tuple[tuple[Segment, ...], ...]
+    silent: bool
+
+
+def routes(plan: ExchangePlan, rank: int) -> list[BucketRoutes]:
+    """Of every bucket, in the same order on all ranks.
+
+    Args:
+        plan: the stage's; its homes and rounds do not matter here.
+        rank: of the stage.
+    """
+    ep, tp, dp = place(plan, rank)
+    buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, parameter in enumerate(plan.parameters):
+        if parameter.ep_rank == ep:
+            buckets[parameter.buffer, parameter.bucket.start].append(index)
+    of_parameter: dict[int, list[Segment]] = defaultdict(list)
+    for segment in plan.segments:
+        of_parameter[segment.parameter].append(segment)
+    rows = plan.grid[ep]
+    return [
+        _bucket(plan, [s for index in sorted(bucket) for s in of_parameter[index]], rows, tp, dp)
+        for _, bucket in sorted(buckets.items())
+    ]
+
+
+def place(plan: ExchangePlan, rank: int) -> tuple[int, int, int]:
+    """(EP rank, TP rank, DP rank) of a rank of the stage."""
+    return next(
+        (ep, tp, row.index(rank))
+        for ep, plane in enumerate(plan.grid)
+        for tp, row in enumerate(plane)
+        if rank in row
+    )
+
+
+def _bucket(
+    plan: ExchangePlan,
+    segments: Sequence[Segment],
+    rows: Sequence[Sequence[int]],
+    tp: int,
+    dp: int,
+) -> BucketRoutes:
+    row = rows[tp]
+    mine = [segment for segment in segments if segment.rank in row]
+    sharers: dict[int, set[int]] = defaultdict(set)  # DP ranks by matrix
+    for segment in mine:
+        sharers[segment.matrix].add(row.index(segment.rank))
+    matrices = tuple(sorted(index for index, ranks in sharers.items() if dp in ranks))
+    kept = tuple(segment for segment in mine if segment.rank == row[dp])
+    split = [
+        s for s in segments if s.matrix in matrices and not plan.parameters[s.parameter].replicated
+    ]
+    return BucketRoutes(
+        parameters=tuple(dict.fromkeys(segment.parameter for segment in kept)),
+        matrices=matrices,
+        slices=tuple(
+            tuple(sorted((s for s in split if s.rank in other), key=_in_order)) for other in rows
+        ),
+        kept=kept,
+        send_to=tuple(
+            tuple(s for s in kept if other != dp and other in sharers[s.matrix])
+            for other in range(len(row))
+        ),
+        receive_from=tuple(
+            tuple(s for s in mine if s.rank == other != row[dp] and s.matrix in matrices)
+            for other in row
+        ),
+        silent=all(len(ranks) == 1 for ranks in sharers.values()),
+    )
+
+
+def _in_order(segment: Segment) -> tuple[int, int]:
+    """The same order on all TP ranks."""
+    return segment.parameter, segment.elements.start
+
+
+class PaperMuon(DistributedMuon):
+    """``DistributedMuon`` with the paper's communication in place of the exchange."""
+
+    dp_group: Group
+    tp_group: Group
+    rank: int
+    device: torch.device
+    buckets: list[BucketRoutes]
+
+    @staticmethod
+    def take_over(muon: DistributedMuon, dist_opt: Any, rank: int, tp_group: Group) -> None:
+        """Turn a ``DistributedMuon`` that has been built into one.
+
+        Args:
+            muon: inside ``dist_opt``.
+            dist_opt: Megatron's DistributedOptimizer, whose DP group is used.
+            rank: of the stage.
+            tp_group: of what ``dist_opt`` has.
+        """
+        muon.__class__ = PaperMuon
+        assert isinstance(muon, PaperMuon)
+        muon.rank, muon.tp_group, muon.dp_group = rank, tp_group, dist_opt.data_parallel_group
+        muon.device, muon.buckets = device_of(dist_opt.model_chunks), routes(muon.plan, rank)
+
+    @torch.no_grad()
+    def step(self, groups: ParamGroups, state: State, step_adamw: Any) -> None:
+        """Update Muon's parameters and AdamW's, bucket by bucket."""
+        self.meter.start_step()
+        with self._phase("muon/adamw"):
+            step_adamw()
+        shards = dict(self._shards(groups, state))
+        for bucket in self.buckets:
+            runs = sorted(bucket.kept, key=_in_order)
+            with self._phase("muon/momentum"):
+                pieces = self._moved(shards, runs)
+            staged = self._gather(bucket, pieces)
+            with self._phase("muon/newton_schulz"):
+                for index, elements in staged.items():
+                    self._direct(index, elements)
+            with self._phase("muon/update"):
+                self._update_runs(shards, runs, [_part(staged, segment) for segment in runs])
+
+    def _moved(self, shards: Shards, runs: Sequence[Segment]) -> dict[int, Tensor]:
+        """What is orthogonalized of each parameter's piece, by parameter."""
+        held = list(dict.fromkeys(segment.parameter for segment in runs))
+        dtype = travel_dtype(self.config)
+        pieces = {index: torch.empty_like(shards[index].grad, dtype=dtype) for index in held}
+        advance_momentum(
+            [shards[index].momentum_buffer for index in held],
+            [shards[index].grad for index in held],
+            list(pieces.values()),
+            momentum=self.config.momentum,
+            nesterov=self.config.nesterov,
+        )
+        return pieces
+
+    def _direct(self, index: int, elements: Tensor) -> None:
+        matrix, one = self.plan.matrices[index], torch.ones(1, dtype=torch.bool, device=self.device)
+        orthogonalize_staged(
+            elements,
+            one,
+            self.config,
+            rows=matrix.rows,
+            cols=matrix.cols,
+            column_parts=matrix.column_parts,
+            column_blocks=matrix.column_blocks,
+        )
+        self.meter.matrices += 1
+        kind = plan_device(self.device)
+        self.meter.ns_flops += ns_flops(matrix.rows, matrix.cols, self.config, kind)
+
+    def _update_runs(
+        self, shards: Shards, runs: Sequence[Segment], directions: Sequence[Tensor]
+    ) -> None:
+        local = self.plan.pieces(self.rank)
+        params, factors, decays = [], [], []
+        for segment in runs:
+            shard = shards[segment.parameter]
+            span = segment.elements.shift(-local[segment.parameter].start)
+            params.append(shard.main_param[span.start : span.stop])
+            factors.append(shard.lr * self._scales[segment.matrix])
+            decays.append(shard.lr * shard.weight_decay)
+        apply_updates(params, directions, factors, decays)
+
+    def _gather(self, bucket: BucketRoutes, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """The whole matrices of a bucket that this rank has a piece of, in staging order."""
+        local = self.plan.pieces(self.rank)
+
+        def own(segment: Segment) -> Tensor:
+            span = segment.elements.shift(-local[segment.parameter].start)
+            return pieces[segment.parameter][span.start : span.stop]
+
+        like = torch.empty(0, dtype=travel_dtype(self.config), device=self.device)
+        with self._phase("muon/dp_gather"):
+            staged = {
+                index: like.new_empty(self.plan.matrices[index].numel) for index in bucket.matrices
+            }
+            for segment in bucket.kept:
+                _part(staged, segment).copy_(own(segment))
+            if not bucket.silent:
+                sent = _joined([own(s) for to in bucket.send_to for s in to], like)
+                received = collectives.start_all_to_all(
+                    "muon/dp_gather",
+                    sent,
+                    [_numel(to) for to in bucket.send_to],
+                    [_numel(source) for source in bucket.receive_from],
+                    self.dp_group,
+                ).wait()
+                _distribute(received, staged, [s for r in bucket.receive_from for s in r])
+        if self.tp_group.size() > 1 and bucket.slices[self.tp_group.rank()]:
+            with self._phase("muon/tp_gather"):
+                here = bucket.slices[self.tp_group.rank()]
+                slices = collectives.all_gather_flat(
+                    "muon/tp_gather",
+                    _joined([_part(staged, s) for s in here], like),
+                    self.tp_group,
+                )
+                for tp_rank, elements in enumerate(slices):
+                    if tp_rank != self.tp_group.rank():
+                        _distribute(elements, staged, bucket.slices[tp_rank])
+        return staged
+
+
+def _part(staged: Mapping[int, Tensor], segment: Segment) -> Tensor:
+    return staged[segment.matrix][segment.staged.start : segment.staged.stop]
+
+
+def _numel(segments: Sequence[Segment]) -> int:
+    return sum(segment.elements.size for segment in segments)
+
+
+def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(list(tensors)) if tensors else like.new_empty(0)
+
+
+def _distribute(
+    elements: Tensor, staged: Mapping[int, Tensor], segments: Sequence[Segment]
+) -> None:
+    for part, segment in zip(
+        torch.split(elements, [s.elements.size for s in segments]), segments, strict=True
+    ):
+        _part(staged, segment).copy_(part)

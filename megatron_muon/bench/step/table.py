@@ -1,0 +1,263 @@
+"""The figures of ``megatron-muon bench step`` over all ranks: as a table, as JSON, by part."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_muon.bench.step.measure import Found
+from megatron_muon.bench.step.meter import EXCHANGE, NEWTON_SCHULZ, PARAM_GATHER, Times
+
+UPSTREAM = "upstream-layerwise"
+OTHERS = ("adamw", "muon-paper", UPSTREAM)  # no row of theirs is on auto
+AGAINST = ("adamw", "muon-contiguous", "muon-paper", UPSTREAM)
+AUTO = "-auto"  # ends the name of a row of ours whose iteration is chosen by shape
+_EXCHANGED = ("gather", "scatter", "dp_gather", "tp_gather")
+_HEADER = (
+    "row",
+    "step ms",
+    "(min to max)",
+    "exchange ms",
+    "NS ms",
+    "exchange MB",
+    "all MB",
+    "NS Gflop",
+    "(all ranks)",
+    "state MB",
+    "peak MB",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row over all ranks, which a round is over for when the last one is done.
+
+    Attributes:
+        name: of the row.
+        ranks: what each found.
+    """
+
+    name: str
+    ranks: tuple[Found, ...]
+
+    def steps_ms(self) -> list[float]:
+        """Of each round, on the slowest rank."""
+        return [max(t.ms for t in times) for times in self._rounds()]
+
+    def ungathered_ms(self) -> list[float]:
+        """The same without what each rank spends in the all-gather of parameters."""
+        return [
+            max(t.ms - t.parts_ms.get(PARAM_GATHER, 0.0) for t in times) for times in self._rounds()
+        ]
+
+    def parts_ms(self, *names: str) -> float:
+        """Median over rounds of what the parts take on the rank where they take longest."""
+        return statistics.median(
+            max(sum(t.parts_ms.get(name, 0.0) for name in names) for t in times)
+            for times in self._rounds()
+        )
+
+    def mean_parts_ms(self) -> dict[str, float]:
+        """Of each part, median over rounds of the mean over ranks."""
+        names = {name for found in self.ranks for t in found.times for name in t.parts_ms}
+        return {
+            name: statistics.median(
+                statistics.fmean(t.parts_ms.get(name, 0.0) for t in times)
+                for times in self._rounds()
+            )
+            for name in names
+        }
+
+    def sent_bytes(self) -> dict[str, list[int]]:
+        """By kind, of each rank."""
+        kinds = {kind for found in self.ranks for kind in found.counted.sent_bytes}
+        return {
+            kind: [found.counted.sent_bytes.get(kind, 0) for found in self.ranks]
+            for kind in sorted(kinds)
+        }
+
+    def ns_flops(self) -> list[int]:
+        return [found.counted.flops for found in self.ranks]
+
+    def ns_cpu_ms_per_gflop(self) -> float | None:
+        """Processor time of Newton-Schulz over all ranks and rounds, by its flops."""
+        flops = sum(self.ns_flops()) * len(self.ranks[0].times)
+        spent = sum(t.ns_cpu_ms for found in self.ranks for t in found.times)
+        return spent / flops * 1e9 if flops else None
+
+    def _rounds(self) -> list[tuple[Times, ...]]:
+        return list(zip(*(found.times for found in self.ranks), strict=True))
+
+
+def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]) -> dict[str, Any]:
+    """Times in ms; ``step_ms`` of the slowest rank in each round, ``exchange_ms`` and
+    ``newton_schulz_ms`` medians of the rank where they take longest; lists are by rank.
+
+    Kinds of ``sent_bytes``: ``gather`` and ``scatter`` are our exchange; ``dp_gather`` and
+    ``tp_gather`` gather matrices in others; ``param_gather`` is of updated parameters; ``norm`` of
+    the gradient norm and votes; ``grad_reduce`` of gradients, which is before the step and not in
+    its time. ``peak_bytes`` are on top of what there was before the step. ``rounds_ms`` are the
+    steps that ``step_ms`` and the printed ratios, one of each round, are medians of, and
+    ``rounds_ungathered_ms`` the same without the all-gather of parameters;
+    ``newton_schulz_cpu_ms_per_gflop`` is processor time over all ranks and rounds, None where there
+    is no Newton-Schulz; ``exchange_rounds`` those of our exchange in a step on the rank with most,
+    dense and experts' together, 0 for other optimizers. ``run`` says what was measured on what.
+    """
+    once = _flops_once(lines)
+    return {
+        "topology": topology,
+        "run": run,
+        "rows": [
+            {
+                "name": line.name,
+                "step_ms": {
+                    "median": statistics.median(line.steps_ms()),
+                    "min": min(line.steps_ms()),
+                    "max": max(line.steps_ms()),
+                },
+                "exchange_ms": line.parts_ms(*EXCHANGE),
+                "newton_schulz_ms": line.parts_ms(NEWTON_SCHULZ),
+                "sent_bytes": line.sent_bytes(),
+                "ns_flops": line.ns_flops(),
+                "ns_flops_once": once,
+                "state_bytes": [found.state_bytes for found in line.ranks],
+                "peak_bytes": [found.peak_bytes for found in line.ranks],
+                "rounds_ms": line.steps_ms(),
+                "newton_schulz_cpu_ms_per_gflop": line.ns_cpu_ms_per_gflop(),
+                "rounds_ungathered_ms": line.ungathered_ms(),
+                "exchange_rounds": max(found.exchange_rounds for found in line.ranks),
+            }
+            for line in lines
+        ],
+    }
+
+
+def _flops_once(lines: Sequence[Line]) -> int:
+    """Of all pipeline stages, from the plan of any row of ours with the standard iteration."""
+    return max((sum(found.ns_flops_once for found in line.ranks) for line in lines), default=0)
+
+
+def as_text(lines: Sequence[Line]) -> str:
+    """The table, and what each row is to others."""
+    cells = [_HEADER, *(_cells(line) for line in lines)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADER))]
+    table = [
+        "  ".join(
+            f"{cell:<{width}}" if column == 0 else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    return "\n".join([*table, "", *_ratios(lines)])
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    steps, sent, flops = line.steps_ms(), line.sent_bytes(), line.ns_flops()
+    exchanged = [sent[kind] for kind in _EXCHANGED if kind in sent]
+    return (
+        line.name,
+        f"{statistics.median(steps):.1f}",
+        f"({min(steps):.1f} to {max(steps):.1f})",
+        f"{line.parts_ms(*EXCHANGE):.1f}",
+        f"{line.parts_ms(NEWTON_SCHULZ):.1f}",
+        _mb(_busiest(exchanged)),
+        _mb(_busiest(list(sent.values()))),
+        f"{max(flops) / 1e9:.2f}",
+        f"({sum(flops) / 1e9:.2f})",
+        _mb(max(found.state_bytes for found in line.ranks)),
+        _mb(max(found.peak_bytes for found in line.ranks)),
+    )
+
+
+def _busiest(kinds: Sequence[Sequence[int]]) -> int:
+    return max((sum(rank) for rank in zip(*kinds, strict=True)), default=0)
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.2f}"
+
+
+def _ratios(lines: Sequence[Line]) -> list[str]:
+    """Each row to those of ``AGAINST``, twice where rows of ours on ``auto`` are there."""
+    equal = [line for line in lines if not line.name.endswith(AUTO)]
+    found = _block("step time to others', the same Newton-Schulz iteration in all rows:", equal)
+    if len(equal) < len(lines):
+        faster = [line for line in lines if line.name.endswith(AUTO) or line.name in OTHERS]
+        ratios = _block("step time to others', ours on auto:", faster)
+        found += ["", *ratios] if ratios else []
+    return found
+
+
+def _block(title: str, lines: Sequence[Line]) -> list[str]:
+    """Ratios under a title; those to upstream's also without the gather of parameters."""
+    names = {line.name for line in lines}
+    against = [name + AUTO if name + AUTO in names else name for name in AGAINST]
+    found = _ratios_to(lines, against, Line.steps_ms)
+    if not found:
+        return []
+    ungathered = _ratios_to(lines, [UPSTREAM], Line.ungathered_ms)
+    if ungathered:
+        ungathered.insert(0, " without the gather of parameters in either:")
+    return [title, *found, *ungathered]
+
+
+def _ratios_to(
+    lines: Sequence[Line], against: Sequence[str], steps_of: Callable[[Line], list[float]]
+) -> list[str]:
+    """Medians of the rounds' ratios, and their range."""
+    by_name = {line.name: steps_of(line) for line in lines}
+    width = max((len(name) for name in by_name), default=0)
+    found = []
+    for name, steps in by_name.items():
+        parts = []
+        for other in against:
+            if other != name and other in by_name:
+                ratios = [a / b for a, b in zip(steps, by_name[other], strict=True)]
+                span = f"{min(ratios):.2f} to {max(ratios):.2f}"
+                parts.append(f"{statistics.median(ratios):.2f} ({span}) of {other}")
+        if parts:
+            found.append(f"  {name:{width}}  {', '.join(parts)}")
+    return found
+
+
+def notes(lines: Sequence[Line], *, broadcasts: bool) -> list[str]:
+    """What the figures of upstream's row are of, where it is there.
+
+    Args:
+        lines: the rows.
+        broadcasts: its gather of parameters is made of broadcasts for this benchmark.
+    """
+    if not any(line.name == UPSTREAM for line in lines):
+        return []
+    found = [
+        f'{UPSTREAM}: coefficients "simple" as the other rows, where its own default is "quintic", '
+        "which is as many products"
+    ]
+    if broadcasts:
+        found.append(
+            f"{UPSTREAM}: its gather of parameters, of unequal parts, is made of broadcasts that "
+            "are under way together, since gloo has none of such parts; the other rows' too"
+        )
+    return found
+
+
+def kernel_text(lines: Sequence[Line]) -> str:
+    """Processor time of Newton-Schulz by its flops, which should not differ between rows of ours;
+    where a rank has several threads it is that of one of them. Empty where no row has any."""
+    found = [(line.name, line.ns_cpu_ms_per_gflop()) for line in lines]
+    parts = [f"{name} {ms:.2f}" for name, ms in found if ms is not None]
+    return f"\nNewton-Schulz, processor ms per Gflop: {', '.join(parts)}" if parts else ""
+
+
+def parts_text(lines: Sequence[Line]) -> str:
+    """Where each row's step goes: mean over ranks, ms, and share of the sum."""
+    found = []
+    for line in lines:
+        parts = line.mean_parts_ms()
+        total = sum(parts.values()) or 1.0
+        found.append(f"{line.name}: parts of the step, mean over ranks")
+        for name, ms in sorted(parts.items(), key=lambda part: -part[1]):
+            found.append(f"  {name:36} {ms:9.1f} ms {ms / total:6.1%}")
+    return "\n".join(found)

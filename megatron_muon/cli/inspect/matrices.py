@@ -1,0 +1,129 @@
+"""How many matrices each of Muon's parameters holds, from the arguments that a checkpoint has."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_muon.cli.inspect.tensors import canonical
+from megatron_muon.files.pickles import Unknown
+
+# Of a model that is built here. A larger number is of a damaged file, and would take for ever.
+_MOST = {
+    "num_attention_heads": 1 << 12,
+    "num_query_groups": 1 << 12,
+    "num_experts": 1 << 12,
+    "mtp_num_layers": 1 << 6,
+    "world_size": 1 << 17,
+    **dict.fromkeys(("seq_length", "max_position_embeddings", "ddp_bucket_size"), 1 << 40),
+}
+_MOST_ELSE = 1 << 24
+_MOST_TEXT = 1000  # characters
+_REPEATS = re.compile("[0-9]{3}")  # layers, in a layout of pipeline stages
+
+
+def matrices_by_name(
+    args: argparse.Namespace, settings: Mapping[str, Any], parameters: int
+) -> tuple[dict[str, int], str | None]:
+    """As ``megatron-muon routes`` finds them, by building the model without memory.
+
+    Args:
+        args: Megatron-LM's, as saved.
+        settings: of MuonConfig.
+        parameters: how many the checkpoint has; the model is not to have more layers.
+
+    Returns:
+        By name; and why there are none, or None.
+    """
+    from megatron_muon.cli.routes import megatron_is_quiet
+
+    try:
+        with megatron_is_quiet():
+            return _matrices(args, settings, parameters), None
+    except (Exception, SystemExit) as error:  # a model that it cannot build: no fault of the files
+        text = str(error).splitlines()[0] if str(error) else ""
+        return {}, f"{type(error).__name__}: {text}"
+
+
+def _matrices(
+    args: argparse.Namespace, settings: Mapping[str, Any], parameters: int
+) -> dict[str, int]:
+    import megatron_muon
+
+    if not megatron_muon.cpu.enabled():
+        megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_muon.dry_run.flags import add_megatron_flags
+    from megatron_muon.dry_run.stages import routes
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--world-size", type=int)
+    add_megatron_flags(parser, TransformerConfig)
+    flags = parser.parse_args([])
+    _take(flags, parser, args)
+    _require_possible(flags, parameters)
+    flags.transformer_impl = "local"  # the same matrices, and it needs no other package
+    known: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
+    }
+    found = routes(flags, megatron_muon.MuonConfig(**known))
+    return {
+        canonical(row.name): len(row.matrices)
+        for stage in found.stages
+        for row in stage.rows
+        if row.optimizer == "muon"
+    }
+
+
+def _take(
+    flags: argparse.Namespace, parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> None:
+    """Set the flags that the arguments have values for, of the types that their parser gives.
+
+    Raises:
+        ValueError: a value is another one.
+    """
+    actions = {action.dest: action for action in parser._actions}
+    for name, value in vars(args).items():
+        action = actions.get(name)
+        if action is None or not hasattr(flags, name) or isinstance(value, Unknown):
+            continue
+        if value is not None and not _fits(action, value):
+            raise ValueError(f"the argument {name} is {repr(value)[:100]}, which it cannot be")
+        setattr(flags, name, value)
+
+
+def _fits(action: argparse.Action, value: Any) -> bool:
+    if action.nargs == 0:
+        return isinstance(value, bool)
+    if action.choices is not None:
+        return value in action.choices
+    if action.dest in ("moe_layer_freq", "linear_attention_freq"):
+        return type(value) is int or _is_pattern(value)
+    if action.type not in (None, str):  # a kind of number
+        return type(value) in (int, float) and abs(value) <= _MOST.get(action.dest, _MOST_ELSE)
+    if action.nargs == "*":
+        return isinstance(value, list) and len(value) < 9 and all(map(_is_short_text, value))
+    is_layout = action.dest == "pipeline_model_parallel_layout"
+    return _is_short_text(value) and not (is_layout and _REPEATS.search(value))
+
+
+def _is_short_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _MOST_TEXT
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, list) and all(each in (0, 1) for each in value)
+
+
+def _require_possible(flags: argparse.Namespace, parameters: int) -> None:
+    """Refuse more layers or stages than the checkpoint has parameters: they would take for ever."""
+    for name in ("num_layers", "pipeline_model_parallel_size"):
+        size = getattr(flags, name) or 0
+        if size > parameters:
+            raise ValueError(f"the argument {name} is {size}, for {parameters} parameters")
+    if (flags.num_layers or 0) * (flags.num_experts or 0) > _MOST["world_size"]:
+        raise ValueError(f"{flags.num_layers} layers of {flags.num_experts} experts are too many")

@@ -1,0 +1,203 @@
+"""What a checkpoint's files hold: each tensor's size and norm, and state dicts without tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from megatron_muon.mcore.checkpoint.foreign import states_of
+
+Kind = Literal["model", "main", "momentum", "adamw"]
+KINDS: dict[str, Kind] = {
+    "param": "main",
+    "fp32_param": "main",
+    "muon_momentum": "momentum",
+    "momentum_buffer": "momentum",  # Megatron's own Muon
+    "exp_avg": "adamw",
+    "exp_avg_sq": "adamw",
+}
+RECORD = "megatron_muon"
+PADDING = 63  # elements at most: in a grad buffer a parameter starts at a multiple of 64
+# What Megatron calls norms on disk, where they may be fused into the linear after them.
+_FUSED = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+)
+_TE_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
+
+
+@dataclass(slots=True)
+class Stored:
+    """All that one group of ranks has saved of one parameter, of one kind.
+
+    Attributes:
+        kind: what it is of the parameter.
+        key: what it is called on disk.
+        name: the parameter's, with layers and experts numbered; None of a tensor that has several.
+        part: which ranks' it is; empty where it is the whole parameter's.
+        shape: on disk.
+        numel: elements that were found in the files.
+        square: sum of their squares, in float64; not finite if one of them is not.
+        files: that have it, relative to the checkpoint.
+    """
+
+    kind: Kind
+    key: str
+    name: str | None
+    part: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    numel: int = 0
+    square: float = 0.0
+    files: set[str] = field(default_factory=set)
+
+    def add(self, tensor: torch.Tensor, file: str, *, may_be_padding: bool = False) -> None:
+        """Count a piece of it in; what stands between parameters has any value at all."""
+        self.numel += tensor.numel()
+        self.files.add(file)
+        if may_be_padding and tensor.numel() <= PADDING:
+            return
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            if tensor.element_size() == 1:  # fp8, of which torch has no norm
+                tensor = tensor.float()
+            norm = torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
+            self.square += norm * norm  # inf where ** raises
+
+
+@dataclass
+class Contents:
+    """What the files of a checkpoint have in them.
+
+    Attributes:
+        format: ``torch`` or ``torch_dist``.
+        common: what is not a tensor, of the first rank.
+        states: optimizers' state dicts without tensors: groups, and Muon's record.
+        sharding: types of torch_dist's optimizer state.
+        stored: by kind, key, name and part.
+        faults: why it is not complete.
+        keys: of torch_dist.
+    """
+
+    format: Literal["torch", "torch_dist"]
+    common: dict[str, Any] = field(default_factory=dict)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    sharding: set[str] = field(default_factory=set)
+    stored: dict[tuple[Kind, str, str | None, str], Stored] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    keys: frozenset[str] = frozenset()
+
+    def at(
+        self, kind: Kind, key: str, name: str | None, part: str, shape: Any, dtype: torch.dtype
+    ) -> Stored:
+        """The entry of these, made if there is none."""
+        name = None if name is None else canonical(name)
+        new = Stored(kind, key, name, part, tuple(shape), dtype)
+        return self.stored.setdefault((kind, key, name, part), new)
+
+
+def canonical(name: str) -> str:
+    """One name for a parameter that goes by several: fused norms, and experts of each class."""
+    for module, fused in _FUSED:
+        name = re.sub(rf"(^|\.){re.escape(module)}(weight|bias)$", rf"\g<1>{fused}\2", name)
+    return _TE_EXPERT.sub(r".experts.local_experts.\2.\1.weight", name)
+
+
+def items_of(value: Any, what: str) -> Iterable[tuple[Any, Any]]:
+    """Keys and values of what must be a dict.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is a {type(value).__name__}, not a dict")
+    return value.items()
+
+
+def add_buffers(found: Contents, state: Any, part: str, file: str) -> None:
+    """Flat tensors of each grad buffer, and by name what Muon's format has of each parameter.
+
+    Raises:
+        ValueError: that is not what ``state`` is.
+    """
+    for index, by_dtype in items_of(state, "the optimizer's state") if state is not None else ():
+        for dtypes, buffer in items_of(by_dtype, "a buffer") if isinstance(index, int) else ():
+            where = f"{part} buffer {index} {dtypes}"
+            for key, value in items_of(buffer, "a buffer of a dtype"):
+                if isinstance(value, torch.Tensor):
+                    _add(found, key, None, where, value, file)
+            for name, tensors in items_of(buffer.get("state", {}), "a buffer's state"):
+                for key, value in items_of(tensors, "a parameter's state"):
+                    _add(found, key, name, part, value, file)
+
+
+def _add(found: Contents, key: Any, name: Any, part: str, value: Any, file: str) -> None:
+    if not isinstance(value, torch.Tensor) or not isinstance(name, str | None):
+        raise ValueError(f"the state of a parameter has a {type(value).__name__}, not a tensor")
+    if key not in KINDS:
+        raise ValueError(f"the state of a parameter has {str(key)[:100]!r}, which none has here")
+    found.at(KINDS[key], key, name, part, value.shape, value.dtype).add(value, file)
+
+
+def state_dicts(state: Any) -> list[dict[str, Any]]:
+    """Of a chain, each optimizer's state dict, without its tensors.
+
+    Raises:
+        ValueError: it is none, or its parameter groups or Muon's record are not what they must be.
+    """
+    every = [by_name(one) for one in states_of(state)]
+    for one in every:
+        _check_groups(one.get("optimizer", one))
+        record = one.get(RECORD)
+        if record is not None and not _is_settings(record):
+            raise ValueError(f"Muon's record {RECORD!r} has no settings, or others than plain ones")
+    return [{key: one[key] for key in one if key != "param_state"} for one in every]
+
+
+def _check_groups(inner: Any) -> None:
+    groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, dict) for g in groups):
+        raise ValueError("the optimizer's param_groups are no list of dicts")
+
+
+def _is_settings(record: Any) -> bool:
+    settings = record.get("settings") if isinstance(record, dict) else None
+    return isinstance(settings, dict) and are_settings(settings)
+
+
+def are_settings(settings: Mapping[Any, Any]) -> bool:
+    """Whether they are plain values by name, as MuonConfig has them; their text is never huge."""
+    return all(isinstance(k, str) and _is_setting(v, depth=2) for k, v in settings.items())
+
+
+def _is_setting(value: Any, depth: int) -> bool:
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and len(value) <= 100 and all(_is_setting(v, depth - 1) for v in value)
+    return isinstance(value, (bool, int, float, str, type(None)))
+
+
+def by_name(saved: Mapping[Any, Any]) -> dict[str, Any]:
+    """Of a state dict what is by name."""
+    return {key: value for key, value in saved.items() if isinstance(key, str)}
+
+
+def within(name: str, found: Contents, act: Callable[[], None]) -> None:
+    """Do it, and note why the file of that name does not let it be done."""
+    try:
+        act()
+    except DAMAGE as error:
+        found.faults.append(f"{name} cannot be read: {said(error)}")
+
+
+DAMAGE = (OSError, ValueError, RuntimeError)  # that a damaged file leads to; the last is torch's
+
+
+def said(error: BaseException) -> str:
+    """Of an error one line."""
+    line = next(iter(str(error).splitlines()), "")
+    return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}"

@@ -1,0 +1,297 @@
+"""What a run does with every parameter of every pipeline stage, from the code that the run runs."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.dry_run import world
+from megatron_muon.dry_run.chunks import build_chunks, optimizer_config
+from megatron_muon.dry_run.hybrid.settings import settle
+from megatron_muon.dry_run.model import Ranks, ranks_of, transformer_config
+from megatron_muon.mcore.params import bucket_layout
+from megatron_muon.mcore.params.matrices import matrices_of
+from megatron_muon.mcore.params.param_routing import (
+    Weight,
+    expert_name,
+    matching,
+    weights,
+    why_adamw,
+)
+from megatron_muon.mcore.params.placement import local_experts, muon_parameters, on_every_ep_rank
+from megatron_muon.mcore.params.survey import share_of, unknown_fusions, unknown_lines, unsplit
+from megatron_muon.mcore.params.validate import refuse_unsupported
+from megatron_muon.mcore.process_groups import Sizes
+from megatron_muon.planning.describe import UNSPLIT, Share, fused_lines, share_lines, start_line
+from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.runtime.update import update_scale
+
+Split = Literal["rows", "columns", "replicated", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A matrix: whole size, factor of its orthogonalized update, and who orthogonalizes it.
+
+    Attributes:
+        name: the parameter's, with the part in brackets where it holds several.
+        rows, cols: over all TP ranks.
+        scale: ``update_scale`` of it.
+        home: rank of the stage.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    scale: float
+    home: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A parameter of a stage.
+
+    Attributes:
+        name: Megatron's, with layers and experts numbered over all ranks.
+        shape: of one TP rank's.
+        tp: what of a matrix TP ranks hold: ranges of rows or of columns, replicas, or all of it
+            where they are not several.
+        ep_rank: that has it, of what is an expert's on one of several EP ranks.
+        reason: why AdamW has it; None where Muon does.
+        matrices: Muon's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tp: Split
+    ep_rank: int | None
+    reason: str | None
+    matrices: tuple[Routed, ...] = ()
+
+    @property
+    def optimizer(self) -> Literal["muon", "adamw"]:
+        return "muon" if self.reason is None else "adamw"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage.
+
+    Attributes:
+        number: pipeline rank.
+        ranks: of the world, by their number in the stage; with several optimizer instances, those
+            of the first one.
+        rows: every parameter, those of an expert's on every EP rank.
+        share: elements.
+        unsplit: the keys of ``describe.UNSPLIT`` that it has.
+        unknown_fusions: fused projections that are not split, since their rows are not known.
+        lines: that a run prints about the stage at its start.
+        plan_seconds: processor time of making its exchange plans.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    rows: tuple[Row, ...]
+    share: Share
+    unsplit: tuple[str, ...]
+    unknown_fusions: tuple[str, ...]
+    lines: tuple[str, ...]
+    plan_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """A model's, over all stages; ``lines`` are those that a run prints about all of it."""
+
+    stages: tuple[Stage, ...]
+    lines: tuple[str, ...]
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A DistributedOptimizer of a stage.
+
+    Attributes:
+        plan: of its Muon parameters.
+        experts: it has those of experts.
+        buffers: Megatron's grad buffers of it on this rank.
+        muon: parameters in them that are Muon's.
+        seconds: processor time of making the plan.
+    """
+
+    plan: ExchangePlan
+    experts: bool
+    buffers: list[Any]
+    muon: set[Any]
+    seconds: float
+
+
+@dataclass
+class _Found:
+    """From the plans of a stage's optimizers: matrices by parameter name and EP rank."""
+
+    matrices: dict[tuple[str, int], tuple[Routed, ...]] = field(default_factory=dict)
+    on_ep_ranks: set[Any] = field(default_factory=set)
+    lines: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def routes(flags: Namespace, config: MuonConfig) -> Routes:
+    """Build one rank of each pipeline stage, without memory for parameters, and ask the plugin.
+
+    Args:
+        flags: see ``flags``.
+        config: the settings.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin finds
+            something wrong, as they would in the run.
+    """
+    settle(flags)
+    ranks = ranks_of(flags)
+    matched: set[str] = set()
+    stages = []
+    for number, rank in enumerate(world.first_ranks(ranks)):
+        with world.as_rank(rank, ranks):
+            chunks = _built(flags, config, ranks)
+            stages.append(_stage(flags, config, ranks, number, chunks))
+            patterns = [*config.muon_include, *config.muon_exclude]
+            for weight in weights(chunks):
+                matched |= set(matching(weight, patterns))
+    for pattern in (*config.muon_include, *config.muon_exclude):
+        if pattern not in matched:
+            raise ValueError(
+                f"{pattern!r} in --muon-include or --muon-exclude matches no parameter"
+            )
+    named = [leaf for leaf in UNSPLIT if any(leaf in stage.unsplit for stage in stages)]
+    fused = dict.fromkeys(name for stage in stages for name in stage.unknown_fusions)
+    lines = share_lines([stage.share for stage in stages], named) + fused_lines(list(fused))
+    return Routes(tuple(stages), tuple(lines), ranks)
+
+
+def planned_stage(flags: Namespace, config: MuonConfig, ranks: Ranks, number: int) -> list[Planned]:
+    """The DistributedOptimizers of a pipeline stage, in the order that a run steps them in.
+
+    Args:
+        flags: settled, see ``hybrid.settings.settle``.
+        config: the settings.
+        ranks: of ``flags``.
+        number: of the stage.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError, RuntimeError: see ``routes``.
+    """
+    with world.as_rank(world.first_ranks(ranks)[number], ranks):
+        return _planned_optimizers(flags, config, ranks, _built(flags, config, ranks))
+
+
+def _built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
+    with world.without_memory(), world.without_inference_layers(), bucket_layout.as_in_run(config):
+        chunks = build_chunks(flags, transformer_config(flags, ranks))
+    refuse_unsupported(optimizer_config(flags), chunks)
+    return chunks
+
+
+def _stage(
+    flags: Namespace, config: MuonConfig, ranks: Ranks, number: int, chunks: Sequence[Any]
+) -> Stage:
+    found = _Found()
+    for planned in _planned_optimizers(flags, config, ranks, chunks):
+        found.seconds += planned.seconds
+        _take(found, planned.plan, config)
+        if planned.experts:
+            of_buffers = (buffer.param_index_map for buffer in planned.buffers)
+            found.on_ep_ranks |= {param for params in of_buffers for param in params}
+        buckets = [len(buffer.buckets) for buffer in planned.buffers]
+        line = start_line(planned.plan, stage=number, experts=planned.experts, buckets=buckets)
+        found.lines.append(line)
+    here = list(weights(chunks))
+    moe = ranks.expert_tp, ranks.ep
+    sizes = Sizes(ranks.tp, *moe) if flags.num_experts else Sizes(ranks.tp)
+    return Stage(
+        number=number,
+        ranks=tuple(world.stage_ranks(ranks)),
+        rows=tuple(row for weight in here for row in _rows(weight, found, config, sizes, chunks)),
+        share=share_of(here, config, sizes),
+        unsplit=tuple(unsplit(here, config, sizes)),
+        unknown_fusions=tuple(unknown_fusions(here, config, sizes)),
+        lines=(*unknown_lines(here, config, sizes), *found.lines),
+        plan_seconds=found.seconds,
+    )
+
+
+def _planned_optimizers(
+    flags: Namespace, config: MuonConfig, ranks: Ranks, chunks: Sequence[Any]
+) -> list[Planned]:
+    early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
+    parts = (chunks[:1], chunks[1:]) if early else (chunks,)
+    planned = [_planned(config, ranks, part, experts=False) for part in parts]
+    planned.append(_planned(config, ranks, chunks, experts=True))
+    return [one for one in planned if one is not None]
+
+
+def _planned(
+    config: MuonConfig, ranks: Ranks, chunks: Sequence[Any], *, experts: bool
+) -> Planned | None:
+    """One DistributedOptimizer with its exchange plan, as ``mcore.build`` makes it."""
+    kind = "expert_parallel_buffers" if experts else "buffers"
+    buffers = [buffer for chunk in chunks for buffer in getattr(chunk, kind)]
+    if not buffers:
+        return None
+    here = muon_parameters(chunks, buffers, ranks.tp, ranks.expert_tp, config)
+    ep_size = ranks.ep if experts else 1
+    parameters = on_every_ep_rank([p for _, p in here], ep_size, local_experts(chunks, ep_size))
+    grid = world.expert_grid(ranks) if experts else world.dense_grid(ranks)
+    start = time.process_time()
+    plan = make_plan(parameters, grid, config)
+    seconds = time.process_time() - start
+    return Planned(plan, experts, buffers, {param for param, _ in here}, seconds)
+
+
+def _take(found: _Found, plan: ExchangePlan, config: MuonConfig) -> None:
+    planned = iter(plan.matrices)
+    for parameter in plan.parameters:
+        found.matrices[parameter.name, parameter.ep_rank] = tuple(
+            Routed(m.name, m.rows, m.cols, update_scale(m.rows, m.cols, config), m.home)
+            for m in (next(planned) for _ in parameter.matrices)
+        )
+
+
+def _rows(
+    weight: Weight, found: _Found, config: MuonConfig, sizes: Sizes, chunks: Sequence[Any]
+) -> list[Row]:
+    """The parameter, once for each EP rank that has one of its own."""
+    on_ep_ranks = weight.param in found.on_ep_ranks
+    tp_size = sizes.tp_of(weight)
+    reason = why_adamw(weight, tp_size, config)
+    if reason is None:
+        tp = _split(matrices_of(weight, tp_size, config).partition_dim, tp_size)
+    else:
+        tp = _split_by_mark(weight, tp_size)
+    ep_size = sizes.ep if on_ep_ranks else 1
+    rows = []
+    for ep_rank in range(ep_size):
+        name = expert_name(weight.name, ep_rank, local_experts(chunks, ep_size))
+        matrices = found.matrices[name, ep_rank] if reason is None else ()
+        number = ep_rank if on_ep_ranks else None
+        rows.append(Row(name, tuple(weight.param.shape), tp, number, reason, matrices))
+    return rows
+
+
+def _split_by_mark(weight: Weight, tp_size: int) -> Split:
+    param: Any = weight.param
+    if not param.tensor_model_parallel:
+        return _split(None, tp_size)
+    # state-space layers mark what TP ranks have a range of, and do not say along which dim
+    return _split(max(0, param.partition_dim), tp_size)
+
+
+def _split(dim: int | None, tp_size: int) -> Split:
+    if tp_size == 1:
+        return "whole"
+    return "replicated" if dim is None or dim < 0 else ("rows", "columns")[dim]

@@ -1,0 +1,1 @@
+"""A checkpoint's files as data: reading, writing, locking and hashing them without Megatron."""

@@ -1,0 +1,171 @@
+"""The checksum of a checkpoint's file: what torch has summed up while it wrote is not read again.
+
+torch.save writes zip archives whose directories have the CRC-32 of every record, computed as the
+bytes went by, and a shard of torch_dist is one such archive after another. So the checksum of a
+file is BLAKE2b over all its bytes but those of large records, which go in as their CRC-32. Right
+after a save these are taken from the directories (``written``), all that is read then. Before a
+load they are computed of the bytes.
+
+A record's change goes unseen by chance once in 2^32 times, and never where it is within 32 bits. A
+file that is no archive, or changed into none, is hashed whole. It is no protection against intent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from megatron_muon.files.regular import open_regular
+
+NAME = "crc32+blake2b"  # in front of every checksum
+LARGE = 4096  # bytes from which on a record goes in as its CRC-32
+_CHUNK = 1 << 22  # bytes that are read at once
+_SIGNATURE = b"PK\003\004"
+_HEADER = struct.Struct("<26xHH")  # of a record: the lengths of its name and of what follows it
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """Bytes ``[start, stop)`` of a file, and their CRC-32 by the archive's directory."""
+
+    start: int
+    stop: int
+    crc: int
+
+
+def checksum(path: str | os.PathLike[str], *, written: bool = False) -> str:
+    """``crc32+blake2b:`` and 32 hex digits of a file's bytes, on any machine the same.
+
+    Args:
+        path: of the file.
+        written: its CRC-32s are right: torch has computed them, and nothing has touched it since.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    whole = hashlib.blake2b(digest_size=16)
+    with open_regular(path, "rb", buffering=0) as file:
+        size = file.seek(0, io.SEEK_END)
+        at = 0
+        for record in _large_records(file, size):
+            for chunk in _chunks(file, at, record.start):
+                whole.update(chunk)
+            crc = record.crc if written else _crc(file, record)
+            whole.update(crc.to_bytes(4, "little"))
+            at = record.stop
+        for chunk in _chunks(file, at, size):
+            whole.update(chunk)
+    return f"{NAME}:{whole.hexdigest()}"
+
+
+def _crc(file: BinaryIO, record: _Record) -> int:
+    crc = 0
+    for chunk in _chunks(file, record.start, record.stop):
+        crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _chunks(file: BinaryIO, start: int, stop: int) -> Iterator[memoryview]:
+    """Bytes ``[start, stop)``, less where the file has become shorter; each is gone by the next."""
+    buffer = bytearray(min(_CHUNK, max(0, stop - start)))
+    while start < stop:
+        file.seek(start)
+        count = file.readinto(memoryview(buffer)[: stop - start])  # type: ignore[attr-defined]
+        if not count:
+            return
+        yield memoryview(buffer)[:count]
+        start += count
+
+
+def _large_records(file: BinaryIO, size: int) -> list[_Record]:
+    """Of the archives that a file ends with, by place: none where it does not end with one."""
+    records: list[_Record] = []
+    stop = size
+    while stop:
+        found = _archive(file, stop)
+        if found is None:
+            break
+        stop, more = found
+        records = more + records
+    return records
+
+
+def _archive(file: BinaryIO, stop: int) -> tuple[int, list[_Record]] | None:
+    """Where the archive that ends at ``stop`` starts, and its large records; None for no archive.
+
+    What a directory says is believed only where it is possible: a damaged one says anything.
+    """
+    try:
+        with zipfile.ZipFile(_Until(file, stop)) as archive:
+            entries = archive.infolist()
+            comment = archive.comment
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, _NoPlace):
+        return None
+    if comment or not entries:
+        return None
+    start = min(entry.header_offset for entry in entries)
+    records = []
+    at = start
+    for entry in sorted(entries, key=lambda entry: entry.header_offset):
+        header = _header(file, entry.header_offset)
+        begin = entry.header_offset + header
+        end = begin + entry.file_size
+        stored = entry.compress_type == zipfile.ZIP_STORED
+        if entry.header_offset < at or not header or not stored or end > stop:
+            return None
+        if entry.file_size >= LARGE:
+            records.append(_Record(begin, end, entry.CRC))
+        at = end
+    return (start, records) if 0 <= start < stop else None
+
+
+def _header(file: BinaryIO, at: int) -> int:
+    """Bytes of a record's header; 0 where it is none."""
+    if at < 0:
+        return 0
+    file.seek(at)
+    fixed = file.read(_HEADER.size)
+    if len(fixed) < _HEADER.size or not fixed.startswith(_SIGNATURE):
+        return 0
+    return int(_HEADER.size + sum(_HEADER.unpack(fixed)))
+
+
+class _NoPlace(OSError):
+    """What zipfile expects of a file that is too short; a damaged directory leads there, too."""
+
+
+class _Until(io.RawIOBase):
+    """A file up to ``stop``, as zipfile wants one."""
+
+    def __init__(self, file: BinaryIO, stop: int) -> None:
+        self._file, self._stop, self._at = file, stop, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._stop}[whence]
+        if base + offset < 0:
+            raise _NoPlace(f"a place before the file's start: {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        view = memoryview(buffer)[: max(0, self._stop - self._at)]
+        self._file.seek(self._at)
+        count: int = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return count

@@ -1,0 +1,132 @@
+"""The text of a digest: JSON that has a hash of itself, and types that its readers can rely on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from megatron_muon.files.claim import is_save
+
+MOST = 1 << 28  # bytes; a million parameters take about half of it
+
+
+def sealed(content: Mapping[str, Any]) -> str:
+    """A digest's text, with the hash of its content."""
+    text = json.dumps(content, indent=1, sort_keys=True)
+    whole = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return json.dumps({**content, "hash": whole}, indent=1, sort_keys=True) + "\n"
+
+
+def opened(text: str) -> dict[str, Any]:
+    """The content of ``sealed``, with ``hash``.
+
+    Raises:
+        ValueError: it is no such text. Nested ever so deeply, it is that error, too.
+    """
+    try:
+        content = json.loads(text)
+        intact = sealed({key: content[key] for key in content if key != "hash"}) == text
+    except (ValueError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise ValueError("it is not what was written")
+    return dict(content)
+
+
+def completed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A content with all keys of its format, once what is there has the right types.
+
+    A hash is no protection against intent, so readers must not fail on other types.
+
+    Args:
+        content: a digest's, of the format that is read here.
+
+    Raises:
+        ValueError: names the key that is wrong.
+    """
+    for key, is_right in _IS_RIGHT.items():
+        if key in content and not is_right(content[key]):
+            raise ValueError(f"its {key} is not what a digest has there")
+    return {**_DEFAULTS, **content}
+
+
+def printable(text: str, kept: str = "") -> str:
+    """A text with escapes for what a terminal or a log would obey; but not for ``kept``."""
+    return "".join(
+        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_mapping_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _are_parameters(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("shape"), list)
+        and all(_is_number(size) for size in entry["shape"])
+        and isinstance(entry.get("optimizer"), str)
+        for entry in value.values()
+    )
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_below(name)
+        and isinstance(entry, dict)
+        and _is_number(entry.get("size"))
+        and isinstance(entry.get("hash"), str)
+        and _are_names(entry.get("holds", []))
+        for name, entry in value.items()
+    )
+
+
+def _is_below(name: str) -> bool:
+    """A path that stays in its folder."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_save(value: Any) -> bool:
+    return value is None or is_save(value)
+
+
+_IS_RIGHT: dict[str, Callable[[Any], bool]] = {
+    "complete": lambda value: isinstance(value, bool),
+    "wrote": _is_mapping,
+    "save": _is_save,
+    "other": _is_save,
+    "settings": _is_mapping_or_none,
+    "vocabulary": lambda value: value is None or _is_number(value),
+    "model": _is_mapping,
+    "parameters": _are_parameters,
+    "files": _are_files,
+}
+_DEFAULTS: dict[str, Any] = {
+    "complete": False,
+    "wrote": {},
+    "save": None,
+    "other": None,
+    "settings": None,
+    "vocabulary": None,
+    "model": {},
+    "parameters": {},
+    "files": {},
+}

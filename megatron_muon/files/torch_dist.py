@@ -1,0 +1,217 @@
+"""Reads a ``torch_dist`` checkpoint's metadata and objects as data, without Megatron.
+
+``torch.distributed.checkpoint`` reads ``.metadata`` by ``pickle.load`` and objects by
+``torch.load(weights_only=False)``: both run whatever code a file names. Here ``pickles`` and
+``archive`` read them, and every value is checked.
+
+Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` at torch 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_muon.files import archive, pickles
+from megatron_muon.files.pickles import Name, Unknown
+
+METADATA = ".metadata"
+# What is not sharded: a file of its own, or from core 0.19 on an object among the tensors.
+COMMON_FILE, COMMON_KEY = "common.pt", re.compile(r"common_state/shard_")
+_MODULE = "torch.distributed.checkpoint.metadata"
+Numbers = tuple[int, ...]
+
+
+class MetadataError(ValueError):
+    """``.metadata`` is damaged, or is not torch's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a tensor, in elements."""
+
+    offsets: Numbers
+    sizes: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A whole tensor, as the metadata describe it."""
+
+    size: Numbers
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is: bytes ``[offset, offset + length)`` of a file of the folder."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """All that a checkpoint's metadata say.
+
+    Attributes:
+        entries: by key; None for what is no tensor.
+        places: by key and, of a tensor's pieces, their offsets.
+    """
+
+    entries: Mapping[str, Tensor | None]
+    places: Mapping[tuple[str, Numbers | None], Place]
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What ``.metadata`` says.
+
+    Raises:
+        OSError: it cannot be read, or is not there.
+        MetadataError, archive.ArchiveError, pickles.PickleError: it is damaged, or not torch's.
+    """
+    data = bytes(archive.mapped(folder / METADATA))
+    saved = pickles.load(data, archive.MAKERS, archive.DTYPES)
+    state = _state(saved, "Metadata")
+    entries = {
+        _text(key): _entry(entry) for key, entry in _dict(state, "state_dict_metadata").items()
+    }
+    places = dict(_place(*item) for item in _dict(state, "storage_data").items())
+    return Metadata(entries, places)
+
+
+# --- what is in it -------------------------------------------------------------------------------
+
+
+def _state(value: Any, name: str) -> Mapping[str, Any]:
+    """The attributes of an object of one of torch's classes."""
+    own = isinstance(value, Unknown) and value.name.name == name
+    if own and isinstance(value.state, dict):
+        return value.state
+    raise MetadataError(f"it has {_kind(value)} where a {name} of torch should be")
+
+
+def _kind(value: Any) -> str:
+    return repr(value)[:200] if isinstance(value, Unknown) else f"a {type(value).__name__}"
+
+
+def _dict(state: Mapping[str, Any], name: str) -> dict[Any, Any]:
+    value = state.get(name)
+    if not isinstance(value, dict):
+        raise MetadataError(f"its {name} is {_kind(value)}, not a dict")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise MetadataError(f"a key is {_kind(value)}, not a text")
+    return value
+
+
+def _numbers(value: Any) -> Numbers:
+    if isinstance(value, (list, tuple)) and all(type(n) is int and 0 <= n < 1 << 62 for n in value):
+        return tuple(value)
+    raise MetadataError("a size or an offset is no tuple of numbers")
+
+
+def _entry(entry: Any) -> Tensor | None:
+    if isinstance(entry, Unknown) and entry.name == Name(_MODULE, "BytesStorageMetadata"):
+        return None
+    state = _state(entry, "TensorStorageMetadata")
+    chunks = state.get("chunks")
+    if not isinstance(chunks, (list, tuple)):
+        raise MetadataError(f"a tensor's chunks are {_kind(chunks)}, not a list")
+    return Tensor(
+        _numbers(state.get("size")), _dtype(state.get("properties")), tuple(map(_chunk, chunks))
+    )
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    state = properties.state if isinstance(properties, Unknown) else None
+    if isinstance(state, dict):
+        dtype = state.get("dtype")
+    else:
+        dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, torch.dtype):
+        raise MetadataError("a tensor has no dtype")
+    return dtype
+
+
+def _chunk(chunk: Any) -> Chunk:
+    state = _state(chunk, "ChunkStorageMetadata")
+    return Chunk(_numbers(state.get("offsets")), _numbers(state.get("sizes")))
+
+
+def _place(index: Any, info: Any) -> tuple[tuple[str, Numbers | None], Place]:
+    where, state = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+    offset = where.get("offset")
+    key = _text(where.get("fqn")), None if offset is None else _numbers(offset)
+    file = _text(state.get("relative_path"))
+    if Path(file).name != file or file in ("", "..") or "\0" in file:  # nowhere but in the folder
+        raise MetadataError(f"it places {key[0]!r} in {file!r}, which is no name of a file")
+    if state.get("transform_descriptors"):
+        raise MetadataError(f"{key[0]!r} is compressed, which is not read here")
+    start, length = _numbers((state.get("offset"), state.get("length")))
+    return key, Place(file, start, length)
+
+
+# --- what it places ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Shards:
+    """The files of a folder that metadata place things in; each is mapped once."""
+
+    folder: Path
+    metadata: Metadata
+    _mapped: dict[str, memoryview] = field(default_factory=dict)
+
+    def read(self, key: str, offsets: Numbers | None = None) -> Any:
+        """What is saved there: a tensor's piece, or an object.
+
+        Raises:
+            KeyError: the metadata do not say where.
+            OSError: the file cannot be read.
+            archive.ArchiveError, pickles.PickleError: it is damaged.
+        """
+        place = self.metadata.places[key, offsets]
+        if place.file not in self._mapped:
+            self._mapped[place.file] = archive.mapped(self.folder / place.file)
+        view = self._mapped[place.file][place.offset : place.offset + place.length]
+        if len(view) < place.length:
+            raise archive.ArchiveError(f"it ends {place.length - len(view)} bytes too early")
+        return archive.load_view(view)
+
+    def object(self, key: str) -> Any:
+        """What Megatron's ShardedObject held; raises as ``read`` does."""
+        value = self.read(key)
+        if isinstance(value, Unknown) and value.name == Name("_io", "BytesIO"):
+            data = value.state[0] if isinstance(value.state, tuple) and value.state else None
+            if not isinstance(data, bytes):
+                raise archive.ArchiveError("a BytesIO in it is damaged")
+            value = archive.load_bytes(data)
+        return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def common(folder: Path, metadata: Metadata) -> dict[Any, Any]:
+    """What is the same on all ranks: groups and arguments.
+
+    Raises:
+        OSError: the file cannot be read, or there is none.
+        ValueError: it is damaged, or no dict.
+    """
+    key = next((key for key in metadata.entries if COMMON_KEY.match(key)), None)
+    if key is None or (folder / COMMON_FILE).exists():
+        value = archive.load(folder / COMMON_FILE)
+    else:
+        value = Shards(folder, metadata).object(key)
+    if not isinstance(value, dict):
+        raise archive.ArchiveError(f"it holds a {type(value).__name__}, not a dict")
+    return value

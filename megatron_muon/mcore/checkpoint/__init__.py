@@ -1,0 +1,1 @@
+"""Muon's state in Megatron's checkpoint formats."""

@@ -1,0 +1,196 @@
+"""The checkpoint calls of Megatron's chain of optimizers: errors on all ranks, and no stubs."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
+from megatron_muon.mcore.checkpoint.foreign import Source, converted, renamed
+from megatron_muon.mcore.shards import device_of
+from megatron_muon.runtime.collectives import Group, all_gather_texts
+from megatron_muon.runtime.consensus import together
+from megatron_muon.setting_names import named
+
+T = TypeVar("T")
+
+# The format that has a tensor for each weight.
+WHOLE_WEIGHTS = (
+    "fully_reshardable"
+    if hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable")
+    else "fully_sharded_model_space"  # before core 0.15
+)
+
+
+class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
+    """Saves and loads the optimizers that are no stubs: Megatron takes state of stubs, too.
+
+    All but ``state_dict`` are called on every rank that has an optimizer that is no stub, and raise
+    on all of them: the error of this rank, or a RuntimeError that quotes another's. (Megatron-LM
+    passes over ranks that have only stubs, as those of a frozen stage, but for
+    ``load_parameter_state``.)
+
+    Attributes:
+        voters: the ranks that are like this one in that; None for the world.
+        decided_by_name: patterns of names say whose a weight is, so that layers may differ.
+        source: while a checkpoint of Megatron's own Muon is read: where it has what.
+    """
+
+    chained_optimizers: list[Any]
+    voters: Group | None
+    decided_by_name: bool
+    source: Source | None = None
+
+    def state_dict(self) -> Any:
+        """Megatron's: all that is not a parameter's. No communication."""
+        with self._without_stubs():
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Megatron's; what a checkpoint must have is in ``checkpoint``."""
+        given = self._together(self._given, state_dict)  # before one of them scatters
+        self._together(super().load_state_dict, given)
+
+    def _given(self, state_dict: Any) -> Any:
+        if self.source is not None:
+            config = self.chained_optimizers[0].muon.config
+            state_dict = _of_any(converted(state_dict, self.source, config, WHOLE_WEIGHTS))
+        return _for_parts(state_dict, len(self.chained_optimizers))
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's: what is to be saved, or with ``is_loading`` to be filled.
+
+        Raises:
+            NotImplementedError: a tensor on disk would hold weights of Muon's and of AdamW's.
+            ValueError: a checkpoint of Megatron's own Muon lacks something; names what.
+        """
+        state = self._together(self._sharded_state_dict, *args, **kwargs)
+        if self.decided_by_name:  # on all ranks alike: a setting
+            parts = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
+            _refuse_mixed({tensor for part in parts for tensor in part.tensors}, self.voters)
+        return state
+
+    def _sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+    ) -> Any:
+        if self.source is None or not is_loading:
+            return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        kwargs = _in_whole_weights(kwargs)
+        state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        for part in [state] if "param_state" in state else state.values():
+            part["param_state"] = renamed(part["param_state"], self.source)
+        return state
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Megatron's, for the format ``torch``."""
+        self._together(super().save_parameter_state, filename)
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Megatron's, for the format ``torch``.
+
+        Raises:
+            FileNotFoundError, ValueError: a rank's file is missing or cut off.
+        """
+        self._together(self._check_file, filename)  # one rank reads while the others wait for it
+        self._together(
+            super().load_parameter_state, filename, update_legacy_format=update_legacy_format
+        )
+
+    def _check_file(self, filename: str) -> None:
+        if not any(part.data_parallel_group.rank() == 0 for part in self.chained_optimizers):
+            return
+        if not os.path.exists(filename):
+            raise FileNotFoundError(
+                f"the checkpoint lacks the optimizer's file {filename}: it is lost, or the run was "
+                f"cut otherwise. {OTHER_CUT}"
+            )
+        if not zipfile.is_zipfile(filename):  # its table of contents is at the end
+            raise ValueError(f"{filename} is cut off, or is no file of torch.save")
+
+    def _together(self, act: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        device = device_of(self.chained_optimizers[0].model_chunks)
+
+        def without_stubs() -> T:
+            with self._without_stubs():
+                return act(*args, **kwargs)
+
+        return together(without_stubs, self.voters, device)
+
+    @contextmanager
+    def _without_stubs(self) -> Iterator[None]:
+        every = self.chained_optimizers
+        self.chained_optimizers = [part for part in every if not part.is_stub_optimizer]
+        try:
+            yield
+        finally:
+            self.chained_optimizers = every
+
+
+def _in_whole_weights(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``sharded_state_dict`` that ask for ``WHOLE_WEIGHTS``, and are else the same."""
+    if "metadata" not in inspect.signature(DistributedOptimizer.sharded_state_dict).parameters:
+        return {**kwargs, "sharding_type": WHOLE_WEIGHTS}  # before core 0.13
+    metadata = kwargs.get("metadata") or {}
+    kept = {key: value for key, value in kwargs.items() if key != "sharding_type"}
+    return {**kept, "metadata": {**metadata, "distrib_optim_sharding_type": WHOLE_WEIGHTS}}
+
+
+def _for_parts(state_dict: Any, count: int) -> Any:
+    """A state dict as ``count`` optimizers save it.
+
+    A chain has one more, for the experts, if EP is more than 1: Megatron numbers what is not a
+    parameter's by optimizers if there are several, and loads into as many alone.
+    """
+    if not isinstance(state_dict, dict):
+        return state_dict
+    numbered = {key: value for key, value in state_dict.items() if isinstance(key, int)}
+    common = {key: value for key, value in state_dict.items() if not isinstance(key, int)}
+    if count == 1 and "optimizer" in numbered.get(0, {}):
+        saved = [part["optimizer"] for _, part in sorted(numbered.items()) if "optimizer" in part]
+        return {**numbered[0], **common, "optimizer": _with_groups_of(saved)}
+    if count > 1 and "optimizer" in common:
+        common["optimizer"] = _with_groups_of([common["optimizer"]])
+        return {number: {**common, **numbered.get(number, {})} for number in range(count)}
+    return state_dict
+
+
+def _of_any(state_dict: dict[Any, Any]) -> dict[Any, Any]:
+    """With groups that do for dense and for experts' optimizers, which others part otherwise."""
+    if "optimizer" in state_dict:
+        return {**state_dict, "optimizer": _with_groups_of([state_dict["optimizer"]])}
+    return {number: _of_any(part) for number, part in state_dict.items()}
+
+
+def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first, with the parameter groups of all, as dense and as experts' ones."""
+    groups = [
+        {**group, "is_expert_parallel": of_experts}
+        for optimizer in optimizers
+        for group in optimizer["param_groups"]
+        for of_experts in (False, True)
+    ]
+    return {**optimizers[0], "param_groups": groups}
+
+
+def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:
+    """Compare over the ranks what Megatron keeps in one tensor, say a weight of all layers."""
+    lines = "\n".join(sorted(f"{key} {is_muon}" for key, is_muon in tensors))
+    every = {line for text in all_gather_texts(lines, group) for line in text.split("\n") if line}
+    keys = [line.rsplit(" ", 1)[0] for line in sorted(every)]
+    for key, other in itertools.pairwise(keys):
+        if key == other:
+            raise NotImplementedError(
+                f"the checkpoint would keep {key} of all layers in one tensor, but Muon updates "
+                "some of them and AdamW others: save in another format (in Megatron-LM without "
+                "--dist-ckpt-optim-fully-reshardable, before 0.15 without "
+                f"--ckpt-fully-parallel-save), or have {named('muon_include')} and "
+                f"{named('muon_exclude')} name all layers"
+            )

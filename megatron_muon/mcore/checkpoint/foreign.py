@@ -1,0 +1,350 @@
+"""Muon checkpoints that others have written, and what of them is what here.
+
+Functions of keys and of state dicts: no communication, no Megatron.
+
+===========  ==============================  =====================================================
+who          known by                        its momentum, and the factor that makes it M ← μM + G
+===========  ==============================  =====================================================
+moonshot     ``use_muon`` in a parameter     ``exp_avg`` beside a second moment of zeros, all as
+             group                           AdamW's DistributedOptimizer lays it out; 1
+megatron     ``momentum_buffer`` in a key    ``optimizer.state.momentum_buffer.WEIGHT``, whole
+             of torch_dist                   weights, a mean: M ← μM + (1-μ)G; 1/(1-μ)
+megatron_    files layer_wise_optimizer_N    refused: numbers in place of names, and no saying which
+torch        .pt, or μ in a parameter group  rank had which weight
+             of the format ``torch``
+===========  ==============================  =====================================================
+
+From core 0.18 on Megatron's own may leave AdamW's part to a DistributedOptimizer, whose state is in
+whole weights in the format fully_reshardable alone.
+
+Sources: toothacher17/Megatron-LM 8aee20bd (NVIDIA/Megatron-LM#1428), ``distrib_optimizer.py`` and
+``muon.py``; NVIDIA/Megatron-LM core_v0.16.1 to main, ``layer_wise_optimizer.py`` and
+``Float16OptimizerWithFloat16Params.sharded_state_dict``; NVIDIA-NeMo/Emerging-Optimizers v0.1.0 to
+v0.4.0, ``OrthogonalizedOptimizer.step``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from megatron_muon.config import MuonConfig
+
+Writer = Literal["moonshot", "megatron", "megatron_torch"]
+StateDict = dict[Any, Any]
+
+MOMENTUM = "muon_momentum"  # as in ``buffers``, which imports Megatron's neighbours
+_STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
+# What has it there, by the key of ours in fully_reshardable and fully_sharded_model_space; "param"
+# is what a DistributedOptimizer calls it.
+_MAIN = ("fp32_param", "param")
+_THEIRS = {
+    MOMENTUM: ("momentum_buffer",),
+    "param": _MAIN,
+    "fp32_param": _MAIN,
+    "exp_avg": ("exp_avg",),
+    "exp_avg_sq": ("exp_avg_sq",),
+}
+_KNOWN = {kind for kinds in _THEIRS.values() for kind in kinds}
+_IN_BUCKETS = re.compile(r"(?:chained_\d+\.)*optimizer\.distributed\.")
+_MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
+_SGD = "dampening"  # of SGD's groups, which have a momentum, too
+_CHAINS, _CHAIN = 4, 10_000  # how deep chains are, and how many optimizers they have, at most
+_BY_RANK = re.compile(r"layer_wise_optimizer_\d+\.pt$")
+# Of their groups, what is Muon's: ours has it in MuonConfig, once for all groups.
+_MOONSHOT = ("matched_adamw_rms", "momentum", "nesterov", "ns_steps")
+_NOT_OURS = (
+    *_MOONSHOT,
+    *("use_muon", "adamw_betas", "adamw_eps", "momentum_beta", "params"),
+    "optimizer",  # its name, in Megatron's own from core 0.17 on
+)
+
+
+class Source:
+    """Where something that we call by a key on disk is in a checkpoint of Megatron's own Muon.
+
+    Attributes:
+        mu: that its momentum is a mean by.
+        states: its optimizers' state dicts.
+        is_fp32: its main parameters are the model's weights and have no keys of their own.
+    """
+
+    def __init__(self, keys: Iterable[str], states: Sequence[Mapping[str, Any]]) -> None:
+        """Look through a checkpoint.
+
+        Args:
+            keys: of its tensors, from ``.metadata``.
+            states: its optimizers' state dicts: see ``states_of``.
+
+        Raises:
+            ValueError: it does not say what its μ is, or says several; or it has state that is
+                neither Muon's nor AdamW's.
+        """
+        self._at: dict[tuple[str, str], str] = {}
+        self._in_buckets = False
+        for key in keys:
+            at = _STATE.match(key)
+            if at is None:
+                self._in_buckets |= _IN_BUCKETS.match(key) is not None
+                continue
+            kind, weight = at.groups()
+            if kind not in _KNOWN:
+                raise ValueError(
+                    f"the checkpoint, of Megatron's own Muon, has {kind} of {weight}, which "
+                    "neither Muon here nor AdamW has: load the model alone (--no-load-optim)"
+                )
+            self._at[kind, weight] = key
+        self.is_fp32 = not any(kind in _MAIN for kind, _ in self._at)
+        self.states = states
+        self.mu = _mu(states)
+
+    def of(self, key: str) -> tuple[str, float]:
+        """``(key there, factor)`` of one of our keys in a format that has whole weights.
+
+        Args:
+            key: ``optimizer.state.KEY.WEIGHT``, with or without ``chained_N.`` before it.
+
+        Raises:
+            ValueError: it is not there; says what there is.
+        """
+        at = _STATE.match(key)
+        if at is None:
+            raise ValueError(f"{key} is no key of optimizer state in whole weights")
+        what, weight = at.groups()
+        theirs = _THEIRS[what]
+        keys = [self._at[kind, weight] for kind in theirs if (kind, weight) in self._at]
+        if not keys:
+            there = sorted(kind for kind, name in self._at if name == weight)
+            raise ValueError(
+                f"the checkpoint, of Megatron's own Muon, has no {theirs[0]} of {weight}, only: "
+                f"{', '.join(there) or 'nothing'}. {self._way_out(there)}"
+            )
+        return keys[0], 1 / (1 - self.mu) if what == MOMENTUM else 1.0
+
+    def _way_out(self, there: Sequence[str]) -> str:
+        if self._in_buckets and not there:
+            return (
+                "It keeps AdamW's state in flat buckets (dp_reshardable), which cannot be told "
+                "apart by weights: save it there with --dist-ckpt-optim-fully-reshardable, or load "
+                "the model alone (--no-load-optim)"
+            )
+        return (
+            "Whose a weight is must be as it was there: set muon_include and muon_exclude of "
+            "MuonConfig (in Megatron-LM --muon-include and --muon-exclude), or load the model "
+            "alone (--no-load-optim)"
+        )
+
+
+def writer_of(
+    keys: Collection[str], states: Sequence[Mapping[str, Any]], files: Collection[str]
+) -> Writer | None:
+    """Who has written a checkpoint, if it was one of the above.
+
+    Args:
+        keys: of its tensors, from ``.metadata`` of torch_dist; else empty.
+        states: its optimizers' state dicts: see ``states_of``.
+        files: their names.
+    """
+    if any(_BY_RANK.search(file) for file in files):
+        return "megatron_torch"
+    if any("use_muon" in group for group in groups_of(states)):
+        return "moonshot"
+    if any(_SGD in group for group in groups_of(states)):
+        return None
+    if any(at[1] == "momentum_buffer" for at in map(_STATE.match, keys) if at):
+        return "megatron"
+    mus = any(key in group for group in groups_of(states) for key in _MU)
+    return "megatron_torch" if mus and not keys else None
+
+
+def states_of(saved: Any) -> list[StateDict]:
+    """The state dicts of an optimizer, or of a chain, which is a list or has numbers for keys.
+
+    Raises:
+        ValueError: chains in chains without end, as in a damaged file.
+    """
+    states = [saved]
+    for _ in range(_CHAINS):
+        if not any(map(_is_chain, states)):
+            return [state for state in states if isinstance(state, dict)]
+        if sum(len(state) if _is_chain(state) else 1 for state in states) > _CHAIN:
+            break
+        states = [each for state in states for each in _chained(state)]
+    raise ValueError(f"the optimizer is no state dict and no chain of up to {_CHAIN} of them")
+
+
+def _is_chain(saved: Any) -> bool:
+    if isinstance(saved, dict):
+        return bool(saved) and all(isinstance(key, int) for key in saved)
+    return isinstance(saved, list)
+
+
+def _chained(saved: Any) -> list[Any]:
+    if not _is_chain(saved):
+        return [saved]
+    return saved if isinstance(saved, list) else [saved[number] for number in sorted(saved)]
+
+
+def refuse(writer: Writer) -> None:
+    """Refuse what cannot be loaded.
+
+    Raises:
+        ValueError: says what it lacks.
+    """
+    if writer == "megatron_torch":
+        raise ValueError(
+            "the checkpoint is of Megatron's own Muon in the format torch: its optimizer state "
+            "(layer_wise_optimizer_N.pt, where ranks share it) is by number and not by name, and "
+            "nothing says which weights rank N had. Save it with --ckpt-format torch_dist, or load "
+            "the model alone (--no-load-optim)"
+        )
+
+
+def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDict:
+    """What ``MuonCheckpoint.load_state_dict`` takes, but for the tensors.
+
+    Args:
+        states: their optimizers' state dicts.
+        config: ours; settings that theirs does not say are taken to be the same.
+
+    Raises:
+        ValueError: its Muon groups have several values of one setting.
+    """
+    steps = [group["step"] for group in groups_of(states) if "step" in group]
+    steps += [step for state in states if (step := _common_step(state)) is not None]
+    adamw = _adamw(states)
+    groups = [
+        {
+            **adamw,
+            **{key: value for key, value in group.items() if key not in _NOT_OURS},
+            "step": max(steps, default=0),
+        }
+        for group in groups_of(states)
+    ]
+    theirs = _settings(states)
+    settings = {**dataclasses.asdict(config), **theirs}
+    ours: StateDict = {
+        "optimizer": {"param_groups": groups},
+        "megatron_muon": {"format": 1, "settings": settings},
+    }
+    scalers = [state["grad_scaler"] for state in states if state.get("grad_scaler")]
+    return {**ours, **({"grad_scaler": scalers[0]} if scalers else {})}
+
+
+def renamed(state: Any, source: Source) -> Any:
+    """A copy of what is to be filled by a load, with the keys of Megatron's own Muon.
+
+    Without main parameters where those are the model's: nothing is loaded twice from one key.
+
+    Args:
+        state: ``param_state`` of a sharded state dict in a format that has whole weights.
+        source: of the checkpoint.
+
+    Raises:
+        ValueError: something is not there.
+    """
+    if isinstance(state, dict):
+        left_out = _MAIN if source.is_fp32 else ()
+        return {name: renamed(v, source) for name, v in state.items() if name not in left_out}
+    return (
+        dataclasses.replace(state, key=source.of(state.key)[0]) if hasattr(state, "key") else state
+    )
+
+
+def converted(
+    loaded: Mapping[Any, Any], source: Source, config: MuonConfig, sharding_type: str
+) -> StateDict:
+    """What ``load_state_dict`` takes, of what a load with ``renamed`` keys has brought.
+
+    Args:
+        loaded: the optimizer's part of it: our ``param_state``, here or of each optimizer of a
+            chain, beside the state dicts of theirs. Its momentum is made a sum in place.
+        source: of the checkpoint.
+        config: ours.
+        sharding_type: that our ``param_state`` was asked for in.
+
+    Raises:
+        ValueError: see ``as_ours``.
+    """
+    kept = {**as_ours(source.states, config), "param_state_sharding_type": sharding_type}
+    parts: StateDict = {
+        key: {**kept, "param_state": _scaled(part["param_state"], source)}
+        for key, part in [(None, loaded), *loaded.items()]
+        if isinstance(part, Mapping) and "param_state" in part
+    }
+    only: StateDict | None = parts.get(None)
+    return parts if only is None else only
+
+
+def _scaled(state: Mapping[Any, Any], source: Source) -> StateDict:
+    """Momentum is made a sum in place; there is no second copy of it."""
+    for tensors in state.values():
+        if MOMENTUM in tensors:
+            tensors[MOMENTUM].mul_(1 / (1 - source.mu))
+    return dict(state)
+
+
+def moonshot_owner(momentum_is_zero: bool, second_moment_is_zero: bool) -> str | None:
+    """Whose a weight was in Moonshot's checkpoint: ``muon``, ``adamw``, or None if nothing tells.
+
+    Its flat buffers do not say, but it writes zeros for the second moment that Muon does not have.
+    """
+    if not second_moment_is_zero:
+        return "adamw"
+    return None if momentum_is_zero else "muon"
+
+
+def groups_of(states: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The parameter groups of all of them."""
+    for state in states:
+        yield from _inner(state).get("param_groups", ())
+
+
+def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict of torch's optimizer, which FP32Optimizer does not wrap."""
+    inner = state.get("optimizer", state)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
+    """What a group needs for AdamW, which their Muon groups may lack."""
+    found: StateDict = {"bias_correction": True}
+    for group in groups_of(states):
+        for key in ("bias_correction", "betas", "eps"):
+            for name in (f"adamw_{key}", key):
+                if name in group:
+                    found[key] = group[name]
+    return found
+
+
+def _common_step(state: Mapping[str, Any]) -> Any:
+    """Of torch's AdamW, which Megatron keeps beside the state of its parameters."""
+    kept = _inner(state).get("state")
+    return kept.get("common_step") if isinstance(kept, Mapping) else None
+
+
+def _settings(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What they say of Muon's settings, by our names."""
+    muons = [group for group in groups_of(states) if group.get("use_muon")]
+    if not muons:
+        return {"momentum": _mu(states)}
+    found: dict[str, Any] = {}
+    for name in _MOONSHOT:
+        values = [group[name] for group in muons if name in group]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"the checkpoint's Muon groups have several {name}: {values}")
+        found |= {name: values[0]} if values else {}
+    return found
+
+
+def _mu(states: Sequence[Mapping[str, Any]]) -> float:
+    found = {float(group[key]) for group in groups_of(states) for key in _MU if key in group}
+    if len(found) != 1:
+        raise ValueError(
+            "the checkpoint, of Megatron's own Muon, must say one momentum coefficient in its "
+            f"parameter groups, to make a sum of its mean; it says {sorted(found) or 'none'}"
+        )
+    (mu,) = found
+    return mu

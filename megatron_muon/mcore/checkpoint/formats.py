@@ -1,0 +1,191 @@
+"""Saving and loading Muon's optimizer state in the formats that Megatron has for AdamW's.
+
+Megatron's own code does the work. All its formats take a parameter's state from one method and give
+it back through another, which know Adam's two names; here they know what Muon has. Written is, for
+each of Muon's parameters, the fp32 main parameter and the fp32 momentum, under ``muon_momentum``;
+for AdamW's what Megatron writes; no zeros stand in for a second moment that Muon does not have:
+
+=============================================  =============================  ====================
+format                                         main parameters                state
+=============================================  =============================  ====================
+``torch``; dp_zero_gather_scatter              as Megatron: a flat tensor     by parameter name: see
+                                               for each grad buffer           ``buffers``
+dp_reshardable (0.15 and later)                a flat tensor for each         likewise
+                                               parameter, (1)
+fully_reshardable (0.15 and later);            as Megatron: a tensor like     as Megatron, (2)
+fully_sharded_model_space (before 0.15)        the parameter
+=============================================  =============================  ====================
+
+(1) ``optimizer.distributed.dp_group_idx_N.megatron_muon.KEY.PARAMETER``, where Megatron has one for
+each bucket: so buckets and the order of parameters in them may change; (2)
+``optimizer.state.KEY.PARAMETER``, where PARAMETER may stand for a weight of all layers: they must
+then all be Muon's or all AdamW's. KEY is muon_momentum, or exp_avg and exp_avg_sq; param in (1).
+
+A record of Muon's settings lies beside the parameter groups. A checkpoint without it, or without
+the state of one parameter, is refused on every rank. A Megatron without the plugin, or AdamW with
+it, cannot load one of ours: it asks for ``exp_avg`` of Muon's parameters, which is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_muon.mcore.checkpoint.buffers import (
+    ADAMW_STATE,
+    OTHER_CUT,
+    check_tensor,
+    from_disk,
+    to_disk,
+)
+from megatron_muon.mcore.checkpoint.foreign import as_ours
+from megatron_muon.mcore.checkpoint.param_groups import (
+    RECORD,
+    as_megatron_pairs,
+    check_record,
+    loaded_groups,
+    record,
+)
+from megatron_muon.mcore.checkpoint.sharded import ShardedState, StateDict
+from megatron_muon.mcore.shards import device_of
+from megatron_muon.runtime.consensus import together
+
+
+class MuonCheckpoint(ShardedState):
+    """The checkpoint part of a MuonDistributedOptimizer."""
+
+    def state_dict(self) -> StateDict:
+        """Megatron's: all that is not a parameter's; and the record of Muon's settings."""
+        self._fill_state()
+        state: StateDict = super().state_dict()
+        if self.from_adamw is None:  # else Megatron asks what it should read of AdamW's
+            state[RECORD] = record(self._muon.config)
+        return state
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Megatron's, and the checks.
+
+        Raises:
+            ValueError: it is not Muon's or lacks something; names what.
+            RuntimeError: dp_zero_gather_scatter, and another rank of the stage has an error.
+        """
+        given: StateDict = {}
+        loaded: list[Any] = []
+
+        def prepare() -> None:
+            if self.from_adamw is None:
+                check_record(state_dict, self._muon.config)
+            elif "param_state_sharding_type" in state_dict:
+                self._refuse_other_order(state_dict["param_state_sharding_type"])
+            saved = state_dict["optimizer"]
+            if self.from_adamw == "sum":
+                saved = as_ours([state_dict], self._muon.config)["optimizer"]
+            own = self.optimizer.param_groups
+            loaded.extend(loaded_groups(own, saved["param_groups"]))
+            groups = as_megatron_pairs(own, loaded)
+            given.update({**state_dict, "optimizer": {**saved, "param_groups": groups}})
+            self._fill_state()
+
+        if state_dict.get("param_state_sharding_type") == "dp_zero_gather_scatter":
+            self._together(prepare)  # before the ranks scatter
+        else:
+            prepare()
+        super().load_state_dict(given)
+        for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
+            group.update(values)  # Megatron takes one for another where they look alike
+        self._part_steps()
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> StateDict | None:
+        """Megatron's: all state of the DP group, on its first rank, or on all if asked."""
+        self._fill_state()
+        gathered: StateDict | None = super().get_parameter_state_dp_zero(*args, **kwargs)
+        if self.from_adamw is not None:
+            return gathered
+        if self._to_be_cut is not None:
+            return self._kept_for_cutting(gathered)
+        for index, dtypes, _ in self._buffers() if gathered else ():
+            assert gathered is not None
+            if gathered[index][dtypes]:  # empty where an old Megatron returns it on other ranks
+                gathered[index][dtypes] = to_disk(gathered[index][dtypes], self._places(index))
+        return gathered
+
+    def load_parameter_state_from_dp_zero(
+        self, state_dict: StateDict | None, *, update_legacy_format: bool = False
+    ) -> None:
+        """Megatron's: from the first rank of the DP group. Every rank of the stage calls it.
+
+        Raises:
+            ValueError: state of a parameter is missing or not what it should be; names it.
+            NotImplementedError: ``update_legacy_format``.
+            RuntimeError: on ranks that have no error themselves when another has.
+        """
+        given: StateDict = {}
+
+        def prepare() -> None:
+            if update_legacy_format:
+                raise NotImplementedError(
+                    "no Muon checkpoint has the format that "
+                    "--ckpt-convert-update-legacy-dist-opt-format reads: leave it out"
+                )
+            if self.from_adamw is not None:
+                self._refuse_other_order("torch")
+            if self.data_parallel_group.rank() == 0:
+                given.update(self._from_disk(state_dict))
+
+        self._together(prepare)
+        super().load_parameter_state_from_dp_zero(given or None)
+
+    def sharded_param_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's, for dp_zero_gather_scatter.
+
+        Raises:
+            NotImplementedError: there are several optimizer instances.
+        """
+        if self.ddp_config.num_distributed_optimizer_instances > 1:
+            raise NotImplementedError(
+                "Megatron reads dp_zero_gather_scatter into the first of several optimizer "
+                "instances only: save in another format (in Megatron-LM before 0.15 "
+                "--ckpt-fully-parallel-save, after it without --dist-ckpt-save-pre-mcore-014)"
+            )
+        return super().sharded_param_state_dp_zero(*args, **kwargs)
+
+    def _from_disk(self, saved: StateDict | None) -> StateDict:
+        if saved is None:
+            raise ValueError("the checkpoint has no optimizer state for this rank")
+        given = dict(saved) if isinstance(saved, dict) else {}  # a list: of a chain with experts'
+        for index, dtypes, buffer in self._buffers():
+            found = given.get(index, {}).get(dtypes)
+            if found is None:
+                raise ValueError(
+                    f"the checkpoint has no optimizer state of grad buffer {index} of {dtypes}: it "
+                    f"is of another model or precision, or was cut otherwise. {OTHER_CUT}"
+                )
+            if self.from_adamw is None:
+                own = from_disk(found, self._places(index), buffer.numel_unpadded)
+                given[index] = {**saved[index], dtypes: own}
+                continue
+            for key in ("param", *ADAMW_STATE):
+                check_tensor(f"grad buffer {index}", key, found, buffer.numel_unpadded)
+        return given
+
+    def _refuse_other_order(self, format: str) -> None:
+        """AdamW's, which is by name in whole weights alone, where buckets have an order of ours."""
+        if self._muon.config.align_shards and not format.startswith("fully_"):
+            raise ValueError(
+                f"AdamW's optimizer state in the format {format} lies in the order of Megatron's "
+                "buckets, and align_shards gives them another: in Megatron-LM start this once with "
+                "--muon-dp-layout bucketed (align_shards=False in MuonConfig); what it saves loads "
+                "in either order"
+            )
+
+    def _together(self, act: Callable[[], None]) -> None:
+        """Raise on every rank of the stage if ``act``, which communicates nothing, does on one."""
+        together(act, self.stage_group, device_of(self.model_chunks))
+
+    def _part_steps(self) -> None:
+        """Megatron gives all parameters of torch's AdamW one step tensor, which each counts up."""
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()

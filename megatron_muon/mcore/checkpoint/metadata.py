@@ -1,0 +1,150 @@
+"""Refuse to load what a torch_dist checkpoint's metadata says cannot be: cut otherwise, or of
+another dtype.
+
+dp_reshardable keeps the tensors of each model-parallel rank apart, dp_zero_gather_scatter a blob
+for each such rank. Both load where TP, PP, virtual pipeline and EP are the same. torch casts what
+it reads to the dtype that it is asked for, in silence.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_muon.files.torch_dist import read_metadata
+from megatron_muon.mcore.checkpoint.buffers import MOMENTUM, OTHER_CUT
+from megatron_muon.mcore.checkpoint.param_groups import RECORD
+from megatron_muon.mcore.shards import device_of
+from megatron_muon.runtime.consensus import together
+
+_RANKS_OWN = re.compile(r"(?:^|\.)optimizer\.distributed\.dp_group_idx_\d+\.(.+)$")
+_MODEL_SPACE = re.compile(r"(chained_\d+\.)?optimizer\.state\.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Of one key, over all ranks."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Tensors = dict[str, _Tensor | None]  # by key; None for what is no tensor
+
+
+def check_layout(sharded_state_dict: Mapping[str, Any], folder: str) -> None:
+    """Compare what is to be loaded with what a torch_dist checkpoint has. Nothing is read but its
+    metadata. Every rank of the world calls it.
+
+    Raises:
+        ValueError: the optimizer's state was cut in another way, or Muon's state has another dtype;
+            names the first difference.
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
+    together(lambda: _check_own(sharded_state_dict, folder), None, device_of([]))
+
+
+def _check_own(sharded_state_dict: Mapping[str, Any], folder: str) -> None:
+    wanted = dict(_wanted(sharded_state_dict))
+    if not any(_RANKS_OWN.search(key) or _MODEL_SPACE.match(key) for key in wanted):
+        return
+    found = _stored(folder)
+    problem = (
+        _other_cut(wanted, found) or _other_prefix(wanted, found) or _other_dtype(wanted, found)
+    )
+    if problem:
+        raise ValueError(f"{folder}: {problem}")
+
+
+def _wanted(state: Any) -> Iterator[tuple[str, _Tensor | None]]:
+    """All that the optimizer asks for by keys as torch_dist has them."""
+    if isinstance(state, Mapping):
+        state = list(state.values())
+    if isinstance(state, (list, tuple)):
+        for each in state:
+            yield from _wanted(each)
+        return
+    key = getattr(state, "key", None)
+    if isinstance(key, str) and "optimizer." in key:
+        is_tensor = hasattr(state, "local_shape")
+        yield key, _Tensor(tuple(state.global_shape), state.dtype) if is_tensor else None
+
+
+def _stored(folder: str) -> Tensors:
+    """Empty where it is no torch_dist checkpoint."""
+    if "://" in folder or not os.path.exists(Path(folder) / ".metadata"):
+        return {}
+    return {
+        key.split("/shard_")[0]: None if entry is None else _Tensor(entry.size, entry.dtype)
+        for key, entry in read_metadata(Path(folder)).entries.items()
+    }
+
+
+def _other_cut(wanted: Tensors, found: Tensors) -> str | None:
+    """What says that the optimizer's buffers were cut otherwise; None where nothing does."""
+    if not any(_is_record(key) for key in wanted) or not any(_is_record(key) for key in found):
+        return None  # AdamW's: it has errors of its own
+    for key, tensor in wanted.items():
+        match = _RANKS_OWN.search(key)
+        if not match:
+            continue
+        own = match[1]
+        if key in found:
+            there = found[key]
+            if tensor is not None and there is not None and there.size != tensor.size:
+                return f"{key} has {there.size} elements there, {tensor.size} here. {OTHER_CUT}"
+        elif own == RECORD:
+            return f"it has no {key}. {OTHER_CUT}"
+        elif own.startswith(f"{RECORD}.param.") and not any(
+            f".{RECORD}.param." in k for k in found
+        ):
+            return (
+                "its main parameters are by bucket, as a megatron_muon before this one wrote them: "
+                "save it there as fully_reshardable, or load the model alone (--no-load-optim)"
+            )
+        elif own.startswith(f"{RECORD}.{MOMENTUM}.") and _under_another(own, found):
+            return f"it has {own} under another model-parallel rank than {key}. {OTHER_CUT}"
+    return None
+
+
+def _is_record(key: str) -> bool:
+    match = _RANKS_OWN.search(key)
+    return match is not None and match[1] == RECORD
+
+
+def _under_another(own: str, found: Tensors) -> bool:
+    return any((match := _RANKS_OWN.search(key)) and match[1] == own for key in found)
+
+
+def _other_prefix(wanted: Tensors, found: Tensors) -> str | None:
+    """Before core 0.14 the keys say how many optimizers a chain has; one more with EP."""
+    prefixes = [
+        {match[1] for key in keys if f".{MOMENTUM}." in key and (match := _MODEL_SPACE.match(key))}
+        for keys in (wanted, found)
+    ]
+    if all(prefixes) and not prefixes[0] <= prefixes[1]:
+        return (
+            "this Megatron cannot load optimizer state with expert parallelism that was saved "
+            "without it, nor without it what was saved with it: EP must stay 1 or stay above 1"
+        )
+    return None
+
+
+def _other_dtype(wanted: Tensors, found: Tensors) -> str | None:
+    """In a checkpoint of Muon's: AdamW's may be kept in less than fp32, which is exact to widen."""
+    if not any(_is_record(key) or MOMENTUM in key for key in found):
+        return None
+    for key, tensor in wanted.items():
+        there = found.get(key)
+        if tensor is not None and there is not None and there.dtype != tensor.dtype:
+            return (
+                f"{key} is {there.dtype} on disk, {tensor.dtype} here: it was changed since Muon "
+                "wrote it. Load another checkpoint, or the model alone (--no-load-optim)"
+            )
+    return None

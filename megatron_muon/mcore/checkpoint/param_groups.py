@@ -1,0 +1,132 @@
+"""What a checkpoint says of Muon beside its tensors: the record of its settings, and the groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.optimizer import distrib_optimizer
+
+from megatron_muon.coefficients import canonical
+from megatron_muon.config import MuonConfig
+from megatron_muon.files.digest_text import printable
+from megatron_muon.setting_names import named
+
+Group = dict[str, Any]
+
+RECORD = "megatron_muon"  # its key beside "optimizer" in the optimizer's state dict
+FORMAT = 1
+
+# What a group is known by: the first must be the same, the more of the others the better.
+_REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
+_PREFERRED = ("wd_mult", "max_lr", "min_lr")
+
+# What a schedule reads of a group, in place of its own where the group has it.
+SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
+
+
+def record(config: MuonConfig) -> Group:
+    """What is saved about Muon: the same on every rank."""
+    return {"format": FORMAT, "settings": dataclasses.asdict(config)}
+
+
+def check_record(saved: Mapping[str, Any], config: MuonConfig) -> None:
+    """Refuse a checkpoint that is not Muon's; print on rank 0 which settings differ from it.
+
+    Args:
+        saved: an optimizer's state dict.
+        config: the settings now.
+
+    Raises:
+        ValueError: there is no record of Muon's, or one of another format.
+    """
+    found = saved.get(RECORD)
+    if found is None:
+        raise ValueError(
+            "the checkpoint's optimizer state was not saved by megatron_muon's Muon (it has no "
+            f"{RECORD!r} in it): load the model alone (in Megatron-LM --no-load-optim or "
+            "--finetune), or choose the optimizer that saved it"
+        )
+    if found.get("format") != FORMAT:
+        raise ValueError(
+            f"the checkpoint's optimizer state is of format {found.get('format')!r}, this "
+            f"megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
+        )
+    # A megatron_muon without some setting did what is its default.
+    then = {**dataclasses.asdict(MuonConfig()), **found["settings"]}
+    now = dataclasses.asdict(config)
+    if "ns_coefficients" in then:  # a set may have been saved as its numbers
+        then["ns_coefficients"] = canonical(then["ns_coefficients"])
+    for name in sorted(then.keys() | now.keys()):
+        before, after = (
+            settings.get(name, "nothing: this megatron_muon has no such setting")
+            for settings in (then, now)
+        )
+        if before != after and dist.get_rank() == 0:
+            setting = named(name) if name in now else printable(name)
+            print(
+                f"[megatron_muon] {setting} is {after!r} now; the checkpoint was saved with "
+                f"{before!r}",
+                flush=True,
+            )
+
+
+def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
+    """The values of each of our parameter groups after a load, without its parameters.
+
+    They are those of the saved group that is most like it, but what tells our groups apart stays as
+    it is: a run that decays every parameter goes on doing so from a checkpoint of one that did not.
+    Megatron matches by wd_mult too, and takes the last of several that look alike.
+
+    Args:
+        own: the inner optimizer's groups.
+        saved: those of the checkpoint.
+
+    Raises:
+        ValueError: nothing like one of ours was saved; names it.
+    """
+    # None: core 0.14 sets it where there are several optimizers and none has taken a step
+    steps = [group["step"] for group in saved if group.get("step") is not None]
+    groups = []
+    for group in own:
+        alike = [other for other in saved if _common(group, other, _REQUIRED) == len(_REQUIRED)]
+        if not alike:
+            wanted = {key: _value(group, key) for key in _REQUIRED}
+            raise ValueError(f"the checkpoint has no parameter group with {wanted}")
+        best = max(alike, key=lambda other: [_same(group, other, key) for key in _PREFERRED])
+        kept = {key: group[key] for key in _identifiers() if key in group and key not in SCHEDULE}
+        values = {**group, **best, **kept}  # others' groups may lack what ours have
+        if steps:  # fused Adams leave that of a group without parameters here behind
+            values["step"] = max(steps)
+        values.pop("params", None)
+        groups.append(values)
+    return groups
+
+
+def as_megatron_pairs(own: Sequence[Group], loaded: Sequence[Group]) -> list[Group]:
+    """The groups of ``loaded_groups`` by which Megatron knows ours again: main's by rates, too."""
+    return [
+        {**values, **{key: group[key] for key in _identifiers() if key in group}}
+        for group, values in zip(own, loaded, strict=True)
+    ]
+
+
+def _identifiers() -> tuple[str, ...]:
+    """Keys by which Megatron pairs groups; up to 0.12 it does so by their number."""
+    keys = getattr(distrib_optimizer, "param_group_identifier_keys", ())
+    return (*keys, "wd_mult", "pre_wd_mult")
+
+
+def _common(one: Group, two: Group, keys: Sequence[str]) -> int:
+    return sum(_same(one, two, key) for key in keys)
+
+
+def _same(one: Group, two: Group, key: str) -> bool:
+    return bool(_value(one, key) == _value(two, key))
+
+
+def _value(group: Group, key: str) -> Any:
+    """NeMo writes some keys with a prefix."""
+    return group.get(key, group.get(f"pre_{key}"))

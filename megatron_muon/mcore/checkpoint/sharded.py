@@ -1,0 +1,175 @@
+"""Muon's state in the torch_dist formats in which every rank writes and reads its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from megatron_muon.mcore.checkpoint.buffers import ADAMW_STATE, MOMENTUM, gathered_spans
+from megatron_muon.mcore.checkpoint.param_groups import RECORD
+from megatron_muon.mcore.checkpoint.state import MuonState, Parameter
+
+StateDict = dict[Any, Any]
+
+
+class ShardedState(MuonState):
+    """dp_reshardable, fully_reshardable and fully_sharded_model_space: see ``checkpoint``."""
+
+    _to_be_cut: StateDict | None = None  # what Megatron has gathered for fully_reshardable
+    # Of the last state dict, where its tensors are as large as the model's, which may hold one
+    # weight of all layers or experts: (name of such a tensor, whether this one is Muon's).
+    tensors: frozenset[tuple[str, bool]] = frozenset()
+
+    # --- dp_reshardable, of Megatron 0.15 and later: a rank's pieces as they are
+
+    def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> StateDict:
+        """In Megatron's structure, but with flat tensors for each parameter, its main parameter and
+        state: Megatron's, one for each bucket, lie in the order of a run's buckets.
+
+        Raises:
+            NotImplementedError: this rank has nothing but padding of a bucket.
+        """
+        self._refuse_empty_shards()
+        with self._telling("main" if self.from_adamw is None else "adam"):
+            state: StateDict = super().sharded_param_state_dp_reshardable(*args, **kwargs)
+        if self.from_adamw is not None:
+            return state
+        for index, dtypes, _ in self._buffers():
+            ranges = self.gbuf_ranges[index][dtypes]
+            for entries, bucket in zip(state[index][dtypes], ranges, strict=True):
+                entries[:] = [entry for entry in entries if not entry["padding"].unwrap()]
+                for entry, (param, at) in zip(entries, bucket["param_map"].items(), strict=True):
+                    entry.update(self._sharded(param, at["param"].start, entry["param"]))
+        return state
+
+    def _refuse_empty_shards(self) -> None:
+        """Megatron's assertion, with the way out."""
+        for index, dtypes, buffer in self._buffers():
+            for number, bucket in enumerate(self.gbuf_ranges[index][dtypes]):
+                if not bucket["param_map"]:
+                    raise NotImplementedError(
+                        f"Megatron's dp_reshardable cannot save or load bucket {number} with "
+                        f"{buffer.buckets[number].numel_unpadded} elements, of which this DP rank "
+                        "has none: take larger buckets (in Megatron-LM --ddp-bucket-size) or "
+                        "another format (--dist-ckpt-optim-fully-reshardable)"
+                    )
+
+    def _sharded(self, param: Parameter, start: int, like: Any) -> StateDict:
+        """A parameter's tensors from element ``start``, replicated as Megatron's ``like`` is."""
+        prefix = f"optimizer.distributed.dp_group_idx_{self.data_parallel_group_idx}.{RECORD}"
+        return {
+            key: replace(
+                like,
+                key=f"{prefix}.{key}.{self._name_of[param]}",
+                data=tensor,
+                dtype=tensor.dtype,
+                global_shape=(param.nelement(),),
+                global_offset=(start,),
+            )
+            for key, tensor in self._all_on_disk(self._shard_of[param]).items()
+        }
+
+    def load_parameter_state_from_dp_reshardable(self, state_dict: StateDict) -> None:
+        """Megatron's, whose buckets need not be as they were where no tensor is of a bucket."""
+        if self.from_adamw is None:
+            own = {"per_bucket_numel_unpadded": self.per_bucket_numel_unpadded}
+            state_dict = {**state_dict, **own}
+        with self._telling(self._names_on_disk):
+            super().load_parameter_state_from_dp_reshardable(state_dict)
+
+    # --- fully_reshardable, of Megatron 0.15 and later: whole parameters
+
+    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> StateDict | None:
+        """Megatron's, with Muon's momentum by its name on disk and no second moment of it.
+
+        Cut anew at the right places: see ``gathered_spans``. AdamW's is read as Megatron wrote it.
+        """
+        if self.from_adamw is not None:
+            self.tensors = frozenset()
+            adamws: StateDict | None = super().sharded_param_state_fully_reshardable(
+                *args, **kwargs
+            )
+            return adamws
+        self._to_be_cut = {}
+        try:
+            state: StateDict | None = super().sharded_param_state_fully_reshardable(*args, **kwargs)
+            if state is not None:
+                self.tensors = frozenset(
+                    (state[number]["param"].key, param in self._muons)
+                    for number, (param, *_) in enumerate(self._cuts())
+                )
+                for number, (param, whole, start, stop) in enumerate(self._cuts()):
+                    cut = {
+                        key: replace(sharded, data=whole[key][start:stop].reshape(param.shape))
+                        for key, sharded in state[number].items()
+                    }
+                    state[number] = _with_momentum(cut) if param in self._muons else cut
+            return state
+        finally:
+            self._to_be_cut = None
+
+    def _kept_for_cutting(self, gathered: StateDict | None) -> StateDict | None:
+        """Megatron is given tensors of one repeated zero, so long that it finds no fault."""
+        if gathered is None:
+            return None
+        self._to_be_cut = gathered
+        given = dict(gathered)
+        for index, dtypes, buffer in self._buffers():
+            numel = sum(bucket.grad_data.numel() for bucket in buffer.buckets)
+            given[index] = {
+                dtypes: {
+                    key: torch.zeros(1).expand(numel) if torch.is_tensor(value) else value
+                    for key, value in gathered[index][dtypes].items()
+                }
+            }
+        return given
+
+    def _cuts(self) -> Iterator[tuple[Parameter, StateDict, int, int]]:
+        """Each parameter and its place in the gathered tensors, in the order of the result."""
+        assert self._to_be_cut
+        for index, dtypes, buffer in self._buffers():
+            for param, start, stop in gathered_spans(buffer):
+                yield param, self._to_be_cut[index][dtypes], start, stop
+
+    def load_parameter_state_from_fully_reshardable(self, state_dict: StateDict) -> None:
+        """Megatron's."""
+        with self._telling(self._names_on_disk):
+            super().load_parameter_state_from_fully_reshardable(state_dict)
+
+    # --- fully_sharded_model_space, of Megatron up to 0.14: ranges of whole parameters
+
+    def sharded_param_state_fs_model_space(self, *args: Any, **kwargs: Any) -> StateDict:
+        """Megatron's."""
+        with self._telling(self._names_on_disk):
+            state: StateDict = super().sharded_param_state_fs_model_space(*args, **kwargs)
+        self.tensors = frozenset(
+            (tensors["fp32_param"].key, MOMENTUM in tensors) for tensors in state.values()
+        )
+        return state
+
+    def load_parameter_state_from_fs_model_space(self, state_dict: StateDict) -> None:
+        """Megatron's."""
+        with self._telling(self._names_on_disk):
+            super().load_parameter_state_from_fs_model_space(state_dict)
+
+    # --- fully_sharded_bucket_space, of Megatron up to 0.14, deprecated there
+
+    def sharded_param_state_fs_bucket_space(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: no option of Megatron-LM leads here."""
+        raise NotImplementedError(
+            "optimizer='muon' does not save or load fully_sharded_bucket_space, which Megatron "
+            "calls deprecated: use fully_sharded_model_space (in Megatron-LM "
+            "--ckpt-fully-parallel-save) or dp_zero_gather_scatter"
+        )
+
+
+def _with_momentum(cut: StateDict) -> StateDict:
+    """The same ShardedTensors with Muon's instead of Adam's."""
+    first, second = ADAMW_STATE
+    momentum = cut[first]
+    key = momentum.key.replace(f".{first}.", f".{MOMENTUM}.", 1)
+    kept = {name: sharded for name, sharded in cut.items() if name not in (first, second)}
+    return {**kept, MOMENTUM: replace(momentum, key=key)}

@@ -1,0 +1,174 @@
+"""The two methods through which every format of Megatron takes and gives a parameter's state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_muon.mcore.checkpoint.buffers import (
+    ADAMW_STATE,
+    MOMENTUM,
+    Place,
+    check_tensor,
+    gathered_spans,
+)
+from megatron_muon.mcore.checkpoint.foreign import moonshot_owner
+from megatron_muon.mcore.params.param_routing import expert_name, weights
+from megatron_muon.mcore.params.placement import muons_of
+from megatron_muon.mcore.process_groups import Sizes
+from megatron_muon.mcore.shards import owned_shards
+from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+# What Megatron is told of a parameter: its main parameter alone; all that goes to disk, by the
+# names there; or all by Adam's names, which Megatron gathers over a whole buffer.
+Told = Literal["main", "disk", "adam"]
+FromAdamW = Literal["momentum", "fresh", "sum"]
+
+
+class MuonState(DistributedOptimizer):  # type: ignore[misc]
+    """What the formats share.
+
+    Attributes:
+        muon: the Muon part; None in a stub.
+        stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
+        ep_rank, local_experts: which experts this rank has, for names.
+        sizes: of the stage's groups.
+        from_adamw: while a checkpoint in AdamW's layout is read: whether Muon's momentum is made of
+            Adam's first moment, starts at zero, or lies in its place as the sum that it is. None:
+            the checkpoint is this package's Muon's.
+        main_is_weight: while a checkpoint is read that has no main parameters: they are the model's
+            weights, which are loaded, and fp32.
+        other_owner: with ``sum``: parameters that were the other optimizer's in the checkpoint.
+    """
+
+    muon: DistributedMuon | None
+    stage_group: Any = None
+    ep_rank: int = 0
+    local_experts: int = 0
+    sizes: Sizes
+    from_adamw: FromAdamW | None = None
+    main_is_weight: bool = False
+    other_owner: list[str]
+    _told: Told = "adam"
+
+    def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
+        shard = self._shard_of[model_param]
+        main = {"param": shard.detach()}
+        if self._told == "main":
+            return main
+        state = self._state_on_disk(shard)
+        if self._told == "disk" or MOMENTUM not in state:
+            return main | state
+        first, second = ADAMW_STATE
+        return main | {first: state[MOMENTUM], second: torch.zeros_like(shard)}
+
+    @torch.no_grad()
+    def _set_main_param_and_optimizer_states(
+        self, model_param: Parameter, tensors: Mapping[str, Any]
+    ) -> None:
+        shard = self._shard_of[model_param]
+        targets = self._state_on_disk(shard)
+        if not self.main_is_weight:
+            targets["param"] = shard
+        if self._told == "adam" and MOMENTUM in targets:
+            targets[ADAMW_STATE[0]] = targets.pop(MOMENTUM)
+        for key, target in targets.items():
+            check_tensor(self._name_of[model_param], key, tensors, target.numel())
+            target.copy_(tensors[key])
+        if self.from_adamw is not None and self._muon.owns(shard):
+            self._make_momentum(model_param, targets[ADAMW_STATE[0]])
+        if self.from_adamw == "sum":
+            self._compare_owner(model_param, tensors)
+
+    def _make_momentum(self, model_param: Parameter, first_moment: Tensor) -> None:
+        """In place: Adam's is a mean of gradients, (1-β1) Σ β1^k g, where Muon's is their sum."""
+        if self.from_adamw == "sum":
+            return
+        if self.from_adamw == "fresh":
+            first_moment.zero_()
+            return
+        group_index, _ = self.model_param_group_index_map[model_param]
+        beta1, _ = self.optimizer.param_groups[group_index]["betas"]
+        first_moment.div_(1 - beta1)
+
+    def _compare_owner(self, model_param: Parameter, tensors: Mapping[str, Any]) -> None:
+        """Note a weight that was AdamW's and is Muon's now, or the other way round."""
+        zeros = [not tensors[key].any() for key in ADAMW_STATE]
+        here = "muon" if self._muon.owns(self._shard_of[model_param]) else "adamw"
+        if moonshot_owner(*zeros) not in (None, here):
+            self.other_owner.append(self._name_of[model_param])
+
+    @property
+    def _names_on_disk(self) -> Told:
+        return "disk" if self.from_adamw is None else "adam"
+
+    @contextmanager
+    def _telling(self, told: Told) -> Iterator[None]:
+        before, self._told = self._told, told
+        try:
+            yield
+        finally:
+            self._told = before
+
+    @property
+    def _muon(self) -> DistributedMuon:
+        assert self.muon is not None, "the chain saves and loads no stubs"
+        return self.muon
+
+    def _state_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
+        """Of a shard, by the names on disk: the tensors that the optimizer uses, no copies."""
+        state = self.optimizer.state[shard]
+        if self._muon.owns(shard):
+            return {MOMENTUM: state[MOMENTUM_KEY]}
+        return {key: state[key] for key in ADAMW_STATE}
+
+    def _all_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
+        return {"param": shard.detach(), **self._state_on_disk(shard)}
+
+    def _fill_state(self) -> None:
+        """Zero state for whatever has none yet: before its first step AdamW has none."""
+        self.init_state_fn(self.optimizer, self.config)
+
+    @cached_property
+    def _shard_of(self) -> dict[Parameter, Tensor]:
+        return dict(owned_shards(self))
+
+    @cached_property
+    def _name_of(self) -> dict[Parameter, str]:
+        names = {
+            weight.param: expert_name(weight.name, self.ep_rank, self.local_experts)
+            for weight in weights(self.model_chunks)
+        }
+        twice = [name for name, count in Counter(names.values()).items() if count > 1]
+        if twice:
+            raise ValueError(
+                f"{len(twice)} name(s) of this model are those of several parameters each, first "
+                f"{twice[0]}: a checkpoint cannot tell them apart, give the modules other names"
+            )
+        return names
+
+    @cached_property
+    def _muons(self) -> set[Parameter]:
+        """Muon's parameters, also those of which this rank has no piece."""
+        return muons_of(self.model_chunks, self.sizes, self._muon.config)
+
+    def _buffers(self) -> Iterator[tuple[int, Any, Any]]:
+        """``(number, dtypes, grad buffer)``, the first two as in Megatron's state dicts."""
+        for index, ranges in enumerate(self.gbuf_ranges):
+            for dtypes in ranges:
+                yield index, dtypes, self.buffers[index]
+
+    def _places(self, index: int) -> list[Place]:
+        """Of all parameters in a grad buffer, on whichever DP ranks their pieces are."""
+        return [
+            Place(self._name_of[param], start, stop, param in self._muons)
+            for param, start, stop in gathered_spans(self.buffers[index])
+        ]

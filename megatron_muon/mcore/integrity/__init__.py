@@ -1,0 +1,1 @@
+"""Whether a checkpoint is whole, unchanged and of this model: its digest, on all ranks."""

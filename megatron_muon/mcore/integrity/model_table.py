@@ -1,0 +1,152 @@
+"""The parameters of a model by names and shapes that do not depend on how it is parallel."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.files.digest import DigestError, first_names
+from megatron_muon.mcore.params.param_routing import (
+    Weight,
+    expert_name,
+    partition_dim_of,
+    weights,
+    why_adamw,
+)
+from megatron_muon.mcore.params.placement import local_experts
+from megatron_muon.mcore.process_groups import Sizes, Stage
+
+Table = dict[str, dict[str, Any]]
+
+# Names of one weight in layers that torch_dist loads for one another: experts' of three classes,
+# and Transformer Engine's fused MLP. (Norms have many such names; only matrices are compared.)
+_SAME = (
+    (re.compile(r"\.experts\.local_experts\.\d+\.(linear_fc[12])\."), r".experts.\1."),
+    (re.compile(r"\.experts\.(linear_fc[12])\.weight\d+$"), r".experts.\1.weight"),
+    (re.compile(r"\.experts\.weight([12])$"), r".experts.linear_fc\1.weight"),
+    (re.compile(r"\.mlp\.1\.basic_ops\.0\."), ".mlp.linear_fc1."),
+    (re.compile(r"\.mlp\.3\.basic_ops\.0\."), ".mlp.linear_fc2."),
+)
+_VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.weight$")
+
+
+def table_of(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> Table:
+    """``parameters`` of a digest, of what this rank has. No communication.
+
+    Args:
+        model_chunks: of this rank.
+        config: says which are Muon's.
+        stage: of this rank.
+    """
+    ep_rank = 0 if stage.ep is None else stage.ep.rank()
+    sizes = stage.sizes
+    experts = local_experts(model_chunks, sizes.ep)
+    table = {}
+    for weight in weights(model_chunks):
+        if weight.is_tied_copy:
+            continue  # only some stages have it
+        whose = "muon" if why_adamw(weight, sizes.tp_of(weight), config) is None else "adamw"
+        table[expert_name(weight.name, ep_rank, experts)] = {
+            "shape": _whole_shape(weight, sizes),
+            "optimizer": whose if weight.param.requires_grad else "frozen",
+        }
+    return table
+
+
+def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:
+    shape, tp_size = list(weight.param.shape), sizes.tp_of(weight)
+    if weight.is_module("GroupedMLP"):  # all experts in one, over EP and TP in the same dim
+        shape[1 if weight.name.endswith("weight1") else 0] *= tp_size * sizes.ep
+        return shape
+    dim = _split_dim(weight)
+    if dim is not None and dim < len(shape):
+        shape[dim] *= tp_size
+    return shape
+
+
+def _split_dim(weight: Weight) -> int | None:
+    try:
+        return partition_dim_of(weight)
+    except NotImplementedError:  # an expert's weight that is not Muon's
+        marked = getattr(weight.param, "tensor_model_parallel", False)
+        return int(getattr(weight.param, "partition_dim", 0)) if marked else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """Matrices that are one wherever they are compared: all experts' of a layer, or one other."""
+
+    names: list[str]
+    numel: int
+    shape: tuple[int, ...]  # of the first
+
+
+def check_model(
+    saved: Table, own: Table, folder: str, exact: bool, vocabularies: tuple[int | None, int | None]
+) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        saved: ``parameters`` of its digest.
+        own: those of the model that is to be loaded, of all ranks.
+        folder: the checkpoint's, for errors.
+        exact: nothing may be in the checkpoint that is not in the model.
+        vocabularies: tokens before padding, saved and own. Where both are known, they are compared
+            in place of the padded sizes, which depend on TP.
+
+    Raises:
+        DigestError: names the first parameter that differs.
+    """
+    then, now = _summed(saved), _summed(own)
+    missing = [now[name].names[0] for name in now if name not in then]
+    unknown = [then[name].names[0] for name in then if name not in now]
+    if missing:
+        raise DigestError(
+            f"{folder} is of another model: it has no {first_names(missing)}, which this model has"
+        )
+    if unknown and exact:
+        raise DigestError(
+            f"{folder} is of another model: it has {first_names(unknown)}, which this model has not"
+        )
+    both_known = None not in vocabularies
+    if both_known and vocabularies[0] != vocabularies[1]:
+        raise DigestError(
+            f"{folder} is of another model: its vocabulary has {vocabularies[0]} tokens, that of "
+            f"this run {vocabularies[1]} (before padding); word_embeddings.weight goes by it"
+        )
+    for name in sorted(now):
+        if both_known and _VOCABULARY.search(name):
+            continue
+        _check_size(then[name], now[name], folder)
+
+
+def _check_size(then: _Sum, now: _Sum, folder: str) -> None:
+    name, several = now.names[0], max(len(then.names), len(now.names)) > 1
+    there, here = (then.numel, now.numel) if several else (then.shape, now.shape)
+    if there != here:
+        what = f"{name} and what goes with it have elements:" if several else f"{name} is"
+        raise DigestError(
+            f"{folder} is of another model: {what} {there} there and {here} here, counted over "
+            "all ranks"
+        )
+
+
+def _summed(table: Mapping[str, Mapping[str, Any]]) -> dict[str, _Sum]:
+    """Matrices by canonical name. How TP splits a vector is not known of all."""
+    found: dict[str, _Sum] = {}
+    for name in sorted(table):
+        shape = tuple(table[name]["shape"])
+        if len(shape) < 2:
+            continue
+        canonical = name
+        for pattern, text in _SAME:
+            canonical = pattern.sub(text, canonical)
+        before = found.get(canonical, _Sum([], 0, shape))
+        found[canonical] = _Sum(
+            [*before.names, name], before.numel + math.prod(shape), before.shape
+        )
+    return found

@@ -1,0 +1,166 @@
+"""The digest of what ``torch.save`` alone writes: Megatron-LM's format ``torch``.
+
+And votes at Megatron's barriers: what fails on one rank between two of them, of this package's work
+or of ``torch.save``'s, ends on all ranks at the next one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.files import digest_parts
+from megatron_muon.files.digest import Files
+from megatron_muon.mcore.integrity.model_table import Table, table_of
+from megatron_muon.mcore.integrity.registry import Trained
+from megatron_muon.mcore.integrity.save_load import Saving, hashed, require_unchanged
+from megatron_muon.runtime.consensus import attempt, raise_together, together
+
+
+class Votes:
+    """Errors of this rank that wait for the next vote."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.checks: list[Callable[[], None]] = []  # done before each vote, on this rank
+        self._error: BaseException | None = None
+
+    def keep(self, error: BaseException | None) -> None:
+        """Keep an error, unless there is one."""
+        self._error = self._error or error
+
+    def keeps(self, error: BaseException) -> bool:
+        """Whether the ranks have yet to hear of it."""
+        return self._error is error
+
+    def exchange(self, error: BaseException, other: BaseException) -> None:
+        """Keep another in its place, if it is kept."""
+        if self._error is error:
+            self._error = other
+
+    def vote(self) -> None:
+        """Every rank of the world calls it.
+
+        Raises:
+            BaseException: this rank's error.
+            RuntimeError: on ranks that have no error themselves when another has.
+        """
+        for check in self.checks:
+            if self._error is None:
+                self.keep(attempt(check)[1])
+        error, self._error = self._error, None
+        raise_together(error, None, self.device)
+
+
+@contextmanager
+def voting(device: torch.device) -> Iterator[Votes]:
+    """Within it Megatron's barriers of the whole world are votes, and at its end is another. Every
+    rank of the world is in it together.
+
+    Args:
+        device: that the world communicates from.
+    """
+    votes = Votes(device)
+    own = dist.barrier
+
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        if args or any(value not in (None, False) for value in kwargs.values()):
+            return own(*args, **kwargs)
+        return votes.vote()
+
+    dist.barrier = barrier
+    try:
+        yield votes
+    except BaseException as error:
+        dist.barrier = own
+        if votes.keeps(error):  # raised where Megatron waits for this rank alone
+            votes.vote()
+        raise
+    else:
+        dist.barrier = own
+        votes.vote()
+    finally:
+        dist.barrier = own
+
+
+@contextmanager
+def recorded(trained: Trained | None, saving: Saving, votes: Votes) -> Iterator[None]:
+    """Within it, what this rank writes into the folder by ``torch.save`` is hashed, and a part of
+    the digest left there for ``seal_recorded``.
+
+    Args:
+        trained: what Muon trains here.
+        saving: the save.
+        votes: of the ``voting`` around it. Errors of ``torch.save`` wait for them, too. Before each
+            the folder's mark and the files are compared with what they were.
+
+    Raises:
+        TwoSavesError: at a vote; another save into the folder has begun meanwhile.
+    """
+    own = torch.save
+    files: Files = {}
+    table: Table = together(lambda: _own_table(trained), None, votes.device)
+    holds = sorted(table, key=lambda name: (table[name]["optimizer"] != "muon", name))[:3]
+    folder = saving.folder
+
+    def describe(path: Path) -> None:
+        name = str(path.relative_to(folder))
+        files[name] = {**hashed(folder, [name])[name], "holds": holds}
+        part = {"files": files, "parameters": table}
+        digest_parts.write_part(folder, saving.claim.save, dist.get_rank(), part)
+
+    def save_and_hash(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(f, (str, os.PathLike)) or folder not in Path(f).parents:
+            return own(obj, f, *args, **kwargs)
+        _, error = attempt(lambda: own(obj, f, *args, **kwargs))
+        if error is None:
+            _, error = attempt(lambda: describe(Path(f)))
+        votes.keep(error)
+        return None
+
+    def check() -> None:
+        saving.claim.compare()
+        require_unchanged(folder, files)
+
+    votes.checks.append(check)
+    torch.save = save_and_hash
+    try:
+        yield
+    except BaseException as error:
+        saving.claim.abandon()
+        explained = saving.claim.explained(error)
+        votes.exchange(error, explained)
+        if explained is error:
+            raise
+        raise explained from error
+    finally:
+        torch.save = own
+        votes.checks.remove(check)
+        saving.claim.release()
+
+
+def _own_table(trained: Trained | None) -> Table:
+    if trained is None:
+        return {}
+    return table_of(trained.model_chunks(), trained.config, trained.stage)
+
+
+def seal_recorded(saving: Saving) -> None:
+    """Mark the folder as complete, once all ranks have voted in ``recorded``; on rank 0 alone.
+
+    Raises:
+        OSError: the digest cannot be written.
+        TwoSavesError: another save into the folder has begun meanwhile.
+    """
+    files: Files = {}
+    table: Table = dict(saving.content["parameters"])
+    for part in digest_parts.read_parts(saving.folder, saving.claim.save):
+        files.update(part["files"])
+        table.update(part["parameters"])
+    saving.claim.finish({**saving.content, "parameters": table, "files": files})

@@ -1,0 +1,201 @@
+"""Which model a checkpoint is of: those that Muon trains, known since their optimizer was built."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.integrity.model_settings import Settings, settings_of
+from megatron_muon.mcore.integrity.model_table import Table, table_of
+from megatron_muon.mcore.process_groups import Stage
+from megatron_muon.mcore.shards import device_of
+from megatron_muon.runtime.collectives import all_gather_numbers, all_gather_texts
+from megatron_muon.runtime.consensus import attempt, raise_quoting, together
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What Muon trains on this rank, of all that a process may have built."""
+
+    chunks: tuple[weakref.ref[Any], ...]
+    config: MuonConfig
+    stage: Stage
+
+    def model_chunks(self) -> list[Any]:
+        return [chunk for ref in self.chunks if (chunk := ref()) is not None]
+
+
+_trained: weakref.WeakKeyDictionary[Any, Trained] = weakref.WeakKeyDictionary()
+_any_built = False  # on all ranks alike: without it no save or load of this process asks the others
+_vocabulary: int | None = None
+
+
+def remember(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> None:
+    """Know a model as one that Muon trains. Every rank of the world calls it."""
+    global _any_built
+    refs = tuple(weakref.ref(chunk) for chunk in model_chunks)
+    _trained[model_chunks[0]] = Trained(refs, config, stage)
+    _any_built = True
+
+
+def forget() -> None:
+    """Know no model, as in a new process. Every rank of the world calls it."""
+    global _any_built
+    _trained.clear()
+    _any_built = False
+
+
+def every_trained() -> list[Trained]:
+    """The models that Muon trains on this rank."""
+    return list(_trained.values())
+
+
+class Wanted(IntEnum):
+    """What a rank knows of a save or load: nothing of Muon's, or with or without a digest."""
+
+    NOTHING, DIGEST, NO_DIGEST = range(3)
+
+
+def vocabulary() -> int | None:
+    """Tokens before padding; None where it is not known."""
+    return _vocabulary
+
+
+@contextmanager
+def with_vocabulary(tokens: int | None) -> Iterator[None]:
+    """Within it the run's vocabulary has so many tokens before padding; None: not known."""
+    global _vocabulary
+    before, _vocabulary = _vocabulary, tokens
+    try:
+        yield
+    finally:
+        _vocabulary = before
+
+
+def owner(sharded_state_dict: Mapping[str, Any]) -> Trained | None:
+    """The model of Muon's whose parameters are in the state dict, if any. No communication."""
+    if not _trained:
+        return None
+    addresses = set(_addresses(sharded_state_dict))
+    for trained in reversed(list(_trained.values())):
+        for chunk in trained.model_chunks():
+            if any(param.data_ptr() in addresses for param in chunk.parameters()):
+                return trained
+    return None
+
+
+def _addresses(state: Any) -> Iterator[int]:
+    """Of all tensors that Megatron's ShardedTensors and factories in a state dict are made of."""
+    if isinstance(state, Mapping):
+        state = list(state.values())
+    if isinstance(state, (list, tuple)):
+        for each in state:
+            yield from _addresses(each)
+        return
+    data = getattr(state, "data", None)
+    if isinstance(data, torch.Tensor) and data.numel() and data.device.type != "meta":
+        yield data.data_ptr()
+
+
+def owner_of_chunks(model_chunks: Sequence[Any]) -> Trained | None:
+    """The model of Muon's that has a parameter of these chunks, wrapped in DDP or not, if any."""
+    here = {param for chunk in model_chunks for param in chunk.parameters()}
+    for trained in reversed(list(_trained.values())):
+        for chunk in trained.model_chunks():
+            if any(param in here for param in chunk.parameters()):
+                return trained
+    return None
+
+
+def wanted_by_all(find: Callable[[], Trained | None]) -> tuple[Trained | None, Wanted]:
+    """What ``find`` finds, and whether a digest is to be made or checked. Every rank of the world
+    calls it.
+
+    Args:
+        find: whose model this rank saves or loads; communicates nothing.
+
+    Raises:
+        RuntimeError: on ranks that have no error themselves when ``find`` raises on another.
+    """
+    if not _any_built:
+        return None, Wanted.NOTHING
+    trained, error = attempt(find)
+    mine = int(Wanted.NOTHING)
+    if trained is not None:
+        mine = Wanted.DIGEST if trained.config.checkpoint_digest else Wanted.NO_DIGEST
+    mine = _FAILED if error is not None else mine
+    (most,) = max(all_gather_numbers([mine], None, trained_device(trained)))
+    if most == _FAILED:
+        raise_quoting(error, None)
+    return trained, Wanted(most)
+
+
+_FAILED = len(Wanted)  # in place of what a rank wants
+
+
+def trained_device(trained: Trained | None) -> torch.device:
+    """That the world communicates from."""
+    return device_of(trained.model_chunks() if trained else [])
+
+
+def local_folder(checkpoint_dir: str, wanted: Wanted) -> Path:
+    """A checkpoint's folder.
+
+    Raises:
+        NotImplementedError: it is in an object store, and a digest is wanted.
+    """
+    if "://" in checkpoint_dir and wanted == Wanted.DIGEST:
+        raise NotImplementedError(
+            f"{checkpoint_dir} is in an object store, where megatron_muon makes and checks no "
+            "digest: give --no-muon-checkpoint-digest (checkpoint_digest=False in MuonConfig)"
+        )
+    return Path(checkpoint_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A model over all ranks: ``parameters`` and ``model`` of a digest."""
+
+    table: Table
+    settings: Settings
+
+
+def whole_model(trained: Trained | None) -> Whole:
+    """Of the ranks that have a part of it. Every rank of the world calls it.
+
+    Raises:
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
+    own = together(lambda: _own_part(trained), None, trained_device(trained))
+    every = [json.loads(text) for text in all_gather_texts(json.dumps(own), None)]
+    table: Table = {name: entry for part in every for name, entry in part[0].items()}
+    settings: Settings = next((part[1] for part in every if part[1]), {})
+    return Whole(table, settings)
+
+
+def _own_part(trained: Trained | None) -> tuple[Table, Settings]:
+    if trained is None:
+        return {}, {}
+    chunks = trained.model_chunks()
+    speaks = _speaks_for_replicas(trained.stage)
+    table = table_of(chunks, trained.config, trained.stage) if speaks else {}
+    return table, settings_of(chunks)
+
+
+def _speaks_for_replicas(stage: Stage) -> bool:
+    """One rank of those of a stage that have the same parameters, or other parts of the same."""
+    if stage.instance != 0:
+        return False
+    if stage.ep is None or stage.expert_tp is None:
+        return dist.get_rank(stage.group) == 0
+    return stage.expert_tp.rank() == 0  # every EP rank has experts of its own

@@ -1,0 +1,1 @@
+"""Going on with Muon from AdamW's checkpoints, and the other way round."""

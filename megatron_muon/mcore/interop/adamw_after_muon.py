@@ -1,0 +1,248 @@
+"""From Muon to AdamW: reading a Muon checkpoint into AdamW's DistributedOptimizer.
+
+Adam's moments of what Muon had start at zero, and with them the count of steps that corrects their
+bias; what was AdamW's goes on as it was. A fused Adam counts the steps of a parameter group, so
+each group with both kinds is split in two, and made whole again wherever Megatron saves or loads.
+Checkpoints are AdamW's then, which any Megatron reads; what is beside it in them tells this package
+how far the count of the young parameters is behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
+from megatron_muon.mcore.checkpoint.sharded import StateDict
+from megatron_muon.mcore.params.placement import local_experts, muons_of
+from megatron_muon.mcore.process_groups import Sizes
+from megatron_muon.mcore.shards import owned_shards
+
+Tensor = torch.Tensor
+Group = dict[str, Any]
+
+YOUNG = "megatron_muon_young"  # beside "optimizer" in the state dict: see AdamWAfterMuon
+_OF = "megatron_muon_young_of"  # in a split-off group: the number of the group that it is of
+
+
+class _Former:
+    """What MuonCheckpoint asks of a DistributedMuon, of the one that wrote the checkpoint."""
+
+    def __init__(self, config: MuonConfig, part: Any) -> None:
+        self.config = config
+        self._muons = {id(shard) for shard in _young_shards(part, config)}
+
+    def owns(self, shard: Tensor) -> bool:
+        return id(shard) in self._muons
+
+
+class MuonReader(MuonCheckpoint):
+    """An AdamW DistributedOptimizer that reads Muon's checkpoints: all but the momentum."""
+
+    def _state_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
+        return {} if self._muon.owns(shard) else super()._state_on_disk(shard)
+
+
+class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
+    """An AdamW DistributedOptimizer in which some parameters have taken fewer steps.
+
+    Attributes:
+        former: the settings of the Muon that had them.
+        behind: how many steps fewer.
+    """
+
+    former: MuonConfig
+    behind: int = 0
+    _is_whole: bool = False
+
+    def state_dict(self) -> StateDict:
+        """Megatron's; and what tells young parameters from the others."""
+        with self._whole():
+            state: StateDict = super().state_dict()
+        young = {"behind": self.behind, "former": dataclasses.asdict(self.former)}
+        return {**state, YOUNG: young}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Megatron's."""
+        with self._whole():
+            super().load_state_dict(state_dict)
+            if YOUNG in state_dict:  # before the groups are split by it
+                self.behind = state_dict[YOUNG]["behind"]
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's."""
+        with self._whole():
+            return super().sharded_state_dict(*args, **kwargs)
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's."""
+        with self._whole():
+            return super().get_parameter_state_dp_zero(*args, **kwargs)
+
+    def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's."""
+        with self._whole():
+            super().load_parameter_state_from_dp_zero(*args, **kwargs)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Within it the groups are those that Megatron has made, all at one step."""
+        if self._is_whole:
+            yield
+            return
+        self._make_whole()
+        try:
+            yield
+        finally:
+            self._split()
+
+    def _make_whole(self) -> None:
+        groups = self.optimizer.param_groups
+        old = [group for group in groups if _OF not in group]
+        step = max(
+            (
+                group["step"] + (self.behind if _OF in group else 0)
+                for group in groups
+                if group.get("step") is not None and group["params"]
+            ),
+            default=None,
+        )
+        for group, params in zip(old, self._order, strict=True):
+            group["params"] = params
+            if step is not None:
+                group["step"] = step
+        self.optimizer.param_groups[:] = old
+        _as_many_masters(self.optimizer)
+        self._shift_steps(self.behind)
+        self._is_whole = True
+
+    def _split(self) -> None:
+        """Give the young shards of each group one of their own."""
+        self._is_whole = False
+        young = {id(shard) for shard in _young_shards(self, self.former)}
+        self._order = [list(group["params"]) for group in self.optimizer.param_groups]
+        for number, group in enumerate(list(self.optimizer.param_groups)):
+            theirs = [shard for shard in group["params"] if id(shard) in young]
+            if not theirs or group.get("step") is None:  # which core 0.14 gives to new ones
+                continue
+            group["params"] = [shard for shard in group["params"] if id(shard) not in young]
+            step = group["step"] - self.behind
+            self.optimizer.param_groups.append(
+                {**group, "params": theirs, "step": step, _OF: number}
+            )
+        _as_many_masters(self.optimizer)
+        self._shift_steps(-self.behind)
+
+    def _shift_steps(self, by: int) -> None:
+        """Of torch's own AdamW, which counts the steps of each parameter."""
+        for shard in _young_shards(self, self.former):
+            state = self.optimizer.state.get(shard, {})  # Megatron asks whether any is there
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"] + by
+
+
+class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
+    """A chain of AdamWAfterMuon, dense and experts."""
+
+    def _synchronize_steps(self) -> None:
+        """Megatron's, which wants one step everywhere."""
+        with ExitStack() as whole:
+            for part in self.chained_optimizers:
+                if not part.is_stub_optimizer:
+                    whole.enter_context(part._whole())
+            super()._synchronize_steps()
+
+
+@contextmanager
+def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Within it, AdamW's optimizer loads a checkpoint of Muon's.
+
+    Args:
+        optimizer: the chain that ``get_megatron_optimizer`` has returned for ``optimizer='adam'``
+            with the distributed optimizer.
+        settings: of the Muon that saved, from its record in the checkpoint.
+
+    Raises:
+        ValueError: the checkpoint lacks something; names what.
+        RuntimeError: dp_zero_gather_scatter and ``torch``, and another rank has an error.
+    """
+    config = MuonConfig(**settings)
+    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    for part in parts:
+        part.__class__ = MuonReader
+        part.sizes = _sizes()
+        part.muon = _Former(config, part)
+        part.stage_group = part.data_parallel_group
+        part.local_experts, part.ep_rank = _experts(part)
+    yield  # an error in it ends the run: nothing is made of what was read by then
+    optimizer.__class__ = ChainAfterMuon
+    for part in parts:
+        _start_after_muon(part, config)
+
+
+def _start_after_muon(part: Any, former: MuonConfig) -> None:
+    part.muon = None
+    part.__class__ = AdamWAfterMuon
+    part.former = former
+    for shard in _young_shards(part, former):
+        for key in ("exp_avg", "exp_avg_sq"):
+            part.optimizer.state[shard][key].zero_()
+    part.behind = _step(part)
+    part._split()
+
+
+def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
+    """Before AdamW's optimizer loads a checkpoint that has ``YOUNG`` in it."""
+    optimizer.__class__ = ChainAfterMuon
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            part.__class__ = AdamWAfterMuon
+            part.former = MuonConfig(**former)
+            part._split()
+
+
+def _as_many_masters(adam: Any) -> None:
+    """Give Apex's Adam an entry for each group in its list of master weights, which has none.
+
+    It goes through groups and list side by side, and a group without an entry takes no step
+    (https://github.com/NVIDIA/apex/blob/6424da3b4faa/apex/optimizers/fused_adam.py#L171).
+    """
+    if hasattr(adam, "param_groups_master"):
+        adam.param_groups_master[:] = [
+            {"params": [None] * len(group["params"])} for group in adam.param_groups
+        ]
+
+
+def _step(part: Any) -> int:
+    """The number of steps that a loaded AdamW has taken."""
+    steps = [group["step"] for group in part.optimizer.param_groups if "step" in group]
+    counted = (state.get("step") for state in part.optimizer.state.values())
+    steps += [int(step) for step in counted if torch.is_tensor(step)]
+    return int(max(steps, default=0))
+
+
+def _young_shards(part: Any, config: MuonConfig) -> list[Tensor]:
+    """This rank's shards of what Muon with these settings would update."""
+    muons = muons_of(part.model_chunks, _sizes(), config)
+    return [shard for param, shard in owned_shards(part) if param in muons]
+
+
+def _sizes() -> Sizes:
+    return Sizes(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        expert_tp=parallel_state.get_expert_tensor_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def _experts(part: Any) -> tuple[int, int]:
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    return local_experts(part.model_chunks, _sizes().ep), ep_rank

@@ -1,0 +1,190 @@
+"""Giving Megatron a layout of its grad buffers in which shards cut few weights: from core 0.18 on.
+
+Buckets keep their parameters and their sizes; only the order inside a bucket is another one, where
+``arrangement.orders`` finds that less is sent. It depends on the DP size, so checkpoints of it must
+be by parameter, as all of Muon's are.
+
+A layout is given to DistributedDataParallel, or made by it, and there the names of weights are
+known. Megatron-LM makes layouts before that, which nothing else reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.params.param_routing import weights, why_adamw
+from megatron_muon.mcore.params.placement import unplaced
+from megatron_muon.mcore.process_groups import Sizes, sharing
+from megatron_muon.mcore.seams.rows import megatron_version
+from megatron_muon.mcore.shards import device_of
+from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.planning.arrangement import Bucket, Holders, orders
+from megatron_muon.planning.bucket_order import starts
+from megatron_muon.planning.layout import Parameter
+from megatron_muon.setting_names import named
+
+SINCE = (0, 18)
+_LAYOUT = "_compute_per_buffer_param_layout"
+_original: Callable[..., Any] | None = None  # None while Megatron's own is in place
+_original_init: Callable[..., None] | None = None
+_config: MuonConfig | None = None
+_ordered: WeakSet[Any] = WeakSet()  # DistributedDataParallel that were made while this is in
+_wrapped: _Model | None = None  # the model that DistributedDataParallel is making a layout of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Model:
+    """Muon's parameters of a model chunk, without places, and the ranks that have them."""
+
+    muons: Mapping[Any, Parameter]
+    dense: Holders
+    experts: Holders
+
+
+def takes_layouts() -> bool:
+    """Whether the installed Megatron takes a layout of its grad buffers."""
+    return megatron_version()[1] >= SINCE
+
+
+def put_in(config: MuonConfig) -> None:
+    """Order the parameters of all buckets that are laid out from now on. Idempotent.
+
+    Args:
+        config: what an order sends depends on it.
+
+    Raises:
+        NotImplementedError: this Megatron takes no layout.
+    """
+    global _original, _original_init, _config
+    if not takes_layouts():
+        raise NotImplementedError(
+            f"{named('align_shards')} needs megatron-core 0.18 or later, which takes a layout of "
+            f"its buffers; here is {megatron_version()[0]}: leave it out"
+        )
+    _config = config
+    if _original is None:
+        _original = getattr(DistributedOptimizer, _LAYOUT)
+        setattr(DistributedOptimizer, _LAYOUT, staticmethod(_laid_out))
+        _original_init = DistributedDataParallel.__init__
+        DistributedDataParallel.__init__ = functools.wraps(_original_init)(_init)
+
+
+def take_out() -> None:
+    """Megatron's own order again."""
+    global _original, _original_init
+    if _original is not None:
+        setattr(DistributedOptimizer, _LAYOUT, staticmethod(_original))
+        DistributedDataParallel.__init__ = _original_init
+        _original = _original_init = None
+
+
+@contextmanager
+def as_in_run(config: MuonConfig) -> Iterator[None]:
+    """Within it layouts are those of a run with these settings; nothing is installed before."""
+    if config.align_shards:
+        put_in(config)
+    try:
+        yield
+    finally:
+        take_out()
+
+
+def require_ordered(model_chunks: Sequence[Any]) -> None:
+    """Refuse what ``align_shards`` came too late for.
+
+    Raises:
+        ValueError: a chunk was wrapped before.
+    """
+    if not all(chunk in _ordered for chunk in model_chunks):
+        raise ValueError(
+            f"{named('align_shards')} orders parameters where DistributedDataParallel lays out "
+            "their buffers, and here it did before megatron_muon.install(): install first, or "
+            "leave it out"
+        )
+
+
+def _init(self: Any, *args: Any, **kwargs: Any) -> None:
+    """DistributedDataParallel's: what it lays out, or is given, is ordered."""
+    global _wrapped
+    assert _original_init is not None
+    call = inspect.signature(_original_init).bind(self, *args, **kwargs)
+    model = _model(call.arguments["module"], call.arguments.get("pg_collection"))
+    given = call.arguments.get("full_param_layout")
+    if given is not None and model is not None:
+        layouts = {key: _in_order(layout, model) for key, layout in given.layouts.items()}
+        call.arguments["full_param_layout"] = dataclasses.replace(given, layouts=layouts)
+    _wrapped = model
+    try:
+        _original_init(*call.args, **call.kwargs)
+    finally:
+        _wrapped = None
+    _ordered.add(self)
+
+
+def _laid_out(*args: Any, **kwargs: Any) -> Any:
+    """Megatron's layout of one grad buffer, ordered where its model is known."""
+    assert _original is not None
+    layout = _original(*args, **kwargs)
+    return layout if _wrapped is None else _in_order(layout, _wrapped)
+
+
+def _model(module: Any, pg_collection: Any) -> _Model | None:
+    """None where a weight cannot be routed: the optimizer says so, on all ranks together."""
+    assert _config is not None
+    (tp_size, expert_tp_size), (dp_size, expert_dp_size) = sharing(module, pg_collection)
+    sizes = Sizes(tp_size, expert_tp_size)
+    try:
+        muons = {
+            weight.param: unplaced(weight, sizes.tp_of(weight), _config)
+            for weight in weights([module])
+            if weight.param.requires_grad
+            and why_adamw(weight, sizes.tp_of(weight), _config) is None
+        }
+    except (ValueError, NotImplementedError):
+        return None
+    device = plan_device(device_of([module]))
+    dense = Holders(dp_size, tp_size, device)
+    return _Model(muons, dense, Holders(expert_dp_size, expert_tp_size, device))
+
+
+def _in_order(layout: Any, model: _Model) -> Any:
+    """A layout of one grad buffer, with each bucket's parameters in another order."""
+    assert _config is not None
+    in_bucket: list[list[Any]] = [[] for _ in layout.bucket_indices]
+    for param, (_, _, number) in layout.param_index_map.items():
+        in_bucket[number].append(param)
+    buckets = [
+        _bucket(params, stop - start, model)
+        for params, (start, stop) in zip(in_bucket, layout.bucket_indices, strict=True)
+    ]
+    experts = any(not getattr(param, "allreduce", True) for param in layout.param_index_map)
+    found = orders(buckets, model.experts if experts else model.dense, _config)
+    places = dict(layout.param_index_map)
+    unpadded = list(layout.per_bucket_numel_unpadded)
+    for number, (bucket, order) in enumerate(zip(buckets, found, strict=True)):
+        if order != bucket.own():
+            first, _ = layout.bucket_indices[number]
+            begun = starts(order, bucket.sizes)
+            for index, start in zip(order, begun, strict=True):
+                stop = start + bucket.sizes[index]
+                places[in_bucket[number][index]] = (first + start, first + stop, number)
+            unpadded[number] = begun[-1] + bucket.sizes[order[-1]]
+    in_place = sorted(places.items(), key=lambda item: item[1][0])  # as Megatron has them
+    return dataclasses.replace(
+        layout, param_index_map=dict(in_place), per_bucket_numel_unpadded=unpadded
+    )  # param_indices, which only fp8 needs, are as Megatron numbers its parameters
+
+
+def _bucket(params: Sequence[Any], numel: int, model: _Model) -> Bucket:
+    sizes = tuple(param.data.nelement() for param in params)
+    return Bucket(numel, sizes, tuple(model.muons.get(param) for param in params))

@@ -1,0 +1,115 @@
+"""Which matrices a Muon parameter holds, and how TP splits them: the one table, by module and name.
+
+Megatron's and Transformer Engine's marks ``tensor_model_parallel`` and ``partition_dim`` are right
+for dense layers only; what they get wrong is decided here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.params.attention import Projections, projections_of
+from megatron_muon.mcore.params.param_routing import Weight, partition_dim_of, whole_shape
+from megatron_muon.planning.layout import (
+    Matrices,
+    batched_matrices,
+    interleaved_rows,
+    stacked_halves,
+    whole_matrix,
+)
+from megatron_muon.setting_names import named
+
+
+class Holding(NamedTuple):
+    """What a parameter holds.
+
+    Attributes:
+        shape: local (rows, cols); of a batch of matrices, all their rows.
+        partition_dim: that TP splits, None where TP ranks hold replicas.
+        matrices: see layout.
+    """
+
+    shape: tuple[int, int]
+    partition_dim: int | None
+    matrices: Matrices
+
+
+def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
+    """The matrices of a 2-D weight.
+
+    Args:
+        weight: Muon's.
+        tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
+        config: ``split_qkv`` and ``scale_mode`` are read.
+
+    Raises:
+        ValueError, NotImplementedError: its shape is not what its name promises, or ``scale_mode``
+            needs to know outputs from inputs and a batch of experts is transposed.
+    """
+    if weight.is_module("GroupedMLP"):
+        _require_spectral(weight, config)
+        return _legacy_experts(weight, tp_size)
+    shape = (weight.param.size(0), weight.param.size(1))
+    partition_dim = partition_dim_of(weight)
+    rows, _ = whole_shape(weight, tp_size)
+    projections = projections_of(weight, rows) if config.split_qkv else None
+    if projections is not None:
+        _require_rows(weight, partition_dim, tp_size)
+        matrices = _fused(weight, shape, tp_size, projections)
+    elif weight.leaf == "linear_fc1" and weight.model_config.gated_linear_unit:
+        _require_rows(weight, partition_dim, tp_size)
+        matrices = stacked_halves(weight.name, shape, tp_size)
+    else:
+        matrices = whole_matrix(weight.name, shape, partition_dim, tp_size)
+    return Holding(shape, partition_dim, matrices)
+
+
+def _legacy_experts(weight: Weight, tp_size: int) -> Holding:
+    """Megatron's legacy GroupedMLP: a batch of transposed matrices, whatever the 2-D shape says.
+
+    ``weight1`` is ``(experts, hidden, fc1 outputs)`` in memory, ``weight2`` ``(experts, fc2 inputs,
+    hidden)`` (GroupedMLP.forward's views). With a gated fc1 the local outputs are those of the gate
+    and then of the up half.
+    """
+    hidden = weight.model_config.hidden_size
+    experts = weight.model_config.num_moe_experts // weight.model_config.expert_model_parallel_size
+    numel = weight.param.numel()
+    first = weight.name.endswith("weight1")
+    cols = numel // (experts * hidden) if first else hidden
+    shape = (numel // cols, cols)
+    names = tuple(f"{weight.name}[expert {expert}]" for expert in range(experts))
+    partition_dim = 1 if first else 0
+    halves = 2 if first and weight.model_config.gated_linear_unit else 1
+    matrices = batched_matrices(names, shape, partition_dim, tp_size, halves)
+    return Holding(shape, partition_dim, matrices)
+
+
+def _require_spectral(weight: Weight, config: MuonConfig) -> None:
+    """Its rows are inputs: only ``spectral`` has the same scale for a matrix and its transpose."""
+    if config.scale_mode != "spectral":
+        raise NotImplementedError(
+            f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} goes by outputs "
+            "over inputs, and the legacy GroupedMLP holds its experts transposed: use 'spectral', "
+            "experts of another class (Transformer Engine's, or no --moe-grouped-gemm), or put "
+            f"it in {named('muon_exclude')} of MuonConfig"
+        )
+
+
+def _fused(
+    weight: Weight, shape: tuple[int, int], tp_size: int, projections: Projections
+) -> Matrices:
+    if shape[0] * tp_size != projections.rows:
+        raise NotImplementedError(
+            f"{weight.name}: {shape[0]} rows on each of {tp_size} TP ranks are not {projections}: "
+            f"cannot split it, set split_qkv=False in MuonConfig (--muon-no-split-qkv)"
+        )
+    return interleaved_rows(weight.name, shape, tp_size, projections.group_rows)
+
+
+def _require_rows(weight: Weight, partition_dim: int | None, tp_size: int) -> None:
+    if tp_size > 1 and partition_dim != 0:
+        raise NotImplementedError(
+            f"{weight.name}: TP splits it by rows in every model that is known here, but its "
+            f"partition_dim is {partition_dim}: put it in {named('muon_exclude')} of MuonConfig"
+        )

@@ -1,0 +1,180 @@
+"""What a model's routing comes to, over all pipeline stages: said once, before the first step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.params.attention import is_unknown_fusion
+from megatron_muon.mcore.params.matrices import matrices_of
+from megatron_muon.mcore.params.param_routing import (
+    Weight,
+    is_unknown,
+    matching,
+    partition_dim_of,
+    weights,
+    whole_shape,
+    why_adamw,
+)
+from megatron_muon.mcore.process_groups import Sizes, Stage
+from megatron_muon.planning.describe import UNSPLIT, Share, fused_lines, share_lines
+from megatron_muon.runtime import collectives
+from megatron_muon.runtime.consensus import together
+from megatron_muon.setting_names import named
+
+_NUMBER = re.compile(r"\.\d+\.")
+
+
+def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> list[str]:
+    """Check the patterns and count the elements of the whole model. Every rank of the world calls.
+
+    Args:
+        model_chunks: all of this rank's.
+        config: the settings.
+        stage: this rank's.
+
+    Returns:
+        Lines for this rank to print: on rank 0 about the model, on the first rank of a stage about
+        the stage's weights of unknown modules.
+
+    Raises:
+        ValueError: a pattern matches no parameter of any stage.
+    """
+    patterns = [*config.muon_include, *config.muon_exclude]
+
+    def own() -> tuple[list[Weight], Share, list[int], list[str], list[str]]:
+        """It may fail on some stages only, as with an expert's weight that no other stage has."""
+        found = list(weights(model_chunks))
+        share = share_of(found, config, stage.sizes)
+        matched = [int(any(matching(weight, [p]) for weight in found)) for p in patterns]
+        here = unsplit(found, config, stage.sizes)
+        return found, share, matched, here, unknown_fusions(found, config, stage.sizes)
+
+    found, share, matched, here, fused = together(own, None, stage.device)
+    first = collectives.world_rank(0, stage.group)  # a number that only the stage's ranks have
+    counts = [*share.numbers(), *(int(leaf in here) for leaf in UNSPLIT), int(bool(fused))]
+    mine = [stage.instance, first, *counts, *matched]
+    every = collectives.all_gather_numbers(mine, None, stage.device)
+    for index, pattern in enumerate(patterns, start=-len(patterns)):
+        if not any(numbers[index] for numbers in every):
+            raise ValueError(
+                f"{pattern!r} in {named('muon_include')} or {named('muon_exclude')} matches no "
+                "parameter of the model; `megatron-muon routes` prints their names"
+            )
+    lines = unknown_lines(found, config, stage.sizes) if stage.speaks else []
+    at = 2 + len(counts) - 1
+    fused = _of_all_stages(fused) if any(numbers[at] for numbers in every) else []
+    if dist.get_rank() == 0:
+        stages = {key: numbers for instance, key, *numbers in every if instance == 0}
+        shares = [Share.of(numbers[:4]) for numbers in stages.values()]
+        anywhere = [any(flags) for flags in zip(*(n[4:] for n in stages.values()), strict=True)]
+        whole = [leaf for leaf, found_ in zip(UNSPLIT, anywhere, strict=False) if found_]
+        lines = [*share_lines(shares, whole), *fused_lines(fused), *lines]
+    return lines
+
+
+def _of_all_stages(names: Sequence[str]) -> list[str]:
+    """The different names of all ranks of the world, each of which calls."""
+    texts = collectives.all_gather_texts("\n".join(names), None)
+    return list(dict.fromkeys(name for text in texts for name in text.split("\n") if name))
+
+
+def unsplit(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
+    """The fused projections of ``describe.UNSPLIT`` that Muon takes as one matrix each."""
+    leaves = {
+        weight.leaf for weight in _muons_matrices(found, config, sizes) if weight.leaf in UNSPLIT
+    }
+    return [leaf for leaf in UNSPLIT if leaf in leaves]
+
+
+def _muons_matrices(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Iterator[Weight]:
+    for weight in found:
+        asked = weight.param.dim() == 2 and weight.param.requires_grad  # as share_of has
+        if asked and why_adamw(weight, sizes.tp_of(weight), config) is None:
+            yield weight
+
+
+def share_of(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share:
+    """Elements of a stage over all its ranks, each once.
+
+    Args:
+        found: all of a rank's weights.
+        config: the settings.
+        sizes: of the stage's groups.
+
+    Raises:
+        ValueError, NotImplementedError: a weight cannot be routed.
+    """
+    total = muon = active = muon_active = 0
+    for weight in found:
+        if weight.is_tied_copy or not weight.param.requires_grad:
+            continue
+        is_muons = why_adamw(weight, sizes.tp_of(weight), config) is None
+        elements = _elements(weight, sizes, config)
+        used = _used(elements, weight)
+        total += elements
+        active += used
+        muon += elements * is_muons
+        muon_active += used * is_muons
+    return Share(total, muon, active, muon_active)
+
+
+def _elements(weight: Weight, sizes: Sizes, config: MuonConfig) -> int:
+    """Of the whole parameter, of an expert's parameter those of its likes on all EP ranks."""
+    tp_size = sizes.tp_of(weight)
+    ep_size = sizes.ep if weight.is_expert else 1
+    if why_adamw(weight, tp_size, config) is None:
+        replicated = matrices_of(weight, tp_size, config).partition_dim is None
+    else:
+        replicated = not getattr(weight.param, "tensor_model_parallel", False)
+        if weight.param.dim() == 2 and not weight.is_expert:
+            replicated = partition_dim_of(weight) is None
+    return int(weight.param.numel()) * ep_size * (1 if replicated else tp_size)
+
+
+def _used(elements: int, weight: Weight) -> int:
+    """Elements that one token goes through."""
+    if not weight.is_expert:
+        return elements
+    model = weight.model_config
+    return int(elements * model.moe_router_topk // model.num_moe_experts)
+
+
+def unknown_lines(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
+    """A line that names the 2-D weights whose module type is not in Muon's table, if any is."""
+    names = [
+        f"{weight.name} ({type(weight.module).__name__})"
+        for weight in found
+        if weight.param.requires_grad and is_unknown(weight, sizes.tp_of(weight), config)
+    ]
+    if not names:
+        return []
+    return [
+        "[megatron_muon] AdamW keeps these 2-D weights, since Muon's table does not know the type "
+        f"of their module: {', '.join(names)}. {named('muon_include')} and "
+        f"{named('muon_exclude')} in MuonConfig decide."
+    ]
+
+
+def unknown_fusions(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
+    """Muon's fused projections that should be split, but whose order of rows is not known.
+
+    Those of all layers are one, with ``*`` for the layer's number; with the attention's class.
+    """
+    if not config.split_qkv:
+        return []
+    names = {
+        f"{_NUMBER.sub('.*.', weight.name)} (in {_holder(weight)})": None
+        for weight in _muons_matrices(found, config, sizes)
+        if is_unknown_fusion(weight, whole_shape(weight, sizes.tp_of(weight))[0])
+    }
+    return list(names)
+
+
+def _holder(weight: Weight) -> str:
+    """The class of the module that its linear is in."""
+    return type(weight.holders[0] if weight.holders else weight.module).__name__

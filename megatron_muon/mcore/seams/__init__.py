@@ -1,0 +1,1 @@
+"""What the plugin relies on in Megatron, and where."""

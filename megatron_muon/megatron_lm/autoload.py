@@ -1,0 +1,82 @@
+"""What the patch imports at the end of ``megatron/training/__init__.py``.
+
+It puts Muon's flags into the parser, and waits: a run that does not ask for ``--optimizer muon`` is
+as without the plugin, also where Muon could not run. For one that does, what the launcher does
+before it starts the script is done once the arguments are parsed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_muon.mcore.seams.rows import SeamError
+from megatron_muon.megatron_lm.install import asks_for_muon, install_training, replace_everywhere
+from megatron_muon.megatron_lm.launch import ON_CPU, check_installation, hide_gpus, without_gpu
+
+_fault: SeamError | None = None  # why Muon cannot run with this Megatron
+
+
+def _install() -> None:
+    global _fault
+    if ON_CPU in sys.argv:
+        hide_gpus()  # before anything of this process uses one
+    try:
+        install_training()
+    except SeamError as error:  # no fault of a run that does not ask for Muon
+        _fault = error
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"[megatron_muon] no --optimizer muon here: {error}", flush=True)
+    for module, name, wrapper in (
+        ("arguments", "validate_args", _validate_args),
+        ("initialize", "initialize_megatron", _initialize_megatron),
+    ):
+        original = getattr(importlib.import_module(f"megatron.training.{module}"), name)
+        wrapped = functools.wraps(original)(functools.partial(wrapper, original))
+        replace_everywhere(name, original, wrapped)
+
+
+def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Megatron's, after what a run with Muon needs: nothing has been made yet."""
+    if asks_for_muon(args):
+        if _fault is not None:
+            raise _fault
+        training = importlib.import_module("megatron.training")
+        assert training.__file__ is not None
+        check_installation(Path(training.__file__).resolve().parents[2])
+    if _runs_on_cpu(args):
+        without_gpu(late=True)
+    return original(args, *rest, **kwargs)
+
+
+def _runs_on_cpu(args: Any) -> bool:
+    """Where there is no GPU: a run with Muon, and any that asks for the CPU."""
+    return asks_for_muon(args) or bool(getattr(args, "muon_cpu", None))
+
+
+def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Megatron's, which until 0.17 asserts a GPU before it parses the arguments."""
+    signature = inspect.signature(original)
+    call = signature.bind(*args, **kwargs)
+    given = call.arguments
+    parses = "parsed_args" in signature.parameters
+    if not parses or given.get("allow_no_cuda") or torch.cuda.is_available():
+        return original(*args, **kwargs)
+    if given.get("parsed_args") is None:
+        parse_args = importlib.import_module("megatron.training.initialize").parse_args
+        given["parsed_args"] = parse_args(
+            given.get("extra_args_provider"), given.get("ignore_unknown_args", False)
+        )
+    given["allow_no_cuda"] = _runs_on_cpu(given["parsed_args"])
+    return original(*call.args, **call.kwargs)
+
+
+_install()

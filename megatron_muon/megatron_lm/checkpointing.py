@@ -1,0 +1,336 @@
+"""Megatron-LM's saving and loading of a run: what is done around it where the run is Muon's."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_muon.megatron_lm import switching, tracker
+from megatron_muon.megatron_lm.namespace import is_on
+
+# What a checkpoint's arguments call the optimizer. The saver of tools/checkpoint hands them to
+# validate_args of a Megatron without the plugin, and that of 0.16 and 0.17 stops where "muon" is in
+# the name beside use_distributed_optimizer.
+SAVED_NAME = "Muon"
+
+
+def generate_state_dict(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Megatron's, with arguments that its tools can read without the plugin."""
+    state_dict = original(args, *rest, **kwargs)
+    if is_on(args) and state_dict.get("args") is args:
+        state_dict["args"] = copy.copy(args)
+        state_dict["args"].optimizer = SAVED_NAME
+    return state_dict
+
+
+# --- saving ----------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    original: Callable[..., Any], iteration: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Megatron's; the tracker file never names a checkpoint that is not complete, and one of
+    ``--ckpt-format torch`` has its digest, too (others have it from ``mcore.integrity.save_load``).
+
+    Raises:
+        OSError: the tracker or the digest cannot be written.
+        TwoSavesError: another save into the folder is going on, or has begun meanwhile.
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
+    given = importlib.import_module("megatron.training").get_args()
+    named = inspect.signature(original).bind(iteration, model, *args, **kwargs).arguments
+    folder = _saved_into(given, named) if is_on(given) else None
+    if folder is None:
+        return original(iteration, model, *args, **kwargs)
+    from megatron_muon.mcore.integrity.recorded import voting
+
+    tracker.put_into(_checkpointing())
+    _on_rank_0(lambda: tracker.move_back(folder.parent, folder.name))
+    with ExitStack() as saving:
+        saving.enter_context(_vocabulary())
+        votes = saving.enter_context(voting(_device()))
+        saving.enter_context(tracker.failing(votes.keep))
+        saving.enter_context(_finalized_together())
+        saving.enter_context(_digest_of_torch(given, named, folder, votes))
+        return original(iteration, model, *args, **kwargs)
+
+
+def _saved_into(given: Any, named: dict[str, Any]) -> Path | None:
+    """The checkpoint's folder; None for Megatron's local ones, and in an object store."""
+    save_dir = given.save
+    if named.get("non_persistent_ckpt"):
+        if given.non_persistent_ckpt_type != "global":
+            return None
+        save_dir = _non_persistent(given.non_persistent_global_ckpt_dir, save_dir)
+    return _folder(save_dir, named["iteration"], bool(named.get("release")))
+
+
+@contextmanager
+def _digest_of_torch(given: Any, named: dict[str, Any], folder: Path, votes: Any) -> Iterator[None]:
+    """A digest where the model is written by ``torch.save``, before the tracker is."""
+    from megatron_muon.mcore.integrity import recorded, registry, save_load
+
+    if given.use_dist_ckpt or named.get("non_persistent_ckpt"):
+        yield  # dist_checkpointing makes it
+        return
+    trained = registry.owner_of_chunks(_chunks(named["model"]))
+    saving = save_load.Saving.of(lambda: trained, str(folder))
+    if saving is None:
+        yield
+        return
+    with recorded.recorded(trained, saving, votes):
+        with tracker.after(lambda: recorded.seal_recorded(saving)):
+            yield
+
+
+@contextmanager
+def _finalized_together() -> Iterator[None]:
+    """Within it, what an asynchronous save does once its digest is made (rank 0 writes the tracker)
+    ends on all ranks where it fails on one."""
+    from megatron_muon.mcore.integrity.save_load import is_seal
+    from megatron_muon.runtime.consensus import together
+
+    module = _checkpointing()
+    original = module.schedule_async_save
+
+    def schedule(request: Any) -> Any:
+        functions = list(request.finalize_fns)
+        last = max((n for n, function in enumerate(functions) if is_seal(function)), default=None)
+        if last is not None:
+            after = functions[last + 1 :]
+            request.finalize_fns[last + 1 :] = [
+                lambda: together(lambda: _all(after), None, _device())
+            ]
+        return original(request)
+
+    module.schedule_async_save = schedule
+    try:
+        yield
+    finally:
+        module.schedule_async_save = original
+
+
+def _all(functions: list[Callable[[], Any]]) -> None:
+    for function in functions:
+        function()
+
+
+# --- loading ---------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    original: Callable[..., Any],
+    ddp_model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Megatron's, once the checkpoint is checked; ``--override-opt_param-scheduler`` keeps rates.
+
+    Megatron overrides the scheduler's rates, but the groups have rates of their own, which go first
+    and come from the checkpoint. AdamW's run goes on with the old ones (0.12.3), or ends in a
+    KeyError since no group that was saved has the new ones (0.19.0 and main).
+
+    Raises:
+        DigestError: the checkpoint is not complete, not intact or of another model.
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
+    from megatron_muon.mcore.checkpoint.param_groups import SCHEDULE
+
+    given = importlib.import_module("megatron.training").get_args()
+    muon = is_on(given)
+    load_dir = getattr(given, kwargs.get("load_arg", args[0] if args else "load"))
+    if not muon and not getattr(given, "adamw_from_muon", False):
+        with _explained_to_adamw(load_dir, _step(given)):
+            return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+    folder = _loaded_from(given, load_dir)
+    groups = optimizer.param_groups if optimizer is not None and muon else []
+    rates = [{key: group[key] for key in SCHEDULE if key in group} for group in groups]
+    with ExitStack() as loading:
+        if muon:
+            loading.enter_context(_checked(given, folder, ddp_model))
+        loading.enter_context(switching.from_other(given, optimizer, folder, muon=muon))
+        loading.enter_context(tracker.naming(_checkpointing(), load_dir, _step(given)))
+        result = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+    if rates and given.override_opt_param_scheduler:
+        for group, own in zip(optimizer.param_groups, rates, strict=True):
+            group.update(own)
+    return result
+
+
+@contextmanager
+def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None]:
+    """Where AdamW's own load fails at a checkpoint of Muon's, say so. Nothing is done before.
+
+    Raises:
+        ValueError: in place of Megatron's error, which names a key; on the ranks that have that.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        from megatron_muon.mcore.interop.switch import writer_of
+
+        folder, whose = None, None
+        with suppress(Exception):  # Megatron's own error is to be seen then
+            folder = _latest(str(load_dir), step)
+            whose = writer_of(folder) if folder is not None else None
+        if whose != "muon":
+            raise
+        raise ValueError(
+            f"{folder} has Muon's optimizer state: give --adamw-from-muon (Adam's moments of what "
+            "Muon had start at zero), or load the model alone (--no-load-optim)"
+        ) from error
+
+
+@contextmanager
+def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
+    """Refuse what is not whole before Megatron reads any of it."""
+    from megatron_muon.mcore.integrity.registry import owner_of_chunks
+    from megatron_muon.mcore.integrity.verify import check, checked
+
+    with _vocabulary():
+        if folder is None:
+            yield
+            return
+        exact = not (given.finetune or given.no_load_optim)
+        check(lambda: owner_of_chunks(_chunks(model)), str(folder), exact)
+        with checked(str(folder)):
+            yield
+
+
+def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
+    """The folder that Megatron will read, as rank 0 finds it; None for none, and a local one."""
+    _settle(load_dir, given.save)
+    pretrained = getattr(given, "pretrained_checkpoint", None)
+    if pretrained and not _is_checkpoint(load_dir):
+        load_dir = pretrained
+        _settle(load_dir, given.save)
+    kind = given.non_persistent_ckpt_type
+    where = None
+    if kind == "global" and (given.non_persistent_global_ckpt_dir or load_dir):
+        directory = given.non_persistent_global_ckpt_dir
+        where = _non_persistent(directory, load_dir)
+        _settle(where, _non_persistent(directory, given.save))
+    elif kind not in (None, "global"):
+        return None
+    told = _by_rank_0(lambda: str(_newest(load_dir, _step(given), where) or ""))
+    return Path(told) if told else None
+
+
+def _newest(load_dir: str | None, step: int | None, beside_dir: str | None) -> Path | None:
+    own = None if load_dir is None else _latest(load_dir, step)
+    beside = None if beside_dir is None else _latest(beside_dir, None)
+    if own is None or beside is None:
+        return own or beside
+    return beside if _number(beside) >= _number(own) and own.name != "release" else own
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("iter_")) if folder.name != "release" else -1
+
+
+def _is_checkpoint(load_dir: str | None) -> bool:
+    if not load_dir:
+        return False
+    exists = _checkpointing().checkpoint_exists
+    return _by_rank_0(lambda: "yes" if exists(load_dir) else "no") == "yes"
+
+
+def _settle(load_dir: str | None, save_dir: str | None) -> None:
+    """Put back what a save that was stopped has set aside; or refuse, where others save there."""
+    if load_dir is None or "://" in load_dir:
+        return  # dist_checkpointing.load says what is not possible in an object store
+    folder, own = Path(load_dir), save_dir is not None and Path(save_dir) == Path(load_dir)
+    _on_rank_0(lambda: tracker.recover(folder) if own else tracker.require_settled(folder))
+
+
+def _step(given: Any) -> int | None:
+    """``--ckpt-step``, of which Megatron takes 0 for none."""
+    return getattr(given, "ckpt_step", None) or None
+
+
+def _latest(load_dir: str, step: int | None) -> Path | None:
+    if "://" in load_dir:
+        return None
+    if step is not None:
+        return _folder(load_dir, step, False)
+    name = tracker.named_by(Path(load_dir))
+    if name is None:
+        return None
+    release = name == "release"
+    return _folder(load_dir, 0 if release else int(name.removeprefix("iter_")), release)
+
+
+# --- both ------------------------------------------------------------------------------------
+
+
+def _checkpointing() -> Any:
+    return importlib.import_module("megatron.training.checkpointing")
+
+
+def _folder(save_dir: str, iteration: int, release: bool) -> Path | None:
+    if "://" in save_dir:
+        return None
+    name = _checkpointing().get_checkpoint_name
+    return Path(name(save_dir, iteration, release=release, return_base_dir=True))
+
+
+def _non_persistent(directory: str | None, beside: str | None) -> str:
+    subfolder = _checkpointing()._NON_PERSISTENT_CKPT_SUBDIR
+    return directory or os.path.join(str(beside), subfolder)
+
+
+def _chunks(model: Any) -> list[Any]:
+    return list(model) if isinstance(model, (list, tuple)) else [model]
+
+
+def _on_rank_0(act: Callable[[], str | None]) -> None:
+    """Do it on rank 0, print what it says, and go on on all ranks when it is done."""
+    from megatron_muon.runtime.consensus import together
+
+    def act_and_say() -> None:
+        line = act() if dist.get_rank() == 0 else None
+        if line is not None:
+            print(f"[megatron_muon] {line}", flush=True)
+
+    together(act_and_say, None, _device())
+
+
+def _by_rank_0(find: Callable[[], str]) -> str:
+    """What rank 0 finds, on all ranks: files may look different from each."""
+    from megatron_muon.runtime.collectives import all_gather_texts
+    from megatron_muon.runtime.consensus import together
+
+    own = together(lambda: find() if dist.get_rank() == 0 else "", None, _device())
+    return all_gather_texts(own, None)[0]
+
+
+def _device() -> Any:
+    from megatron_muon.mcore.shards import device_of
+
+    return device_of([])
+
+
+@contextmanager
+def _vocabulary() -> Iterator[None]:
+    """Within it a digest has the number of tokens of Megatron's tokenizer, if there is one."""
+    from megatron_muon.mcore.integrity.registry import with_vocabulary
+
+    try:
+        tokenizer = importlib.import_module("megatron.training").get_tokenizer()
+        tokens = getattr(tokenizer, "vocab_size", None)  # None is the tokenizer under python -O
+    except AssertionError:  # none was built
+        tokens = None
+    with with_vocabulary(tokens if isinstance(tokens, int) else None):
+        yield

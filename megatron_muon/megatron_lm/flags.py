@@ -1,0 +1,377 @@
+"""Muon's flags on Megatron-LM's command line, and the ``MuonConfig`` that they ask for.
+
+Three sources of flags: the proof of concept of this work, Megatron-LM's own Muon (core 0.16 and
+later; ``megatron/training/arguments.py``) and ours. Each is taken with every Megatron version. One
+that means something here keeps its meaning, any other is an error: none is taken and ignored. To
+know which were given, every one has None for a default; Megatron's own defaults are kept in
+``args.megatron_muon_defaults``, by dest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from typing import Any
+
+from megatron_muon.coefficients import Coefficients, canonical, parse, spelled
+from megatron_muon.config import MuonConfig
+from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flag_values import (
+    KEPT,
+    default_value,
+    one_meaning,
+    own_defaults,
+    own_nesterov,
+    refuse_value,
+    twice,
+    upstreams_values,
+    value_chosen,
+    value_given,
+    wants_upstreams,
+)
+
+_MOONLIGHT = MuonConfig()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Complete a Megatron parser: ``muon`` for ``--optimizer``, and every flag of Muon's.
+
+    Args:
+        parser: with all of Megatron's arguments. A flag that it has keeps its action and type.
+    """
+    actions = parser._option_string_actions
+    optimizer = actions.get("--optimizer")
+    if optimizer is not None and optimizer.choices and "muon" not in optimizer.choices:
+        optimizer.choices = [*optimizer.choices, "muon"]
+    known = {flag.option for flag in FLAGS}
+    own = {
+        action.dest: action.default
+        for option, action in actions.items()
+        if option.startswith("--muon-") or option in known
+    }
+    group = parser.add_argument_group("distributed muon")
+    for flag in FLAGS:
+        if flag.option in actions:
+            actions[flag.option].help = flag.help
+        else:
+            group.add_argument(flag.option, default=None, help=flag.help, **flag.keywords)
+    parser.set_defaults(**dict.fromkeys(own), **{KEPT: own})
+
+
+def mend_help(parser: argparse.ArgumentParser) -> None:
+    """Double the percent signs of help texts that argparse cannot print, so that ``--help`` works.
+
+    Megatron-LM from 0.18 on has such texts, which end its own ``--help`` in a ValueError.
+    """
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if not action.help:
+            continue
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
+
+
+def muon_backend(args: Namespace) -> str:
+    """Who runs ``--optimizer muon``: ``plugin``, or ``upstream``, Megatron's own Muon.
+
+    Raises:
+        ValueError: upstream's, which this Megatron does not have, or with a flag that it does not
+            have.
+    """
+    if value_given(args, "muon_backend") != "upstream":
+        return "plugin"
+    if not hasattr(args, KEPT):
+        return "upstream"  # these arguments have been left to Megatron
+    if not upstreams_values(args):
+        raise ValueError(
+            "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 and later "
+            "have); leave it out"
+        )
+    foreign = foreign_flags(args, {*own_defaults(args), "muon_backend", "muon_cpu"})
+    if foreign:
+        raise ValueError(
+            f"--muon-backend upstream leaves everything to Megatron's own Muon, which has no "
+            f"{', '.join(foreign)} in this version: leave out one or the other"
+        )
+    return "upstream"
+
+
+def foreign_flags(args: Namespace, dests: set[str]) -> list[str]:
+    """The options of ours that were given and have none of ``dests``."""
+    return [
+        flag.option
+        for flag in FLAGS
+        if flag.dest not in dests and value_given(args, flag.dest) is not None
+    ]
+
+
+def restore_defaults(args: Namespace) -> None:
+    """Give what was not given Megatron's own default again, for Megatron to read.
+
+    Call it after ``muon_config`` and ``differences``, which could not tell afterwards.
+    """
+    for dest, default in own_defaults(args).items():
+        if value_given(args, dest) is None:
+            setattr(args, dest, default)
+
+
+def muon_config(args: Namespace) -> MuonConfig:
+    """The settings that parsed flags ask for.
+
+    Args:
+        args: of a parser that ``add_flags`` completed; also ``tensor_model_parallel_size`` and
+            ``expert_tensor_parallel_size`` are read.
+
+    Raises:
+        ValueError: a flag or a default of ``--muon-defaults upstream`` has no meaning here, two
+            flags contradict each other, or a setting is out of its range.
+    """
+    _require_upstreams_defaults(args)
+    _refuse_unknown(args)
+    _refuse_what_has_no_meaning(args)
+    scale_mode = value_chosen(args, "muon_scale_mode", _MOONLIGHT.scale_mode)
+    return MuonConfig(
+        matched_adamw_rms=_factor(args, scale_mode),
+        scale_mode=scale_mode,
+        momentum=value_chosen(args, "muon_momentum", _MOONLIGHT.momentum),
+        nesterov=_nesterov(args),
+        ns_steps=_ns_steps(args),
+        ns_coefficients=_ns_coefficients(args),
+        ns_iteration=value_given(args, "muon_ns_iteration") or _MOONLIGHT.ns_iteration,
+        ns_dtype=_ns_dtype(args),
+        ns_batch=_ns_batch(args),
+        weight_decay_all_params=bool(value_given(args, "weight_decay_all_params")),
+        split_qkv=value_chosen(args, "muon_split_qkv", _MOONLIGHT.split_qkv),
+        muon_include=tuple(value_given(args, "muon_include") or ()),
+        muon_exclude=tuple(value_given(args, "muon_exclude") or ()),
+        homes=value_given(args, "muon_homes") or _MOONLIGHT.homes,
+        rank_tflops=_number(args, "rank_tflops"),
+        link_gbytes=_number(args, "link_gbytes"),
+        round_bytes=_round_bytes(args),
+        checkpoint_digest=not value_given(args, "no_muon_checkpoint_digest"),
+    )
+
+
+def _number(args: Namespace, name: str) -> float:
+    given = value_given(args, f"muon_{name}")
+    return float(getattr(_MOONLIGHT, name) if given is None else given)
+
+
+def _ns_batch(args: Namespace) -> int | None:
+    count = value_given(args, "muon_ns_batch")
+    if count is not None and count < 0:
+        raise ValueError(f"--muon-ns-batch must be auto or a number from 1, got {count}")
+    return count or None
+
+
+def _round_bytes(args: Namespace) -> int | None:
+    mib = value_given(args, "muon_round_mib")
+    if mib is not None and mib < 0:
+        raise ValueError(f"--muon-round-mib must be at least 1, or 0 for the default, got {mib}")
+    return int(mib) << 20 if mib else None
+
+
+def differences(args: Namespace) -> list[str]:
+    """A line for every value that is not the default of this Megatron's own Muon, given or not.
+
+    Also one where a flag is taken for its result, not for how it is got. Empty where Megatron has
+    no Muon of its own and nothing needs a word.
+
+    Raises:
+        ValueError: as ``muon_config``.
+    """
+    config = muon_config(args)
+    lines = []
+    if upstreams_values(args):
+        values = _values(config, args)
+        lines = [
+            f"{option} {ours} here, Megatron's own default is {theirs}"
+            for option, ours, theirs in values
+            if ours != theirs
+        ]
+    if value_given(args, "muon_tp_mode") is not None:
+        lines.append(
+            f"--muon-tp-mode {args.muon_tp_mode}: each matrix is orthogonalized once and whole, at "
+            "its home, with the same result"
+        )
+    return lines
+
+
+def _values(config: MuonConfig, args: Namespace) -> list[tuple[str, object, object]]:
+    """Flag, value here, Megatron's own default."""
+    own = upstreams_values(args)
+    nesterov = "--muon-nesterov" if "muon_nesterov" in own else "--muon-use-nesterov"
+    coefficients = spelled(config.ns_coefficients)
+    # With TP 1 the modes are one, so there is nothing to tell.
+    tp_mode = "duplicated" if _tp_size(args) > 1 else own["muon_tp_mode"]
+    return [
+        ("--muon-momentum", config.momentum, own["muon_momentum"]),
+        (nesterov, config.nesterov, own_nesterov(own)),
+        ("--muon-scale-mode", config.scale_mode, own["muon_scale_mode"]),
+        ("--muon-extra-scale-factor", config.matched_adamw_rms, own["muon_extra_scale_factor"]),
+        ("--muon-num-ns-steps", config.ns_steps, own["muon_num_ns_steps"]),
+        ("--muon-coefficient-type", coefficients, own["muon_coefficient_type"]),
+        (
+            "--muon-ns-dtype",
+            config.ns_dtype,
+            _PRECISIONS.get(own["muon_fp32_matmul_prec"], own["muon_fp32_matmul_prec"]),
+        ),
+        ("split QKV (--muon-no-split-qkv)", config.split_qkv, own["muon_split_qkv"]),
+        ("--muon-tp-mode", tp_mode, own["muon_tp_mode"]),
+        ("--weight-decay-all-params", config.weight_decay_all_params, False),
+    ]
+
+
+# --- one setting each ------------------------------------------------------------------------
+
+# Emerging-Optimizers' newton_schulz turns matrices into bf16 with medium. high is TF32, which no
+# matrix is orthogonalized in here: restarts are not known for it.
+_PRECISIONS = {"medium": "bf16"}
+
+
+def _factor(args: Namespace, scale_mode: str) -> float:
+    rms = value_given(args, "muon_matched_adamw_rms")
+    if rms is not None and scale_mode != "spectral":
+        raise ValueError(
+            f"--muon-matched-adamw-rms {rms} with --muon-scale-mode {scale_mode}: an update has "
+            "that root mean square with spectral only; give --muon-extra-scale-factor"
+        )
+    given = one_meaning(
+        ("--muon-matched-adamw-rms", rms, rms),
+        ("--muon-extra-scale-factor", *twice(value_given(args, "muon_extra_scale_factor"))),
+    )
+    if given is not None:
+        return float(given)
+    moonlights = _MOONLIGHT.matched_adamw_rms if scale_mode == "spectral" else 1.0
+    return float(default_value(args, "muon_extra_scale_factor", moonlights))
+
+
+def _nesterov(args: Namespace) -> bool:
+    off = value_given(args, "no_muon_nesterov")
+    given = one_meaning(
+        ("--muon-nesterov", "(on)", value_given(args, "muon_nesterov")),
+        ("--muon-use-nesterov", "(on)", value_given(args, "muon_use_nesterov")),
+        ("--no-muon-nesterov", "(off)", None if off is None else not off),
+    )
+    if given is not None:
+        return bool(given)
+    own = own_nesterov(upstreams_values(args))
+    return own if wants_upstreams(args) else _MOONLIGHT.nesterov
+
+
+def _ns_steps(args: Namespace) -> int:
+    given = one_meaning(
+        ("--muon-ns-steps", *twice(value_given(args, "muon_ns_steps"))),
+        ("--muon-num-ns-steps", *twice(value_given(args, "muon_num_ns_steps"))),
+    )
+    return (
+        given
+        if given is not None
+        else default_value(args, "muon_num_ns_steps", _MOONLIGHT.ns_steps)
+    )
+
+
+def _ns_coefficients(args: Namespace) -> Coefficients:
+    numbers, name = (
+        value_given(args, "muon_ns_coefficients"),
+        value_given(args, "muon_coefficient_type"),
+    )
+    if name == "custom" and numbers is None:
+        raise ValueError(
+            "--muon-coefficient-type custom: give the numbers, --muon-ns-coefficients 'a,b,c;...'"
+        )
+    given = one_meaning(
+        ("--muon-ns-coefficients", numbers, None if numbers is None else parse(numbers)),
+        ("--muon-coefficient-type", name, None if name in (None, "custom") else canonical(name)),
+    )
+    return given or canonical(default_value(args, "muon_coefficient_type", "simple"))
+
+
+def _ns_dtype(args: Namespace) -> Any:
+    precision = value_given(args, "muon_fp32_matmul_prec")
+    given = one_meaning(
+        ("--muon-ns-dtype", *twice(value_given(args, "muon_ns_dtype"))),
+        ("--muon-fp32-matmul-prec", precision, _PRECISIONS.get(precision)),
+    )
+    return given if given is not None else _MOONLIGHT.ns_dtype  # what upstream's medium is, too
+
+
+def _refuse_what_has_no_meaning(args: Namespace) -> None:
+    if value_given(args, "adamw_from_muon"):
+        raise ValueError(
+            "--adamw-from-muon is for --optimizer adam, and this run has --optimizer muon: leave "
+            "it out"
+        )
+    refuse_value(
+        args,
+        "muon_fp32_matmul_prec",
+        tuple(_PRECISIONS),
+        "matrices are multiplied in bf16 (medium) or in fp32 as torch's own switches say, and "
+        "the plugin does not set those",
+        "give --muon-ns-dtype bf16, fp16 or fp32 in its place",
+    )
+    refuse_value(
+        args,
+        "muon_scalar_optimizer",
+        ("adam",),
+        "what is not Muon's is updated by Megatron's Adam",
+        "leave it out",
+    )
+    refuse_value(
+        args,
+        "muon_use_syrk",
+        (False,),
+        "Newton-Schulz's products are torch's here",
+        "leave it out",
+    )
+    if _tp_size(args) > 1:
+        _refuse_tp_mode(args)
+
+
+def _refuse_tp_mode(args: Namespace) -> None:
+    """Emerging-Optimizers: blockwise takes each rank's slice for a matrix; distributed splits the
+    products of a whole one over TP, with an all-reduce in each step."""
+    why = {
+        "blockwise": "it orthogonalizes each rank's slice by itself, so the update depends on TP",
+        "distributed": "it splits a matrix's products over TP; the result is duplicated's but "
+        "for rounding",
+    }
+    value = value_chosen(args, "muon_tp_mode", "duplicated")
+    refuse_value(
+        args,
+        "muon_tp_mode",
+        ("duplicated",),
+        f"{why.get(value, 'unknown')}, and here each matrix is orthogonalized once and whole, at "
+        "one home",
+        "give --muon-tp-mode duplicated, or run with TP 1",
+    )
+
+
+# --- refused ----------------------------------------------------------------------------------
+
+
+def _refuse_unknown(args: Namespace) -> None:
+    known = {flag.dest for flag in FLAGS}
+    for dest in own_defaults(args):
+        if dest not in known and value_given(args, dest) is not None:
+            raise ValueError(
+                f"--{dest.replace('_', '-')} {value_given(args, dest)} is a flag of this "
+                "Megatron's own Muon that megatron_muon does not know: leave it out, or give "
+                "--muon-backend upstream"
+            )
+
+
+def _require_upstreams_defaults(args: Namespace) -> None:
+    if wants_upstreams(args) and not upstreams_values(args):
+        raise ValueError(
+            "--muon-defaults upstream: this Megatron has no Muon of its own (core 0.16 and later "
+            "have); give --muon-defaults moonlight or nothing"
+        )
+
+
+def _tp_size(args: Namespace) -> int:
+    """The largest number of TP ranks that share a matrix."""
+    dense = value_given(args, "tensor_model_parallel_size") or 1
+    return max(dense, value_given(args, "expert_tensor_parallel_size") or dense)

@@ -1,0 +1,200 @@
+"""``torchrun … -m megatron_muon SCRIPT ARGS``: Megatron-LM's scripts with ``--optimizer muon``.
+
+Nothing of the checkout is changed. Without a GPU the script runs on the CPU over gloo.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import os
+import platform
+import re
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_muon.version import __version__
+
+USAGE = (
+    "usage: torchrun ... -m megatron_muon [--muon-cpu] SCRIPT.py [its arguments, with --optimizer "
+    "muon]\n--muon-cpu runs it on the CPU over gloo, as without it where there is no GPU"
+)
+ON_CPU = "--muon-cpu"  # also among the script's arguments
+_REQUIRES_PYTHON = re.compile(
+    r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+class MixedInstallationError(RuntimeError):
+    """megatron.core and megatron.training come from different places."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a training script of a Megatron-LM checkout in this process.
+
+    Args:
+        argv: the script's path and its arguments, or ``--version`` alone.
+
+    Raises:
+        SystemExit: no script is given.
+        FileNotFoundError: the script, or a checkout that it belongs to, is not there.
+        MixedInstallationError: another megatron.core than the checkout's would be imported.
+        SeamError: the checkout's version is not one that the plugin knows.
+    """
+    if argv and argv[0] == ON_CPU:
+        argv = [*argv[1:2], ON_CPU, *argv[2:]]
+    if not argv or argv[0] in ("-h", "--help", ON_CPU):
+        raise SystemExit(USAGE)
+    if list(argv) == ["--version"]:
+        print(f"megatron-muon {__version__}")
+        return
+    script = Path(argv[0]).resolve()
+    if not script.is_file():
+        raise FileNotFoundError(f"no script {argv[0]}\n{USAGE}")
+    checkout = checkout_of(script)
+    # what `python SCRIPT` would put first, and the checkout that the script imports
+    sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
+    check_installation(checkout)
+    if ON_CPU in argv:
+        hide_gpus()
+    with naming_python(checkout / "megatron" / "core"):
+        without_gpu()
+        importlib.import_module("megatron_muon.megatron_lm.install").install_training()
+    sys.argv = [str(script), *argv[1:]]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def checkout_of(script: Path) -> Path:
+    """The folder above the script that has ``megatron/training``, or the one on the import path.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    for folder in script.parents:
+        if (folder / "megatron" / "training").is_dir():
+            return folder
+    for entry in map(Path, sys.path):
+        if (entry / "megatron" / "training").is_dir():
+            return entry.resolve()
+    raise FileNotFoundError(
+        f"{script} is in no Megatron-LM checkout (a folder with megatron/training), and none is on "
+        "PYTHONPATH"
+    )
+
+
+def check_installation(checkout: Path) -> None:
+    """Stop where Python would take megatron.core from elsewhere than megatron.training.
+
+    Two of the same version from different places are mixed, too: either may have been edited.
+
+    Raises:
+        MixedInstallationError: names both, with their versions.
+    """
+    spec = importlib.util.find_spec("megatron.core")
+    where = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+    if where is None or checkout.resolve() not in where.parents:
+        own = version_of(checkout / "megatron" / "core")
+        first = "put the checkout first on PYTHONPATH"
+        if where is None:
+            raise MixedInstallationError(
+                f"megatron.training is that of {checkout} (core {own}), but Python finds no "
+                f"megatron.core: {first}, or, where it has no megatron/core, get all of it"
+            )
+        raise MixedInstallationError(
+            f"megatron.training is that of {checkout} (core {own}), but megatron.core would be "
+            f"imported from {where.parent} (core {version_of(where.parent)}): {first}, or "
+            "uninstall that megatron-core"
+        )
+
+
+@contextlib.contextmanager
+def naming_python(core: Path) -> Iterator[None]:
+    """Within it Megatron is imported; where that fails since this Python is older than the core
+    asks for, one line says so.
+
+    Raises:
+        SystemExit: with that line.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever a foreign package raises
+        line = older_python(core)
+        if line is None:
+            raise
+        text = f"megatron_muon: error: {line} ({type(error).__name__}: {error})"
+        raise SystemExit(text) from error
+
+
+def older_python(core: Path) -> str | None:
+    """What to say where this Python is older than a folder ``megatron/core`` asks for, else None.
+
+    By ``requires-python`` in the checkout's pyproject.toml, or in the metadata of the distribution
+    that the folder was installed from.
+    """
+    root = core.parent.parent
+    for file in (root / "pyproject.toml", *sorted(root.glob("megatron_core-*.dist-info/METADATA"))):
+        text = file.read_text(errors="replace") if file.is_file() else ""
+        wanted = _REQUIRES_PYTHON.search(text)
+        if wanted is None:
+            continue
+        oldest = tuple(int(part) for part in wanted[2].split("."))
+        if sys.version_info[: len(oldest)] < oldest:
+            return (
+                f"megatron-core {version_of(core)} needs Python {wanted[1]} ({file}), and this is "
+                f"Python {platform.python_version()}: run it with that one, or take an older core"
+            )
+    return None
+
+
+def version_of(core: Path) -> str:
+    """The version that a folder ``megatron/core`` says in its package_info.py, without import."""
+    file = core / "package_info.py"
+    parts = version_parts(file) if file.is_file() else {}
+    return ".".join(str(parts.get(name, "?")) for name in ("MAJOR", "MINOR", "PATCH"))
+
+
+def version_parts(file: Path) -> dict[str, object]:
+    """The constants of a package_info.py by name, MAJOR to PRE_RELEASE, without running it."""
+    parts: dict[str, object] = {}
+    with contextlib.suppress(SyntaxError):
+        for node in ast.parse(file.read_bytes()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                parts |= {ast.unparse(target): node.value.value for target in node.targets}
+    return parts
+
+
+def hide_gpus() -> None:
+    """Have torch see no GPU.
+
+    Raises:
+        RuntimeError: torch has looked for GPUs already and keeps what it saw.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        raise RuntimeError(
+            f"{ON_CPU}: torch uses a GPU of this machine already; start the process with "
+            "CUDA_VISIBLE_DEVICES= in its environment"
+        )
+
+
+def without_gpu(*, late: bool = False) -> None:
+    """Turn on the CPU runtime where there is no GPU, and say so; twice is once.
+
+    Args:
+        late: Megatron is imported already; see ``megatron_muon.cpu.enable``.
+    """
+    torch = importlib.import_module("torch")
+    cpu = importlib.import_module("megatron_muon.cpu")
+    if torch.cuda.is_available() or cpu.enabled():
+        return
+    cpu.enable(late=late)
+    importlib.import_module("megatron_muon.cpu.training").enable()
+    if int(os.environ.get("RANK", "0")) == 0:
+        why = ON_CPU if ON_CPU in sys.argv else "no GPU is here"
+        print(f"[megatron_muon] {why}: Megatron runs on the CPU over gloo", flush=True)

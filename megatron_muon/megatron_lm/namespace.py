@@ -1,0 +1,130 @@
+"""What the arguments say once the flags are read: for Megatron to print, log, save and act on."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_muon.coefficients import spelled
+from megatron_muon.config import MuonConfig
+from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flag_values import KEPT
+from megatron_muon.megatron_lm.flags import foreign_flags, restore_defaults
+
+# Flags that a run with another optimizer may have: with any, and with AdamW.
+_OF_ANY = ("muon_cpu",)
+_OF_ADAM = ("adamw_from_muon", "weight_decay_all_params")
+
+
+def is_on(args: Any) -> bool:
+    """True once ``validate_args`` has found that the run is Muon's."""
+    return bool(getattr(args, "megatron_muon", False))
+
+
+def leave_to_megatron(args: Namespace) -> None:
+    """Make ``args`` what it is without the plugin, for a run that is not this package's Muon.
+
+    Flags that Megatron has itself keep what was given, or its default; the others go. Without
+    effect the second time.
+
+    Raises:
+        ValueError: a flag is given that only the plugin has, so it would be ignored.
+    """
+    own: dict[str, Any] | None = getattr(args, KEPT, None)
+    if own is None:
+        return
+    upstream = args.optimizer == "muon"  # --muon-backend upstream, which says so if called again
+    kept = {*own, "muon_backend"} if upstream else {*own}
+    kept |= {dest for dest in _OF_ANY if getattr(args, dest, None)}
+    if args.optimizer == "adam":
+        kept |= {dest for dest in _OF_ADAM if getattr(args, dest, None)}
+        if getattr(args, "adamw_from_muon", None):
+            kept.add("no_muon_checkpoint_digest")
+    foreign = foreign_flags(args, kept)
+    if foreign:
+        raise ValueError(
+            f"{', '.join(foreign)} is for megatron_muon's --optimizer muon, and this run has "
+            f"--optimizer {args.optimizer}: leave it out, or give --optimizer muon"
+        )
+    restore_defaults(args)
+    for dest in {flag.dest for flag in FLAGS} - kept:
+        if hasattr(args, dest):
+            delattr(args, dest)
+    delattr(args, KEPT)
+
+
+def put_in_force(args: Namespace, config: MuonConfig) -> None:
+    """Write the settings that a run takes into its arguments, each by Megatron's own type.
+
+    Plain values only, so that a checkpoint's arguments are read without the plugin. Megatron's
+    flags that the plugin does not know get Megatron's defaults.
+    """
+    restore_defaults(args)
+    for dest, value in in_force(args, config).items():
+        setattr(args, dest, value)
+    if hasattr(args, KEPT):
+        delattr(args, KEPT)
+
+
+def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
+    """By dest, the value of every flag of ``FLAGS`` that gives ``config`` again."""
+    spectral, named = config.scale_mode == "spectral", config.ns_coefficients
+    # In fp32, products are as torch's own switch says, which has more names than the flag.
+    fp32 = torch.get_float32_matmul_precision()
+    return {
+        "muon_matched_adamw_rms": config.matched_adamw_rms if spectral else None,
+        "muon_momentum": config.momentum,
+        "muon_ns_steps": config.ns_steps,
+        "no_muon_nesterov": not config.nesterov,
+        "muon_num_ns_steps": config.ns_steps,
+        "muon_nesterov": config.nesterov,
+        "muon_use_nesterov": config.nesterov,
+        "muon_scale_mode": config.scale_mode,
+        "muon_extra_scale_factor": config.matched_adamw_rms,
+        "muon_coefficient_type": named if isinstance(named, str) else "custom",
+        "muon_fp32_matmul_prec": "medium" if config.ns_dtype == "bf16" else fp32,
+        "muon_split_qkv": config.split_qkv,
+        "muon_tp_mode": "duplicated",
+        "muon_scalar_optimizer": "adam",
+        "muon_use_syrk": False,
+        "weight_decay_all_params": config.weight_decay_all_params,
+        "muon_include": list(config.muon_include),
+        "muon_exclude": list(config.muon_exclude),
+        "muon_homes": config.homes,
+        "muon_rank_tflops": config.rank_tflops,
+        "muon_link_gbytes": config.link_gbytes,
+        "muon_dp_layout": getattr(args, "muon_dp_layout", None) or "contiguous",
+        "muon_round_mib": (config.round_bytes or 0) >> 20,
+        "muon_from_adamw": getattr(args, "muon_from_adamw", None) or "refuse",
+        "adamw_from_muon": False,
+        "muon_ns_dtype": config.ns_dtype,
+        "muon_ns_coefficients": spelled(named),
+        "muon_ns_iteration": config.ns_iteration,
+        "muon_ns_batch": config.ns_batch or 0,
+        "no_muon_checkpoint_digest": not config.checkpoint_digest,
+        "muon_defaults": getattr(args, "muon_defaults", None) or "moonlight",
+        "muon_backend": "plugin",
+        "muon_cpu": bool(getattr(args, "muon_cpu", None)),
+    }
+
+
+def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:
+    """The options of Muon's on a command line, and ``--optimizer muon``.
+
+    Args:
+        parser: that ``add_flags`` completed; it knows Megatron's own flags of Muon's too.
+        line: the words.
+    """
+    known = {flag.option for flag in FLAGS} | {
+        option for option in parser._option_string_actions if option.startswith("--muon-")
+    }
+    found = [word for word in line if word.split("=")[0] in known]
+    pairs = itertools.pairwise(line)
+    if "--optimizer=muon" in line or ("--optimizer", "muon") in pairs:
+        found.insert(0, "--optimizer muon")
+    return found

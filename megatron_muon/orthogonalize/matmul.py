@@ -1,0 +1,274 @@
+"""The matrix products of Newton-Schulz, and what they round to, in one place.
+
+A product accumulates in fp32, takes its linear term in the same pass and rounds once. On CUDA the
+matmul does that by itself (that the sums of a product cut along its inner dim may be added in bf16
+is the process's choice, ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``), and
+so does a CPU with bf16 instructions, in bf16. Elsewhere the operands, exact in fp32, are held and
+multiplied there: without such instructions torch's kernels are tens of times slower. Products in
+fp32 are that also where the process lets its others be TF32, as some container images do, or bf16:
+the Gram iteration's restarts are known for fp32 only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_muon.coefficients import NsDtype
+from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.orthogonalize.iteration import Device, held_dtype, panels
+
+_TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+SymmetricKernel = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]
+# quack's kernel works on tiles of this many rows; smaller matrices are torch's. Rows begin at
+# multiples of 16 bytes.
+_KERNEL_TILE, _KERNEL_ALIGNMENT = 256, 8
+_KERNEL_CAPABILITY = (9, 0)  # Hopper; every release that has the kernel has it from there on
+
+
+def torch_dtype(ns_dtype: NsDtype) -> torch.dtype:
+    """The torch dtype that matrices are orthogonalized in."""
+    return _TORCH_DTYPE[ns_dtype]
+
+
+def travel_dtype(config: MuonConfig) -> torch.dtype:
+    """What pieces and directions travel in: bf16, whose exponents are fp32's, or fp32 itself."""
+    return torch.float32 if config.ns_dtype == "fp32" else torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Products on one device.
+
+    Attributes:
+        dtype: what an iterate is rounded to.
+        squares: what the Gram iteration's square matrices are rounded to.
+        held: what matrices are held and multiplied in.
+        blocked: symmetric products are made up to the diagonal, by panels, and mirrored.
+        kernel: a library's symmetric product; None: torch's matmul.
+    """
+
+    dtype: torch.dtype
+    squares: torch.dtype
+    held: torch.dtype
+    blocked: bool = False
+    kernel: SymmetricKernel | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """An fp32 matrix, rounded to ``dtype``, as products take it."""
+        return x.to(self.dtype).to(self.held)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """A product, in place, rounded to ``dtype`` where the product has not done that itself."""
+        return x if self.dtype == self.held else x.copy_(x.to(self.dtype))
+
+    def squared(self, x: Tensor) -> Tensor:
+        """A square matrix of the Gram iteration, in place, rounded to ``squares``."""
+        return x if self.squares == self.held else x.copy_(x.to(self.squares))
+
+    def product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        linear: Tensor | None = None,
+        *,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """``beta·linear + alpha·left@right`` in ``held``; of matrices or of batches of them."""
+        if left.dim() == 3:
+            if linear is None:
+                return torch.bmm(left, right, out=out)
+            return torch.baddbmm(linear, left, right, beta=beta, alpha=alpha, out=out)
+        if linear is None:
+            return torch.mm(left, right, out=out)
+        return torch.addmm(linear, left, right, beta=beta, alpha=alpha, out=out)
+
+    def times(
+        self,
+        square: Tensor,
+        x: Tensor,
+        *,
+        beta: float | None = None,
+        alpha: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """``beta·X + alpha·SX``, or XS where X is tall; not rounded.
+
+        Args:
+            square: S, symmetric, of the short side of ``x``.
+            x: X.
+            beta: None: without the linear term.
+            out: is not ``x``.
+        """
+        left, right = (x, square) if x.size(-2) > x.size(-1) else (square, x)
+        if beta is None:
+            return self.product(left, right, out=out)
+        return self.product(left, right, x, beta=beta, alpha=alpha, out=out)
+
+    def short_square(self, x: Tensor, *, in_panels: bool = True) -> Tensor:
+        """XXᵀ, or XᵀX where X is tall; not rounded."""
+        left, right = (x.mT, x) if x.size(-2) > x.size(-1) else (x, x.mT)
+        return self.symmetric(left, right, in_panels=in_panels)
+
+    def symmetric(
+        self,
+        left: Tensor,
+        right: Tensor,
+        linear: Tensor | None = None,
+        *,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+        in_panels: bool = True,
+    ) -> Tensor:
+        """``product`` where the result is known to be symmetric, ``linear`` too; not rounded."""
+        if self.kernel is not None and _fits_kernel(left):
+            return self.kernel(left, right, linear, beta, alpha)
+        if in_panels and self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
+            return _lower_and_mirrored(left, right, linear, beta, alpha)
+        return self.product(left, right, linear, beta=beta, alpha=alpha)
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for it (AVX512_BF16, AMX) and torch's kernels use them."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    has_avx512_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # since torch 2.5
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # the public way, later still
+    if capabilities is None:
+        return has_avx512_bf16 is not None and bool(has_avx512_bf16())
+    return any(capabilities().get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def plan_device(device: torch.device) -> Device:
+    """A device as plans know it; all but CPUs are taken for CUDA's."""
+    if device.type != "cpu":
+        return "cuda"
+    return "cpu_bf16" if multiplies_bf16() else "cpu"
+
+
+def products_on(device: torch.device, ns_dtype: NsDtype) -> Products:
+    """The products that a device has."""
+    dtype, kind = torch_dtype(ns_dtype), plan_device(device)
+    held = torch_dtype(held_dtype(ns_dtype, kind))
+    if kind == "cuda":
+        kernel = _quack_on(device) if dtype != torch.float32 else None
+        return Products(dtype, squares=held, held=held, kernel=kernel)
+    return Products(dtype, squares=held, held=held, blocked=True)
+
+
+@contextmanager
+def fp32_is_fp32(device: torch.device) -> Iterator[None]:
+    """Within it, products of fp32 are made in fp32, whatever the process allows others.
+
+    It sets what the host reads when it starts a product, so a GPU is not waited for.
+    """
+    backend: Any = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
+    matmul: Any = getattr(backend, "matmul", None)
+    if hasattr(matmul, "fp32_precision"):
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
+    else:  # torch before 2.9
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+
+def try_products(device: torch.device, ns_dtype: NsDtype) -> None:
+    """Make a product with the library's kernel, where there is one, before a step needs it.
+
+    Raises:
+        RuntimeError: it is installed and does not work; with what it said, and the way out.
+    """
+    try:
+        products = products_on(device, ns_dtype)
+        if products.kernel is not None:
+            rows = 2 * _KERNEL_TILE
+            x = torch.zeros(rows, rows, dtype=products.held, device=device)
+            products.symmetric(x, x.mT)
+            products.symmetric(x, x, x)
+            torch.cuda.synchronize(device)
+    except Exception as error:  # whatever it is: a compiler of its own is in it
+        raise RuntimeError(
+            "quack-kernels is installed, for the symmetric products of Newton-Schulz, and fails: "
+            f"{type(error).__name__}: {error}. Install a release of it that fits this GPU and "
+            "torch, or uninstall it: torch's matmul takes its place"
+        ) from error
+
+
+def said_of_products(device: torch.device, ns_dtype: NsDtype, iteration: NsIteration) -> str:
+    """For the log: who makes the symmetric products."""
+    products = products_on(device, ns_dtype)
+    if products.kernel is not None:
+        return "quack-kernels"
+    if not products.blocked or iteration == "standard":
+        return "torch, plain matmul"
+    of_gram = " in the Gram iteration" if iteration == "auto" else ""
+    return f"torch, in panels up to the diagonal{of_gram}"
+
+
+def _lower_and_mirrored(
+    left: Tensor, right: Tensor, linear: Tensor | None, beta: float, alpha: float
+) -> Tensor:
+    size = left.size(0)
+    out = left.new_empty(size, size)
+    for start, stop in panels(size):
+        panel = out[start:stop, :stop]
+        if linear is None:
+            torch.mm(left[start:stop], right[:, :stop], out=panel)
+        else:
+            within = linear[start:stop, :stop]
+            torch.addmm(
+                within, left[start:stop], right[:, :stop], beta=beta, alpha=alpha, out=panel
+            )
+        out[:start, start:stop].copy_(out[start:stop, :start].mT)
+    return out
+
+
+def _fits_kernel(x: Tensor) -> bool:
+    rows, cols = x.shape[-2:]
+    return rows > _KERNEL_TILE and rows % _KERNEL_ALIGNMENT == 0 and cols % _KERNEL_ALIGNMENT == 0
+
+
+def _quack_on(device: torch.device) -> SymmetricKernel | None:
+    if torch.cuda.get_device_capability(device) < _KERNEL_CAPABILITY:
+        return None
+    return _quack()
+
+
+@cache
+def _quack() -> SymmetricKernel | None:
+    """quack-kernels' symmetric product (Hopper, Blackwell; bf16, fp16), where it is installed."""
+    try:
+        from quack.gemm_interface import gemm_symmetric
+    except ImportError:
+        return None
+
+    def kernel(
+        left: Tensor, right: Tensor, linear: Tensor | None, beta: float, alpha: float
+    ) -> Tensor:
+        alone = left.dim() == 2  # it takes batches
+        operands = [x if x is None or not alone else x[None] for x in (left, right, linear)]
+        made: Tensor = gemm_symmetric(*operands[:2], C=operands[2], alpha=alpha, beta=beta)
+        return made[0] if alone else made
+
+    return kernel

@@ -1,0 +1,335 @@
+"""Newton-Schulz orthogonalization of matrices: tensors in, tensors out, no groups.
+
+Two iterations that differ in rounding only (``iteration`` says which a matrix gets): the standard
+one of arXiv 2502.16982 eq. 2-3 and https://kellerjordan.github.io/posts/muon, and the Gram one,
+both started from X = U/‖U‖. The Gram one's error is at most twice the standard one's in 16 bits and
+8 times in fp32, as ``coefficients.Restarts`` was found. The order of operations is part of the
+definition, since bf16 shows every other order; what a product rounds to is in ``matmul``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_muon.coefficients import Triple
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import (
+    Segments,
+    schedule_of,
+    scratch_elements,
+    segments,
+    takes_gram,
+)
+from megatron_muon.orthogonalize.matmul import (
+    Products,
+    fp32_is_fp32,
+    plan_device,
+    products_on,
+    travel_dtype,
+)
+
+_EXPONENT = 0x7F800000  # bits of an fp32 number
+_SMALLEST = 2.0**-126  # normal fp32 number
+
+
+def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
+    """The direction of a matrix: all its singular values brought near 1.
+
+    Args:
+        matrix: ``(rows, cols)``, any floating dtype. Any scale: it is normalised in fp32, by its
+            largest entry first, so nothing over- or underflows. Zero gives zero.
+        config: the settings whose names begin with ``ns_`` are read.
+
+    Returns:
+        ``(rows, cols)`` in ``matmul.travel_dtype``.
+
+    Raises:
+        ValueError: ``matrix`` is not 2-D.
+    """
+    return orthogonalize_at_once([matrix], config)[0]
+
+
+def orthogonalize_at_once(matrices: Sequence[Tensor], config: MuonConfig) -> list[Tensor]:
+    """The directions of matrices of one shape, each product one of a batch.
+
+    A batch's products may round otherwise than those of one matrix; of one it is ``orthogonalize``.
+
+    Args:
+        matrices: each ``(rows, cols)``, on one device.
+        config: as there.
+
+    Returns:
+        Each ``(rows, cols)`` in ``matmul.travel_dtype``.
+
+    Raises:
+        ValueError: they are not 2-D or not of one shape.
+    """
+    shapes = {tuple(matrix.shape) for matrix in matrices}
+    if any(len(shape) != 2 for shape in shapes):
+        raise ValueError(f"a matrix has 2 dims, got shape {', '.join(map(str, sorted(shapes)))}")
+    if len(shapes) != 1:
+        raise ValueError(f"a batch is of 2-D matrices of one shape, got {sorted(shapes)}")
+    batch = torch.stack(list(matrices))
+    directions = batch.new_empty(batch.shape, dtype=travel_dtype(config))
+    _orthogonalize_into(directions, batch, config, None)
+    return list(directions)
+
+
+def orthogonalize_staged(
+    staged: Tensor,
+    moves: Tensor,
+    config: MuonConfig,
+    *,
+    rows: int,
+    cols: int,
+    column_parts: int = 1,
+    column_blocks: int = 1,
+) -> None:
+    """Matrices of one shape in staging order become their directions, in place.
+
+    The memory that they are in is one of the two that the iteration goes back and forth between, so
+    that one other is needed, and that for the short side's squares.
+
+    Args:
+        staged: ``(k·rows·cols,)`` in ``matmul.travel_dtype``: k matrices, each of which has its
+            column parts one after another (``plan.Matrix``).
+        moves: ``(k,)`` bool; where it is False the direction is zero.
+        config: the settings whose names begin with ``ns_`` are read.
+        rows, cols, column_parts, column_blocks: of each matrix.
+    """
+    width = cols // (column_parts * column_blocks)
+    cut = staged.view(-1, column_parts, rows, column_blocks, width)
+    in_rows = cut.permute(0, 2, 3, 1, 4)
+    is_direct = column_parts == 1
+    _orthogonalize_into(in_rows, in_rows, config, moves, memory=staged, is_direct=is_direct)
+
+
+def takes_batches(device: torch.device) -> bool:
+    """Whether matrices of one shape go through the iteration together.
+
+    A CPU takes one at a time, and so does torch's deterministic mode: which matrices are at one
+    home in one round depends on the layout.
+    """
+    return not (_is_cpu(device) or torch.are_deterministic_algorithms_enabled())
+
+
+def at_once_on(device: torch.device, config: MuonConfig, rows: int, cols: int, most: int) -> int:
+    """How many matrices of a shape go through the iteration together, at most.
+
+    Args:
+        rows, cols: theirs.
+        most: elements of scratch memory that may be taken where ``ns_batch`` does not say it.
+    """
+    if not takes_batches(device):
+        return 1
+    if config.ns_batch is not None:
+        return config.ns_batch
+    return max(1, most // scratch_elements(rows, cols))
+
+
+def _orthogonalize_into(
+    out: Tensor,
+    source: Tensor,
+    config: MuonConfig,
+    moves: Tensor | None,
+    *,
+    memory: Tensor | None = None,
+    is_direct: bool = False,
+) -> None:
+    """The directions of k matrices.
+
+    Args:
+        out: ``(k, rows, ...)``, whose last dims are a matrix's columns; takes the directions.
+        source: of the same shape, the matrices; may be ``out``.
+        config: see ``orthogonalize``.
+        moves: see ``orthogonalize_staged``.
+        memory: flat; may be written to once ``source`` is read.
+        is_direct: ``memory`` is ``source``, and row-major.
+    """
+    products = products_on(source.device, config.ns_dtype)
+    rows, cols = source.size(1), source[0, 0].numel()
+    # A GPU multiplies tall matrices as they are; on a CPU the short side is first.
+    is_mirrored = _is_cpu(source.device) and rows > cols
+    shape = (source.size(0), cols, rows) if is_mirrored else (source.size(0), rows, cols)
+    is_direct = is_direct and not is_mirrored and products.held == source.dtype
+
+    def like_source(x: Tensor) -> Tensor:
+        return torch.unflatten(x.mT if is_mirrored else x, 2, source.shape[2:])
+
+    kind = plan_device(source.device)
+    gram = takes_gram(rows, cols, config, kind)
+    iterates = len(segments(config, kind)) if gram else config.ns_steps
+    first = torch.empty(shape, dtype=products.held, device=source.device)
+    second: Tensor | None = None
+    if memory is not None and memory.element_size() == first.element_size():
+        second = memory.view(products.held).view(shape)
+    starts_in_memory = is_direct and iterates % 2 == 0  # so that it ends there
+    if starts_in_memory and second is not None:
+        first, second = second, first
+    into = source if starts_in_memory and second is not None else like_source(first)
+    _enter(first, into, source, moves, products)
+    x = _iterated(first, second, config)
+    if starts_in_memory or (second is not None and iterates % 2 == 1):
+        if is_direct:
+            return
+        x = first.copy_(x)
+    out.copy_(like_source(x))
+
+
+def _iterated(x: Tensor, spare: Tensor | None, config: MuonConfig) -> Tensor:
+    products, device = products_on(x.device, config.ns_dtype), plan_device(x.device)
+    alone = x.size(0) == 1  # its products are a matrix's
+    if alone:
+        x, spare = x[0], None if spare is None else spare[0]
+    with fp32_is_fp32(x.device):
+        if takes_gram(x.size(-2), x.size(-1), config, device):
+            x = gram_iteration(x, segments(config, device), products, spare)
+        else:
+            x = standard_iteration(x, schedule_of(config), products, spare)
+    return x[None] if alone else x
+
+
+def _enter(
+    x: Tensor,
+    into: Tensor,
+    source: Tensor,
+    moves: Tensor | None,
+    products: Products,
+) -> None:
+    """Fill ``x`` with the matrices of ``source``, each divided by its norm.
+
+    Where ``moves`` is False one is zero, by a division that is made in any case.
+
+    Args:
+        x: ``(k, m, n)`` in ``products.held``.
+        into: ``x`` in the shape of ``source``; ``source`` itself, where they are one memory.
+        source, moves: see ``_orthogonalize_into``.
+        products: of the device.
+    """
+    if _is_cpu(source.device):
+        whole = torch.empty_like(x, dtype=torch.float32)
+        torch.as_strided(whole, into.shape, into.stride()).copy_(source)
+        for number, matrix in enumerate(whole):
+            normalize_(matrix, None if moves is None else moves[number])
+        x.copy_(products.enter(whole))
+        return
+    dims = tuple(range(1, source.dim()))
+    largest = torch.linalg.vector_norm(source, math.inf, dim=dims, keepdim=True).float()
+    # The power of two below it: dividing by that rounds nothing, so the matrix can be held in its
+    # own dtype, and squares of its entries neither over- nor underflow.
+    power = (largest.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_min(_SMALLEST)
+    source.div_(power)
+    dtype = torch.promote_types(source.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(source, dim=dims, keepdim=True, dtype=dtype)
+    moving = norm > 0
+    if moves is not None:
+        moving &= moves.view(norm.shape)
+    torch.div(source, torch.where(moving, norm, math.inf), out=into)
+    products.rounded(x)
+
+
+def _is_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def normalize(x: Tensor) -> Tensor:
+    """A new fp32 matrix: ``x`` divided by its Frobenius norm; zero stays zero."""
+    return normalize_(x.to(torch.float32, copy=True))
+
+
+def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
+    """Divide an fp32 matrix by its Frobenius norm, in place; zero stays zero.
+
+    The largest entry is divided out first: squares of entries then neither over- nor underflow, the
+    norm is at least 1, and no epsilon is needed that small gradients could fall under.
+
+    Args:
+        x: ``(m, n)``.
+        moves: bool scalar; where it is False ``x`` becomes zero.
+    """
+    smallest, largest = torch.aminmax(x)
+    largest = torch.maximum(-smallest, largest)
+    x.div_(torch.where(largest == 0, torch.ones_like(largest), largest))
+    norm: Tensor = torch.linalg.vector_norm(x).clamp_min(1.0)
+    if moves is not None:
+        norm = torch.where(moves, norm, torch.inf)
+    return x.div_(norm)
+
+
+def standard_iteration(
+    x: Tensor, steps: tuple[Triple, ...], products: Products, spare: Tensor | None = None
+) -> Tensor:
+    """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX, every one of them rounded.
+
+    A tall X has A = XᵀX and X ← aX + XB. On a CPU no panels: it is what others are compared with,
+    product by product.
+
+    Args:
+        x: ``(m, n)`` in ``products.held``; or ``(k, m, n)``, a batch.
+        steps: (a, b, c) of each.
+        products: of x's device.
+        spare: like ``x``; the iterates are in both by turns. None: each is new.
+
+    Returns:
+        The last iterate.
+    """
+    for a, b, c in steps:
+        gram = products.rounded(products.short_square(x, in_panels=False))
+        if c == 0:
+            made = products.times(gram, x, beta=a, alpha=b, out=spare)
+        else:
+            square = products.symmetric(gram, gram, gram, beta=b, alpha=c, in_panels=False)
+            del gram
+            made = products.times(products.rounded(square), x, beta=a, out=spare)
+            del square
+        x, spare = products.rounded(made), None if spare is None else x
+    return x
+
+
+def gram_iteration(
+    x: Tensor, parts: Segments, products: Products, spare: Tensor | None = None
+) -> Tensor:
+    """The same polynomials of the short side's square, then one product with X a segment.
+
+    X is rounded as in the standard iteration, the square matrices to ``products.squares``.
+
+    Args:
+        x: ``(m, n)`` in ``products.held``; or ``(k, m, n)``, a batch.
+        parts: (a, b, c) of each step, in the segments between restarts.
+        products: of x's device.
+        spare: as in ``standard_iteration``.
+    """
+    for part in parts:
+        factor = _factor(products.squared(products.short_square(x)), part, products)
+        made = products.times(factor, x, out=spare)
+        del factor
+        x, spare = products.rounded(made), None if spare is None else x
+    return x
+
+
+def _factor(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
+    """Q of one segment: QX is what ``steps`` make of X, given R = XXᵀ; as R, ``(m, m)`` or many."""
+
+    def plus(linear: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+        made = products.symmetric(left, right, linear, beta=beta, alpha=alpha)
+        return products.squared(made)
+
+    factor: Tensor | None = None
+    for step, (a, b, c) in enumerate(steps):
+        # Z = αP; where c is 0 the square is not made, and b is taken into the products.
+        alpha, p = (b, gram) if c == 0 else (1.0, plus(gram, gram, gram, b, c))
+        if factor is None:
+            factor = products.squared(p * alpha)
+            factor.diagonal(dim1=-2, dim2=-1).add_(a)
+            factor = products.squared(factor)
+        else:
+            factor = plus(factor, factor, p, a, alpha)
+        if step < len(steps) - 1:  # R ← (a + Z)R(a + Z)
+            half = plus(gram, gram, p, a, alpha)
+            gram = plus(half, p, half, a, alpha)
+    assert factor is not None  # a segment has a step
+    return factor

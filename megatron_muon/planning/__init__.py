@@ -1,0 +1,1 @@
+"""Who orthogonalizes which matrix, and what travels when: integers, the same on every rank."""

@@ -1,0 +1,180 @@
+"""What a plan comes to, in words: the lines that a run prints at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from math import prod
+
+from megatron_muon.coefficients import spelled
+from megatron_muon.config import MuonConfig
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.setting_names import named
+
+PREFIX = "[megatron_muon]"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Trainable elements of a pipeline stage or a model, each counted once over all ranks.
+
+    Attributes:
+        total, muon: of all parameters, and of Muon's.
+        active, active_muon: of those that one token goes through: of a layer's routed experts only
+            as many as the router picks.
+    """
+
+    total: int = 0
+    muon: int = 0
+    active: int = 0
+    active_muon: int = 0
+
+    def numbers(self) -> list[int]:
+        """For ``of``."""
+        return list(astuple(self))
+
+    @staticmethod
+    def of(numbers: Sequence[int]) -> Share:
+        """The reverse of ``numbers``."""
+        return Share(*numbers)
+
+    def __add__(self, other: Share) -> Share:
+        return Share(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def active_line(version: str, core: str) -> str:
+    """One line by which a log shows that this package's Muon runs, and not Megatron's own.
+
+    Args:
+        version: of megatron-muon.
+        core: version of megatron-core.
+    """
+    return (
+        f"{PREFIX} megatron-muon {version} is active: Distributed Muon over the "
+        f"DistributedOptimizer of megatron-core {core}"
+    )
+
+
+# Fused projections that are one matrix each, by the module's name.
+UNSPLIT = {
+    "linear_kv_down_proj": "multi-latent attention's projections",
+    "linear_qkv_down_proj": "multi-latent attention's projections",  # of query, too, from 0.19 on
+    "in_proj": "the in_proj of state-space layers, rows in the order of TP ranks,",
+}
+
+
+def share_lines(stages: Sequence[Share], unsplit: Sequence[str]) -> list[str]:
+    """What Muon has of the model, and a warning where that is less than half.
+
+    Args:
+        stages: of each pipeline stage.
+        unsplit: those keys of ``UNSPLIT`` that the model has.
+    """
+    share = sum(stages, start=Share())
+    all_of_it, activated = _ratio(share.muon, share.total), _ratio(share.active_muon, share.active)
+    lines = [
+        f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_count(share.total)} parameters and "
+        f"{activated:.1%} of the {_count(share.active)} that a token activates, AdamW the rest"
+        + "".join(f"; {UNSPLIT[leaf]} are one matrix each, not split" for leaf in unsplit)
+    ]
+    if min(all_of_it, activated) < 0.5:
+        lines.append(
+            f"{PREFIX} warning: less than half is Muon's, since embeddings and the output layer "
+            f"dominate or {named('muon_exclude')} takes much: expect little difference from AdamW"
+        )
+    return lines
+
+
+def fused_lines(names: Sequence[str]) -> list[str]:
+    """A line about fused projections that are not split, if there are any.
+
+    Args:
+        names: theirs.
+    """
+    if not names:
+        return []
+    return [
+        f"{PREFIX} {named('split_qkv')} has no effect on {', '.join(names)}: the order of rows is "
+        "known only of Megatron's SelfAttention and CrossAttention, so each is one matrix"
+    ]
+
+
+def newton_schulz_line(config: MuonConfig, products: str, *, in_batches: bool) -> str:
+    """One line about the iteration.
+
+    Args:
+        config: the settings.
+        products: who makes the symmetric products.
+        in_batches: matrices of one shape are orthogonalized together, as ``ns_batch`` says.
+    """
+    batches = ""
+    if in_batches and config.ns_batch != 1:
+        most = "as many" if config.ns_batch is None else f"up to {config.ns_batch}"
+        fit = " as fit" if config.ns_batch is None else ""
+        batches = f"; {most} matrices of one shape at once{fit}"
+    elif (config.ns_batch or 1) > 1:
+        batches = (
+            f"; one matrix at a time, not {config.ns_batch}: a CPU and torch's deterministic mode "
+            "take no batches"
+        )
+    return (
+        f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
+        f"{config.ns_dtype}, {config.ns_iteration}; symmetric products: {products}{batches}"
+    )
+
+
+def connected_line(*, stage: int, peers: int, seconds: float) -> str:
+    """One line about the connections that were made before the first step."""
+    return (
+        f"{PREFIX} pipeline stage {stage}: connected to {peers} peer(s) of the exchange in "
+        f"{seconds:.1f} s"
+    )
+
+
+def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: Sequence[int]) -> str:
+    """One line about the Muon part of one DistributedOptimizer of a pipeline stage.
+
+    Args:
+        plan: the stage's.
+        stage: pipeline rank.
+        experts: it is the experts' optimizer.
+        buckets: in each grad buffer of one rank.
+    """
+    cut = _cut(plan, range(len(buckets)))
+    by_buffer = [
+        f"{count} bucket(s), {_cut(plan, [buffer])}" for buffer, count in enumerate(buckets)
+    ]
+    several = f", by buffer: {'; '.join(by_buffer)}" if len(buckets) > 1 else ""
+    flops, sent = plan.ns_flops(), plan.sent_bytes()
+    mean = sum(flops) / len(flops)
+    return (
+        f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: "
+        f"{len(plan.matrices)} matrices in {len(plan.parameters)} parameters; "
+        f"{sum(buckets)} bucket(s), {cut}{several}; "
+        f"the exchange sends {_amount(sum(sent) / len(sent))}B a step on the mean rank and "
+        f"{_amount(max(sent))}B on the busiest rank, in {len(plan.rounds)} round(s); "
+        f"Newton-Schulz {_amount(sum(flops))}flop a step on the stage, "
+        f"{max(flops) / mean if mean else 1:.2f} × the mean on the busiest rank"
+    )
+
+
+def _cut(plan: ExchangePlan, buffers: Sequence[int]) -> str:
+    cut = [p for p in plan.boundary_parameters() if p.buffer in buffers]
+    size = sum(prod(parameter.shape) for parameter in cut) * plan.itemsize
+    return f"{len(cut)} boundary parameter(s) ({_amount(size)}B per TP rank)"
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 1.0
+
+
+def _count(number: int) -> str:
+    return _amount(number).strip()
+
+
+def _amount(number: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 1000 or unit == "T":
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    raise AssertionError("unreachable")

@@ -1,0 +1,399 @@
+"""The exchange plan: which rank orthogonalizes which matrix, and every run of elements that moves.
+
+Plain integers, a pure function of the stage's parameters, its grid of ranks and the settings; so
+every rank makes the same plan without asking, the optimizer runs it, and tests count it.
+
+A matrix is assembled at its home in *staging order*: its column parts (one unless TP cuts the
+columns) one after another, each row-major. In that order every run of elements that is contiguous
+in a parameter is contiguous in the matrix, wherever a shard was cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import Device, ns_flops
+from megatron_muon.planning.homes import Work, choose_homes, prices
+from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.planning.rounds import make_rounds
+
+# grid[ep_rank][tp_rank][dp_rank] is a rank of the stage's group. One EP rank for what is not an
+# expert's; for experts all three are those of the expert groups.
+Grid = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A whole matrix of the stage and the rank that orthogonalizes it.
+
+    Attributes:
+        name: parameter name, with the part in brackets where a parameter holds several.
+        rows, cols: size over all TP ranks.
+        column_parts: number of equal column ranges that staging lays out one after another.
+        column_blocks: of how many equal ranges of columns each such part holds a piece, in order.
+        home: rank of the stage's group.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    column_parts: int
+    column_blocks: int
+    home: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements contiguous in a parameter on one rank and in the staging of one matrix.
+
+    Attributes:
+        parameter, matrix: indices into the plan's.
+        rank: holds the elements.
+        elements: of the flat local parameter.
+        start: where ``elements.start`` is in the matrix's staging.
+        replica: a TP replica of elements that another rank sends; it only receives directions.
+    """
+
+    parameter: int
+    matrix: int
+    rank: int
+    elements: Span
+    start: int
+    replica: bool
+
+    @property
+    def staged(self) -> Span:
+        return Span(self.start, self.start + self.elements.size)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRoutes:
+    """What one rank sends, receives and keeps in a round, each list in the order of the segments.
+
+    ``gather_to[r]`` are the segments it sends to home r and whose directions come back;
+    ``gather_from[r]`` those that rank r sends to it. ``scatter_to`` and ``scatter_from`` are the
+    same but for replicas, which only receive. ``kept`` are the segments that are already home.
+    """
+
+    gather_to: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
+    gather_from: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
+    scatter_to: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
+    scatter_from: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
+    kept: list[Segment] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """All of a stage's Muon work in one step; see the module's docstring.
+
+    Attributes:
+        flops: of each matrix's Newton-Schulz.
+        itemsize: bytes of an element that travels.
+        rounds: indices of the parameters that go through the exchange together, in order.
+    """
+
+    parameters: tuple[Parameter, ...]
+    matrices: tuple[Matrix, ...]
+    segments: tuple[Segment, ...]
+    grid: Grid
+    itemsize: int
+    flops: tuple[int, ...]
+    rounds: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the stage."""
+        return grid_size(self.grid)
+
+    def routes(self, rank: int) -> list[RankRoutes]:
+        """The segments that ``rank`` sends, receives and keeps in each round."""
+        rounds = [RankRoutes() for _ in self.rounds]
+        round_of = self._round_of()
+        for segment in self.segments:
+            home = self.matrices[segment.matrix].home
+            if rank not in (home, segment.rank):
+                continue
+            routes = rounds[round_of[segment.parameter]]
+            if home == segment.rank:
+                routes.kept.append(segment)  # the home's TP rank sends, so it is no replica
+                continue
+            mine = segment.rank == rank
+            other = home if mine else segment.rank
+            (routes.scatter_from if mine else routes.scatter_to)[other].append(segment)
+            if not segment.replica:
+                (routes.gather_to if mine else routes.gather_from)[other].append(segment)
+        return rounds
+
+    def silent_rounds(self) -> list[bool]:
+        """Of each round, whether nothing moves in it between any two ranks."""
+        silent = [True] * len(self.rounds)
+        round_of = self._round_of()
+        for segment in self.segments:
+            if self.matrices[segment.matrix].home != segment.rank:
+                silent[round_of[segment.parameter]] = False
+        return silent
+
+    def _round_of(self) -> dict[int, int]:
+        return {index: number for number, round in enumerate(self.rounds) for index in round}
+
+    def pieces(self, rank: int) -> dict[int, Span]:
+        """Elements that ``rank`` holds of each parameter that it holds some of, by index."""
+        return {
+            index: piece
+            for index, parameter in enumerate(self.parameters)
+            for holder, piece in held_pieces(parameter, self.grid)
+            if holder == rank
+        }
+
+    def homes(self, rank: int) -> list[int]:
+        """Indices of the matrices that ``rank`` orthogonalizes."""
+        return [index for index, matrix in enumerate(self.matrices) if matrix.home == rank]
+
+    def homes_by_round(self, rank: int) -> list[list[int]]:
+        """The same, round by round."""
+        matrices_of: dict[int, list[int]] = defaultdict(list)
+        first = 0
+        for index, parameter in enumerate(self.parameters):
+            matrices_of[index] = list(range(first, first + len(parameter.matrices)))
+            first += len(parameter.matrices)
+        return [
+            [i for index in round for i in matrices_of[index] if self.matrices[i].home == rank]
+            for round in self.rounds
+        ]
+
+    def ns_flops(self) -> list[int]:
+        """Newton-Schulz floating-point operations of each rank in a step."""
+        flops = [0] * self.size
+        for matrix, work in zip(self.matrices, self.flops, strict=True):
+            flops[matrix.home] += work
+        return flops
+
+    def sent_bytes(self) -> list[int]:
+        """Bytes that each rank sends to others in a step: pieces there, directions back.
+
+        With each segment goes an element that says whether it has a gradient.
+        """
+        sent = [0] * self.size
+        for segment in self.segments:
+            home = self.matrices[segment.matrix].home
+            if home == segment.rank:
+                continue
+            sent[home] += segment.elements.size * self.itemsize
+            if not segment.replica:
+                sent[segment.rank] += (segment.elements.size + 1) * self.itemsize
+        return sent
+
+    def boundary_parameters(self) -> list[Parameter]:
+        dp_size = len(self.grid[0][0])
+        return [p for p in self.parameters if p.is_boundary(dp_size)]
+
+    def validate(self) -> None:
+        """Every element of every matrix is gathered once, and every piece gets its directions once.
+
+        Raises:
+            ValueError: names the first matrix or parameter with a hole or an overlap.
+        """
+        gathered: dict[int, list[Span]] = defaultdict(list)
+        returned: dict[tuple[int, int], list[Span]] = defaultdict(list)
+        for segment in self.segments:
+            if not segment.replica:
+                gathered[segment.matrix].append(segment.staged)
+            returned[segment.parameter, segment.rank].append(segment.elements)
+        for index, matrix in enumerate(self.matrices):
+            _require_cover(matrix.name, gathered[index], Span(0, matrix.numel))
+        for index, parameter in enumerate(self.parameters):
+            for rank, piece in held_pieces(parameter, self.grid):
+                _require_cover(parameter.name, returned.pop((index, rank), []), piece)
+        if returned:
+            index, rank = min(returned)
+            raise ValueError(f"{self.parameters[index].name}: rank {rank} holds no piece of it")
+
+
+def make_plan(
+    parameters: Sequence[Parameter], grid: Grid, config: MuonConfig, device: Device = "cuda"
+) -> ExchangePlan:
+    """Choose the homes and lay out every segment.
+
+    Args:
+        parameters: the stage's Muon parameters, in an order that is the same on all ranks.
+        grid: ``grid[ep_rank][tp_rank][dp_rank]``, a permutation of 0 … size - 1.
+        config: the settings; ``homes``, the two speeds, ``round_bytes`` and those of Newton-Schulz
+            matter here.
+        device: that it runs on, the same on all ranks; on CPU gram and auto are less work.
+
+    Raises:
+        ValueError: the pieces do not cover a parameter exactly once.
+    """
+    shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
+    runs = list(_all_runs(parameters, grid))
+    held = _held_elements(runs, len(shapes))
+    flops = tuple(ns_flops(shape.rows, shape.cols, config, device) for _, shape in shapes)
+    itemsize = 4 if config.ns_dtype == "fp32" else 2
+    work = [
+        Work(one, shape.rows * shape.cols, by_rank)
+        for one, (_, shape), by_rank in zip(flops, shapes, held, strict=True)
+    ]
+    homes = choose_homes(work, grid_size(grid), config.homes, prices(config, itemsize))
+    matrices = tuple(
+        Matrix(s.name, s.rows, s.cols, parameter.column_parts, s.column_blocks, home)
+        for (parameter, s), home in zip(shapes, homes, strict=True)
+    )
+    plan = ExchangePlan(
+        parameters=tuple(parameters),
+        matrices=matrices,
+        segments=tuple(_segments(parameters, matrices, runs, grid)),
+        grid=grid,
+        itemsize=itemsize,
+        flops=flops,
+        rounds=_rounds(parameters, matrices, held, itemsize, config),
+    )
+    plan.validate()
+    return plan
+
+
+def _rounds(
+    parameters: Sequence[Parameter],
+    matrices: Sequence[Matrix],
+    held: Sequence[Mapping[int, int]],
+    itemsize: int,
+    config: MuonConfig,
+) -> tuple[tuple[int, ...], ...]:
+    """Of a matrix there are, on its home, at most three copies if every round is like it: the one
+    that is orthogonalized, the message that it comes in and the one that it goes in. Of a piece on
+    another rank there are two, so it is 3/2 and 1 in each of two rounds. Where nothing at all
+    travels, as with an expert DP of 1, one round at a time has memory: 1/2.
+    """
+    homed: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
+    taken: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
+    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
+    moved = list(zip(owner, matrices, held, strict=True))
+    halves = 3 if any(set(by_rank) != {matrix.home} for _, matrix, by_rank in moved) else 1
+    for index, matrix, by_rank in moved:
+        homed[index][matrix.home] += matrix.numel * itemsize
+        for rank, elements in by_rank.items():
+            if rank != matrix.home:
+                taken[index][rank] += elements * itemsize
+        taken[index][matrix.home] += -(-halves * matrix.numel * itemsize // 2)
+    return make_rounds(homed, taken, config.round_bytes)
+
+
+def held_pieces(parameter: Parameter, grid: Grid) -> Iterator[tuple[int, Span]]:
+    """``(rank, elements of the parameter)`` for every rank of the stage that holds some."""
+    for dp_rank, piece in parameter.pieces(len(grid[0][0])):
+        for row in grid[parameter.ep_rank]:
+            yield row[dp_rank], piece
+
+
+def grid_size(grid: Grid) -> int:
+    """Number of ranks."""
+    return sum(len(row) for plane in grid for row in plane)
+
+
+def describe(
+    parameters: Sequence[Parameter], config: MuonConfig, device: Device = "cuda"
+) -> list[str]:
+    """All that a plan follows from but the grid, a line each: what ranks have to agree about.
+
+    A line is a name and a value, ``setting momentum: 0.95``: an error names the one that differs.
+    What a matrix's standard iteration costs is the same on every device, so they may differ then.
+    """
+    devices = [] if config.ns_iteration == "standard" else [f"kind of device: {device}"]
+    settings = [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]
+    return [*settings, *devices, *map(_describe, parameters)]
+
+
+def _describe(parameter: Parameter) -> str:
+    matrices = ", ".join(f"{m.name} {m.rows}x{m.cols}" for m in parameter.matrices)
+    place = f"buffer {parameter.buffer}, bucket {parameter.bucket}, elements {parameter.span}"
+    return (
+        f"{parameter.name}: local shape {parameter.shape}, partition_dim {parameter.partition_dim},"
+        f" {place}, matrices {matrices}, rows {digest([repr(parameter.blocks)]).hex()[:16]}"
+    )
+
+
+def digest(lines: Sequence[str]) -> bytes:
+    """32 bytes that differ where ``lines`` do."""
+    return hashlib.sha256("\n".join(lines).encode()).digest()
+
+
+class _Run(NamedTuple):
+    """Elements contiguous in a parameter on one rank and in the staging of one matrix."""
+
+    parameter: int
+    matrix: int
+    tp_rank: int
+    rank: int
+    elements: Span
+    start: int
+
+
+def _all_runs(parameters: Sequence[Parameter], grid: Grid) -> Iterator[_Run]:
+    first_matrix = 0
+    for index, parameter in enumerate(parameters):
+        rows = grid[parameter.ep_rank]
+        pieces = list(parameter.pieces(len(rows[0])))
+        for tp_rank, row in enumerate(rows):
+            for dp_rank, piece in pieces:
+                for matrix, elements, start in _runs(parameter, tp_rank, piece):
+                    rank, matrix_index = row[dp_rank], first_matrix + matrix
+                    yield _Run(index, matrix_index, tp_rank, rank, elements, start)
+        first_matrix += len(parameter.matrices)
+
+
+def _runs(parameter: Parameter, tp_rank: int, piece: Span) -> Iterator[tuple[int, Span, int]]:
+    """``(matrix of the parameter, elements of the parameter, start in the matrix's staging)``."""
+    cols = parameter.shape[1]
+    part = tp_rank if parameter.column_parts > 1 else 0
+    for block in parameter.blocks[tp_rank]:
+        block_start = block.rows.start * cols
+        start, stop = max(piece.start, block_start), min(piece.stop, block.rows.stop * cols)
+        if start < stop:
+            part_start = part * parameter.matrices[block.matrix].rows * cols
+            offset = part_start + block.matrix_row * cols - block_start
+            yield block.matrix, Span(start, stop), start + offset
+
+
+def _segments(
+    parameters: Sequence[Parameter], matrices: Sequence[Matrix], runs: Sequence[_Run], grid: Grid
+) -> Iterator[Segment]:
+    tp_rank_of = {
+        rank: tp_rank for plane in grid for tp_rank, row in enumerate(plane) for rank in row
+    }
+    for run in runs:
+        home = matrices[run.matrix].home
+        yield Segment(
+            parameter=run.parameter,
+            matrix=run.matrix,
+            rank=run.rank,
+            elements=run.elements,
+            start=run.start,
+            replica=parameters[run.parameter].replicated and run.tp_rank != tp_rank_of[home],
+        )
+
+
+def _held_elements(runs: Sequence[_Run], matrices: int) -> list[dict[int, int]]:
+    """For each matrix, the elements of it that each rank holds."""
+    held: list[dict[int, int]] = [defaultdict(int) for _ in range(matrices)]
+    for run in runs:
+        held[run.matrix][run.rank] += run.elements.size
+    return held
+
+
+def _require_cover(name: str, spans: list[Span], whole: Span) -> None:
+    position = whole.start
+    for span in sorted(spans):
+        if span.start != position:
+            kind = "is not covered" if span.start > position else "is covered twice"
+            raise ValueError(f"{name}: element {min(span.start, position)} {kind}")
+        position = span.stop
+    if position != whole.stop:
+        raise ValueError(f"{name}: elements {position} to {whole.stop} are not covered exactly")

@@ -1,0 +1,211 @@
+"""What one rank does in a round of the exchange, as integers: made once, used in every step.
+
+A run is a segment of the plan that this rank holds. Buffers of a round are flat; every list of
+sizes below cuts one of them from its first element to its last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_muon.planning.plan import ExchangePlan, Matrix, RankRoutes, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Matrices of one layout that lie one after another in the staged buffer.
+
+    Attributes:
+        matrices: their indices in the plan.
+        like: the first of them; all have its size and its column parts.
+        start: of the first, in elements.
+    """
+
+    matrices: tuple[int, ...]
+    like: Matrix
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTable:
+    """One rank's part of a round.
+
+    Attributes:
+        parameters: with a piece here, as ``(index, sizes of its runs)``; runs are numbered through.
+        matrices: the plan's index of each run's matrix.
+        moving: numbers of the runs that go to a home: those that are kept here, in staged order,
+            then those that are sent, in the order of ``sent_sizes``.
+        kept_sizes: of the runs that are home already.
+        sent_sizes: of the message with pieces: each peer's runs, and then one for their flags.
+        sent_parts: the numbers of the parts of it that are runs.
+        sent_to, received_from: ``(rank of the stage, elements)`` by peer, flags included.
+        sent_flags, received_flags: the places of flags in the messages.
+        received_sizes: of the message that comes, as ``sent_sizes``.
+        homes: the stage's matrices whose home this is, in staged order.
+        alike: the same, by layout.
+        staged_sizes: of the staged buffer.
+        staged_from: for each of its parts, its number among the kept and, after them, the parts of
+            ``received_sizes``.
+        places: for each kept run and each one that arrives, the place of its matrix in ``homes``.
+        kept_parts: numbers of the staged parts that are kept runs.
+        directions_to: ``(rank of the stage, elements)``; who gets directions from here.
+        direction_parts: numbers of the staged parts that are sent, in the message's order.
+        directions_from: from whom this rank gets directions.
+        direction_sizes: of the message that comes.
+        direction_of: for each run, its number among the kept and, after them, the parts of
+            ``direction_sizes``.
+    """
+
+    parameters: tuple[tuple[int, tuple[int, ...]], ...]
+    matrices: tuple[int, ...]
+    moving: tuple[int, ...]
+    kept_sizes: tuple[int, ...]
+    sent_sizes: tuple[int, ...]
+    sent_parts: tuple[int, ...]
+    sent_to: tuple[tuple[int, int], ...]
+    received_from: tuple[tuple[int, int], ...]
+    sent_flags: tuple[int, ...]
+    received_flags: tuple[int, ...]
+    received_sizes: tuple[int, ...]
+    homes: tuple[int, ...]
+    alike: tuple[Alike, ...]
+    staged_sizes: tuple[int, ...]
+    staged_from: tuple[int, ...]
+    places: tuple[int, ...]
+    kept_parts: tuple[int, ...]
+    directions_to: tuple[tuple[int, int], ...]
+    direction_parts: tuple[int, ...]
+    directions_from: tuple[tuple[int, int], ...]
+    direction_sizes: tuple[int, ...]
+    direction_of: tuple[int, ...]
+
+    @property
+    def peers(self) -> set[int]:
+        """The ranks of the stage that this one sends something to or takes something from."""
+        counts = (self.sent_to, self.received_from, self.directions_to, self.directions_from)
+        return {rank for of_ranks in counts for rank, _ in of_ranks}
+
+    @property
+    def travels(self) -> bool:
+        """This rank sends or receives something in the round."""
+        return bool(self.peers)
+
+
+def round_tables(plan: ExchangePlan, rank: int) -> list[RoundTable]:
+    """Of every round of a plan, for ``rank`` of the stage."""
+    return [
+        _table(plan, rank, routes, homes)
+        for routes, homes in zip(plan.routes(rank), plan.homes_by_round(rank), strict=True)
+    ]
+
+
+def _table(plan: ExchangePlan, rank: int, routes: RankRoutes, homes: Sequence[int]) -> RoundTable:
+    alike = list(_by_layout(plan, homes))
+    homes = [index for group in alike for index in group.matrices]
+    place = {index: at for at, index in enumerate(homes)}
+
+    def in_staged_order(segment: Segment) -> tuple[int, int]:
+        return place[segment.matrix], segment.start
+
+    kept = sorted(routes.kept, key=in_staged_order)
+    to_homes, arriving = _joined(routes.gather_to), _joined(routes.gather_from)
+    back, returning = _joined(routes.scatter_to), _joined(routes.scatter_from)
+    runs = sorted([*kept, *returning], key=lambda s: (s.parameter, s.elements))
+    number = {id(segment): at for at, segment in enumerate(runs)}
+    sent_sizes, sent_flags = _with_flags(routes.gather_to)
+    received_sizes, received_flags = _with_flags(routes.gather_from)
+    source = {
+        **{id(segment): at for at, segment in enumerate(kept)},
+        **_numbers(routes.gather_from, first=len(kept)),
+    }
+    parts = sorted([*kept, *arriving], key=in_staged_order)
+    part_of = {(s.matrix, s.start): at for at, s in enumerate(parts)}
+    direction = {id(segment): at for at, segment in enumerate([*kept, *returning])}
+    return RoundTable(
+        parameters=tuple(
+            (index, tuple(s.elements.size for s in held))
+            for index, held in itertools.groupby(runs, key=lambda s: s.parameter)
+        ),
+        matrices=tuple(segment.matrix for segment in runs),
+        moving=tuple(number[id(segment)] for segment in (*kept, *to_homes)),
+        kept_sizes=_sizes(kept),
+        sent_sizes=sent_sizes,
+        sent_parts=tuple(_numbers(routes.gather_to).values()),
+        sent_to=_counts(routes.gather_to, flags=True),
+        received_from=_counts(routes.gather_from, flags=True),
+        sent_flags=sent_flags,
+        received_flags=received_flags,
+        received_sizes=received_sizes,
+        homes=tuple(homes),
+        alike=tuple(alike),
+        staged_sizes=_sizes(parts),
+        staged_from=tuple(source[id(segment)] for segment in parts),
+        places=tuple(place[segment.matrix] for segment in (*kept, *arriving)),
+        kept_parts=tuple(part_of[s.matrix, s.start] for s in kept),
+        directions_to=_counts(routes.scatter_to),
+        direction_parts=tuple(part_of[s.matrix, s.start] for s in back),
+        directions_from=_counts(routes.scatter_from),
+        direction_sizes=_sizes(returning),
+        direction_of=tuple(direction[id(segment)] for segment in runs),
+    )
+
+
+def _by_layout(plan: ExchangePlan, homes: Sequence[int]) -> Iterable[Alike]:
+    groups: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+    for index in homes:
+        matrix = plan.matrices[index]
+        layout = (matrix.rows, matrix.cols, matrix.column_parts, matrix.column_blocks)
+        groups[layout].append(index)
+    start = 0
+    for _, indices in sorted(groups.items()):
+        like = plan.matrices[indices[0]]
+        yield Alike(tuple(indices), like, start)
+        start += len(indices) * like.numel
+
+
+def _joined(segments: dict[int, list[Segment]]) -> list[Segment]:
+    """All of them, by rank."""
+    return [segment for rank in sorted(segments) for segment in segments[rank]]
+
+
+def _sizes(segments: Sequence[Segment]) -> tuple[int, ...]:
+    return tuple(segment.elements.size for segment in segments)
+
+
+def _counts(
+    segments: dict[int, list[Segment]], *, flags: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """Elements by rank, with one more for each segment where there are flags."""
+    return tuple(
+        (rank, sum(s.elements.size + flags for s in segments[rank])) for rank in sorted(segments)
+    )
+
+
+def _with_flags(
+    segments: dict[int, list[Segment]],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of a message's parts, each rank's flags after its segments; and the flags' places."""
+    sizes: list[int] = []
+    places: list[int] = []
+    start = 0
+    for rank in sorted(segments):
+        own = _sizes(segments[rank])
+        start += sum(own)
+        places += range(start, start + len(own))
+        start += len(own)
+        sizes += [*own, len(own)]
+    return tuple(sizes), tuple(places)
+
+
+def _numbers(segments: dict[int, list[Segment]], first: int = 0) -> dict[int, int]:
+    """The number of each segment among the parts of ``_with_flags``, counted from ``first``."""
+    numbers: dict[int, int] = {}
+    for rank in sorted(segments):
+        for segment in segments[rank]:
+            numbers[id(segment)] = first
+            first += 1
+        first += 1  # the flags
+    return numbers

@@ -1,0 +1,1 @@
+"""The step of Distributed Muon on a rank: tensors, and every collective."""

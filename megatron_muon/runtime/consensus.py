@@ -1,0 +1,213 @@
+"""What ranks compare before the first step, so that a disagreement is an error and not a hang."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.planning.plan import Grid, digest
+from megatron_muon.runtime import collectives
+from megatron_muon.runtime.collectives import Group
+from megatron_muon.setting_names import named
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where a rank stands in its stage; for experts, in the expert groups of it."""
+
+    ep_rank: int
+    ep_size: int
+    tp_rank: int
+    tp_size: int
+    dp_rank: int
+    dp_size: int
+
+
+_LINE = 120  # characters of an error up to which two values share a line
+
+
+class PlanMismatchError(RuntimeError):
+    """Ranks of a stage would not make the same exchange plan."""
+
+
+def agree_on_grid(
+    coordinates: Coordinates, description: Sequence[str], group: Group, device: torch.device
+) -> Grid:
+    """The stage's ranks by their coordinates, once all of them describe the same plan.
+
+    Args:
+        coordinates: this rank's.
+        description: what the plan follows from, a line each (``plan.describe``).
+        group: the stage.
+        device: where the group's collectives want their tensors.
+
+    Returns:
+        ``grid[ep_rank][tp_rank][dp_rank]``: a rank of the group.
+
+    Raises:
+        PlanMismatchError: on every rank of the stage; names the first line that differs.
+    """
+    mine = [*dataclasses.astuple(coordinates), *_words(description)]
+    every = collectives.all_gather_numbers(mine, group, device)
+    if any(numbers[-4:] != every[0][-4:] for numbers in every):
+        texts = collectives.all_gather_texts("\n".join(description), group)
+        raise PlanMismatchError(_first_difference(texts, "one pipeline stage"))
+    return grid_of([Coordinates(*numbers[:-4]) for numbers in every])
+
+
+def agree_everywhere(description: Sequence[str], device: torch.device) -> None:
+    """Stop where two ranks of the world describe something differently.
+
+    Args:
+        description: what must be the same, a line each.
+        device: where the world's collectives want their tensors.
+
+    Raises:
+        PlanMismatchError: on every rank; names the first line that differs.
+    """
+    every = collectives.all_gather_numbers(_words(description), None, device)
+    if any(words != every[0] for words in every):
+        texts = collectives.all_gather_texts("\n".join(description), None)
+        raise PlanMismatchError(_first_difference(texts, "the run"))
+
+
+def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """What ``act`` returns, or the error that it raises, of whatever type.
+
+    Only what asks a process to end goes through. torch's CheckpointException is no Exception.
+    """
+    try:
+        return act(), None
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        return None, error
+
+
+def together(act: Callable[[], T], group: Group | None, device: torch.device) -> T:
+    """What ``act`` returns, on every rank of the group; its error on one rank ends all of them.
+
+    Args:
+        act: communicates nothing, or votes by itself before all else.
+        group: all its ranks call this together; None for the world.
+        device: where the group's collectives want their tensors.
+
+    Raises:
+        BaseException: what ``act`` raises here.
+        RuntimeError: on the other ranks; quotes the first.
+    """
+    result, error = attempt(act)
+    raise_together(error, group, device)
+    return result  # type: ignore[return-value]
+
+
+def raise_together(error: BaseException | None, group: Group | None, device: torch.device) -> None:
+    """Raise on every rank of the group if one has an error: its own, or one that quotes the first.
+
+    Without a process group, or in one of a single rank, there is nobody else to tell.
+
+    Raises:
+        BaseException: ``error`` where there is one.
+        RuntimeError: on the other ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        if error is not None:
+            raise error
+        return
+    if collectives.any_rank("muon/agree", torch.tensor(error is not None, device=device), group):
+        raise_quoting(error, group)
+
+
+def raise_quoting(error: BaseException | None, group: Group | None) -> NoReturn:
+    """Raise on every rank of the group, at least one of which has an error.
+
+    Raises:
+        BaseException: ``error`` where there is one.
+        RuntimeError: on the other ranks; quotes the first.
+    """
+    texts = collectives.all_gather_texts("" if error is None else _text(error), group)
+    if error is not None:
+        raise error
+    rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+    raise RuntimeError(f"rank {collectives.world_rank(rank, group)} stopped this run: {text}")
+
+
+def _text(error: BaseException) -> str:
+    """Never empty; with the type where the words alone, as those of a KeyError, say little."""
+    words, worded = str(error), isinstance(error, (ValueError, RuntimeError, TypeError, OSError))
+    return words if worded and words else f"{type(error).__name__}: {words}"
+
+
+def grid_of(every: Sequence[Coordinates]) -> Grid:
+    """The ranks of a stage by their coordinates.
+
+    Args:
+        every: of rank 0, 1, … of the stage.
+
+    Returns:
+        ``grid[ep_rank][tp_rank][dp_rank]``: a rank of the stage.
+
+    Raises:
+        PlanMismatchError: they are not one rank for each place.
+    """
+    ep_size, tp_size, dp_size = every[0].ep_size, every[0].tp_size, every[0].dp_size
+    ranks = {(c.ep_rank, c.tp_rank, c.dp_rank): rank for rank, c in enumerate(every)}
+    wanted = list(itertools.product(range(ep_size), range(tp_size), range(dp_size)))
+    if sorted(ranks) != wanted or len(every) != len(wanted):
+        raise PlanMismatchError(
+            f"the stage's group has {len(every)} ranks at (ep, tp, dp) {sorted(ranks)}, but EP x TP"
+            f" x DP is {ep_size} x {tp_size} x {dp_size}: pass get_megatron_optimizer the process "
+            "groups that the model was built with"
+        )
+    return tuple(
+        tuple(tuple(ranks[ep, tp, dp] for dp in range(dp_size)) for tp in range(tp_size))
+        for ep in range(ep_size)
+    )
+
+
+def _words(description: Sequence[str]) -> list[int]:
+    """The digest as four numbers."""
+    whole = digest(description)
+    return [int.from_bytes(whole[i : i + 8], "big", signed=True) for i in (0, 8, 16, 24)]
+
+
+def _first_difference(texts: Sequence[str], whose: str) -> str:
+    """The error about descriptions that are not all alike, the same text on every rank."""
+    reference = texts[0].split("\n")
+    for rank, text in enumerate(texts):
+        for theirs, ours in itertools.zip_longest(text.split("\n"), reference):
+            if theirs != ours:
+                return (
+                    f"ranks of {whose} disagree about the exchange plan, first at "
+                    f"{_both(theirs, ours, rank, whose)}\nAll ranks of a stage need the same "
+                    "model, the same trainable parameters and the same MuonConfig; unless "
+                    f"{named('ns_iteration')} is 'standard', the same kind of device, too."
+                )
+    raise AssertionError("digests differ but descriptions do not")
+
+
+def _both(theirs: str | None, ours: str | None, rank: int, whose: str) -> str:
+    """``setting momentum: rank 1 of the run has 0.9 where rank 0 has 0.95``.
+
+    Args:
+        theirs, ours: a line of rank ``rank`` and of rank 0; None where a description has ended.
+    """
+    name = (ours or theirs or "").split(": ", 1)[0]
+    values = [_value(line, name) for line in (theirs, ours)]
+    text = f"{name}: rank {rank} of {whose} has {values[0]} where rank 0 has {values[1]}"
+    if len(text) <= _LINE:
+        return text
+    return f"{name}: rank {rank} of {whose} has\n  {values[0]}\nwhere rank 0 has\n  {values[1]}"
+
+
+def _value(line: str | None, name: str) -> str:
+    """Of a line with that name; another line is shown whole."""
+    return "nothing more" if line is None else line.removeprefix(f"{name}: ")

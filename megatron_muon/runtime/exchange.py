@@ -1,0 +1,285 @@
+"""Moving what the plan says: pieces to their homes, directions back.
+
+One gather and one scatter a round over the stage, each a message from every rank to every other one
+that it shares a matrix with; started and, with other work in between, finished. A rank's Python and
+launches depend on what it has, not on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, split_with_sizes
+
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.round_table import Alike, RoundTable, round_tables
+from megatron_muon.runtime import collectives
+from megatron_muon.runtime.collectives import Group, Pending, Route
+
+
+@dataclass(slots=True)
+class Meter:
+    """What this rank did in its last step; counted from what is run, not from the plan.
+
+    Attributes:
+        steps: Muon steps so far.
+        matrices: matrices orthogonalized.
+        ns_flops: Newton-Schulz floating-point operations, 2 per multiply-add.
+        gather_bytes: sent to homes.
+        scatter_bytes: sent back from this home.
+    """
+
+    steps: int = 0
+    matrices: int = 0
+    ns_flops: int = 0
+    gather_bytes: int = 0
+    scatter_bytes: int = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """All that this rank sent to others for Muon."""
+        return self.gather_bytes + self.scatter_bytes
+
+    def start_step(self) -> None:
+        self.steps += 1
+        self.matrices = self.ns_flops = self.gather_bytes = self.scatter_bytes = 0
+
+
+@dataclass(slots=True)
+class Leaving:
+    """What a rank has of a round before it is gathered.
+
+    Attributes:
+        runs: for each run that is held here, what it is to be written to; None for a replica.
+        kept: those that are home already, in staged order.
+        sent: the message with the others.
+    """
+
+    runs: list[Tensor | None]
+    kept: Tensor
+    sent: Tensor
+
+
+@dataclass(slots=True)
+class Gathering:
+    """A round that is being gathered; once it is finished it keeps nothing.
+
+    Attributes:
+        kept: see ``Leaving``.
+        moves: 1 for each kept run that has a gradient, else 0.
+        pending: None where nothing comes and nothing goes.
+    """
+
+    kept: Tensor
+    moves: Tensor
+    pending: Pending | None
+
+
+@dataclass(slots=True)
+class Staged:
+    """The matrices of a round whose home a rank is.
+
+    Attributes:
+        elements: flat, each in staging order, in the order of ``alike``.
+        moves: bool, for each matrix: a gradient of it is not zero in this step.
+        alike: the matrices, by layout.
+    """
+
+    elements: Tensor
+    moves: Tensor
+    alike: tuple[Alike, ...]
+
+    def taken(self) -> Tensor:
+        """The elements, of which it keeps nothing."""
+        elements, self.elements = self.elements, self.elements.new_empty(0)
+        return elements
+
+
+@dataclass(slots=True)
+class Scattering:
+    """A round whose directions are on their way; once it is finished it keeps nothing."""
+
+    kept: list[Tensor]
+    pending: Pending | None
+
+
+class Exchange:
+    """Runs a plan for one rank of the stage.
+
+    Args:
+        plan: the stage's.
+        rank: this rank, as in ``plan.grid``.
+        group: process group of the stage.
+        dtype: what elements travel in.
+        device: where matrices are assembled.
+        meter: counts the bytes sent.
+    """
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        rank: int,
+        group: Group,
+        dtype: torch.dtype,
+        device: torch.device,
+        meter: Meter,
+    ) -> None:
+        self.tables = round_tables(plan, rank)
+        self._dtype = dtype
+        self._device = device
+        self._meter = meter
+        self._world = world = collectives.world_ranks(group)
+        self._rank, self._group = rank, group
+        self._rounds = [_Round(table, world, rank, group, device) for table in self.tables]
+
+    def connect(self) -> int:
+        """Send one element to every peer and take one from each; every rank of the stage calls it.
+
+        NCCL makes a connection, and takes memory for it, when two ranks first share a message: now,
+        before the step in which memory is fullest.
+
+        Returns:
+            The number of peers.
+        """
+        peers = sorted(set().union(*(table.peers for table in self.tables)))
+        ones = [(peer, 1) for peer in peers]
+        route = Route.of(self._group, self._world, self._rank, ones, ones)
+        pending = collectives.start_messages("muon/connect", self._empty(len(peers)), route)
+        if pending is not None:
+            pending.wait()
+        return len(peers)
+
+    def leaving(self, round: int) -> Leaving:
+        """Where the round's runs are to be written, before ``start_gather``."""
+        table = self.tables[round]
+        kept, sent = self._empty(sum(table.kept_sizes)), self._empty(sum(table.sent_sizes))
+        sent_parts = split_with_sizes(sent, table.sent_sizes)
+        parts = [
+            *split_with_sizes(kept, table.kept_sizes),
+            *(sent_parts[i] for i in table.sent_parts),
+        ]
+        runs: list[Tensor | None] = [None] * len(table.matrices)
+        for run, part in zip(table.moving, parts, strict=True):
+            runs[run] = part
+        return Leaving(runs, kept, sent)
+
+    def start_gather(self, round: int, leaving: Leaving, grads: Sequence[Tensor]) -> Gathering:
+        """Start to bring every matrix of a round to its home.
+
+        A message has, after the elements, a 1 or a 0 for each of its runs: whether there is a
+        gradient that is not zero.
+
+        Args:
+            round: its number.
+            leaving: its runs, written.
+            grads: of each run that is held here, the gradient of this step.
+        """
+        table, made = self.tables[round], self._rounds[round]
+        moves = self._moves([grads[run] for run in table.moving])
+        if table.sent_flags:
+            leaving.sent.index_copy_(0, made.sent_flags, moves[len(table.kept_sizes) :])
+        pending = collectives.start_messages("muon/gather", leaving.sent, made.gather)
+        self._meter.gather_bytes += leaving.sent.nbytes
+        return Gathering(leaving.kept, moves[: len(table.kept_sizes)], pending)
+
+    def finish_gather(self, round: int, gathering: Gathering) -> Staged:
+        """The matrices of the round whose home this rank is."""
+        table, made = self.tables[round], self._rounds[round]
+        received = _received(gathering)  # what was sent is gone by now
+        elements, moves = gathering.kept, gathering.moves
+        if received is not None and table.received_flags:
+            moves = torch.cat([moves, received.index_select(0, made.received_flags)])
+            elements = self._assembled(table, elements, received)
+        counts = moves.new_zeros(len(table.homes))
+        if table.homes:
+            counts.index_add_(0, made.places, moves)
+        return Staged(elements, counts > 0, table.alike)
+
+    def _assembled(self, table: RoundTable, kept: Tensor, received: Tensor) -> Tensor:
+        parts = [
+            *split_with_sizes(kept, table.kept_sizes),
+            *split_with_sizes(received, table.received_sizes),
+        ]
+        staged = self._empty(sum(table.staged_sizes))
+        places = split_with_sizes(staged, table.staged_sizes)
+        _copy(places, [parts[part] for part in table.staged_from])
+        return staged
+
+    def start_scatter(self, round: int, staged: Staged) -> Scattering:
+        """Start to send the directions of a round to the ranks that hold pieces of its matrices.
+
+        Args:
+            round: its number.
+            staged: what ``finish_gather`` returned, whose elements now are directions; emptied.
+        """
+        table, made = self.tables[round], self._rounds[round]
+        kept, sent = self._leaving(table, staged.taken())
+        pending = collectives.start_messages("muon/scatter", sent, made.scatter)
+        self._meter.scatter_bytes += sent.nbytes
+        return Scattering(kept, pending)
+
+    def _leaving(self, table: RoundTable, staged: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Directions of runs that are held here, and the message with the others."""
+        parts = split_with_sizes(staged, table.staged_sizes)
+        if not table.directions_to:  # all are held here
+            return list(parts), self._empty(0)
+        kept = list(split_with_sizes(self._empty(sum(table.kept_sizes)), table.kept_sizes))
+        sizes = [table.staged_sizes[part] for part in table.direction_parts]
+        sent = self._empty(sum(sizes))
+        leaving = [parts[part] for part in (*table.kept_parts, *table.direction_parts)]
+        _copy([*kept, *split_with_sizes(sent, sizes)], leaving)
+        return kept, sent
+
+    def finish_scatter(self, round: int, scattering: Scattering) -> list[Tensor]:
+        """For each run that is held here, its directions, ``(n,)``."""
+        table = self.tables[round]
+        parts, scattering.kept = scattering.kept, []
+        received = _received(scattering)
+        if received is not None:
+            parts = [*parts, *split_with_sizes(received, table.direction_sizes)]
+        return [parts[part] for part in table.direction_of]
+
+    def _moves(self, grads: Sequence[Tensor]) -> Tensor:
+        """1 for each gradient that is not all zero, ``(len(grads),)``."""
+        if not grads:
+            return self._empty(0)
+        norms = torch.stack(torch._foreach_norm(list(grads), math.inf))
+        return (norms != 0).to(self._dtype)
+
+    def _empty(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self._dtype, device=self._device)
+
+
+class _Round:
+    """What is made once of a table: its messages, and places on the device."""
+
+    def __init__(
+        self,
+        table: RoundTable,
+        world: Sequence[int],
+        rank: int,
+        group: Group,
+        device: torch.device,
+    ) -> None:
+        def index(places: Sequence[int]) -> Tensor:
+            return torch.tensor(places, dtype=torch.int64, device=device)
+
+        self.gather = Route.of(group, world, rank, table.sent_to, table.received_from)
+        self.scatter = Route.of(group, world, rank, table.directions_to, table.directions_from)
+        self.sent_flags = index(table.sent_flags)
+        self.received_flags = index(table.received_flags)
+        self.places = index(table.places)
+
+
+def _received(moving: Gathering | Scattering) -> Tensor | None:
+    """What has come, once it is here; what was sent is no longer kept."""
+    pending, moving.pending = moving.pending, None
+    return None if pending is None else pending.wait()
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))

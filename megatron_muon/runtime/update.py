@@ -1,0 +1,125 @@
+"""What happens to local shards: momentum before the exchange, the update after it.
+
+Every operation here is elementwise and rounds once, so a result does not depend on where a shard
+is cut: a fused multiply-add may round differently in a kernel's vector body and in its tail. Each
+is one call for many tensors, of at most ``ELEMENTS_AT_ONCE``, for which there is scratch memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE
+
+
+def advance_momentum(
+    momentum_buffers: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    into: Sequence[Tensor | None],
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """M ← μM + G in place, and what is orthogonalized of it (arXiv 2502.16982, Algorithm 1).
+
+    Args:
+        momentum_buffers: each ``(n,)`` fp32, updated.
+        grads: as they, reduced and clipped.
+        into: as they, in the dtype that travels: takes G + μM, or M with ``nesterov`` off. None
+            where another rank sends it.
+        momentum: μ.
+        nesterov: see ``into``.
+    """
+    leaves = [momentum_buffers[i] for i, target in enumerate(into) if target is not None]
+    leaving_grads = [grads[i] for i, target in enumerate(into) if target is not None]
+    targets = [target for target in into if target is not None]
+    for _, (buffers, added) in _at_once(momentum_buffers, grads):
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, added)
+    for _, (buffers, added, taken) in _at_once(leaves, leaving_grads, targets):
+        if nesterov:
+            buffers = list(torch._foreach_mul(buffers, momentum))
+            torch._foreach_add_(buffers, added)
+        torch._foreach_copy_(taken, buffers)
+
+
+def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
+    """What a direction is multiplied by, per unit of lr: rms·√max(rows, cols) (eq. 4).
+
+    The other modes are those of ``get_muon_scale_factor`` in NVIDIA's Emerging-Optimizers:
+    rms·√(rows/cols) for ``unit_rms_norm``, rms·√max(1, rows/cols) for ``shape_scaling``.
+
+    Args:
+        rows, cols: outputs and inputs of the whole matrix, not of a rank's slice.
+        config: ``matched_adamw_rms`` and ``scale_mode`` are read. With ``spectral``, the former is
+            the root mean square that an update of a full-rank matrix then has.
+    """
+    squares = {
+        "spectral": max(rows, cols),
+        "unit_rms_norm": rows / cols,
+        "shape_scaling": max(1.0, rows / cols),
+    }
+    return config.matched_adamw_rms * math.sqrt(squares[config.scale_mode])
+
+
+def apply_updates(
+    params: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    factors: Sequence[float],
+    decays: Sequence[float],
+) -> None:
+    """W ← (1 - lr·λ)W - update, in place (eq. 4; the decay is decoupled and unscaled).
+
+    Args:
+        params: each ``(n,)`` fp32, of main parameters.
+        directions: as they, in the dtype that travels; in fp32 they are overwritten.
+        factors: what each direction is multiplied by: lr times its matrix's scale.
+        decays: lr·λ of each.
+    """
+    for numbers, (weights, moved) in _at_once(params, directions):
+        updates = _in_fp32(moved)
+        torch._foreach_mul_(updates, [factors[number] for number in numbers])
+        if any(decays[number] != 0.0 for number in numbers):
+            torch._foreach_mul_(weights, [1.0 - decays[number] for number in numbers])
+        torch._foreach_sub_(weights, updates)
+
+
+def _in_fp32(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies in fp32; the tensors themselves where they are that already."""
+    if tensors[0].dtype == torch.float32:
+        return tensors
+    sizes = [tensor.numel() for tensor in tensors]
+    scratch = tensors[0].new_empty(sum(sizes), dtype=torch.float32)
+    copies = list(torch.split(scratch, sizes))
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def _at_once(*lists: Sequence[Tensor]) -> Iterator[tuple[list[int], tuple[list[Tensor], ...]]]:
+    """Parallel lists in parts of at most ``ELEMENTS_AT_ONCE``, with the number of each tensor.
+
+    A tensor that has more is cut.
+    """
+    numbers: list[int] = []
+    some: tuple[list[Tensor], ...] = tuple([] for _ in lists)
+    room = ELEMENTS_AT_ONCE
+    for number, tensors in enumerate(zip(*lists, strict=True)):
+        size, start = tensors[0].numel(), 0
+        while start < size:
+            if room == 0 or (size - start > room and size <= ELEMENTS_AT_ONCE):
+                yield numbers, some
+                numbers, some, room = [], tuple([] for _ in lists), ELEMENTS_AT_ONCE
+            stop = min(size, start + room)
+            whole = stop - start == size
+            for part, tensor in zip(some, tensors, strict=True):
+                part.append(tensor if whole else tensor[start:stop])
+            numbers.append(number)
+            room -= stop - start
+            start = stop
+    if numbers:
+        yield numbers, some

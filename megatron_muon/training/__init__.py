@@ -1,1 +1,0 @@
-"""Muon on Megatron-LM's command line."""

@@ -1,0 +1,277 @@
+"""``megatron-muon bench step`` as a command: what it prints, writes, refuses and returns."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron_muon
+from megatron_muon import MuonConfig
+from megatron_muon.bench.step.flags import ROWS
+from megatron_muon.bench.step.measure import Found
+from megatron_muon.bench.step.meter import Times
+from megatron_muon.cli import main
+from support.benching import OURS, SMALL, bench_step, model_and_ranks
+from support.installed import NAME
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    """Of two ranks: JSON, what was printed, and where the chart is."""
+    folder = tmp_path_factory.mktemp("bench")
+    chart = folder / "steps.svg"
+    files = f"--json {folder / 'steps.json'}" + (f" --plot {chart}" if HAS_MATPLOTLIB else "")
+    files += f" --traces {folder}"
+    done = bench_step(f"--tp 1 --dp 2 {SMALL} --rounds 2 --exchange none naive --parts {files}")
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "steps.json").read_text()), done.stdout + done.stderr, chart
+
+
+def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
+    found, text, _ = printed
+    assert found.keys() == {"topology", "run", "rows"}
+    assert found["topology"] == {"tp": 1, "pp": 1, "dp": 2, "ep": 1, "cp": 1}
+    names = [row["name"] for row in found["rows"]]
+    assert set(names) - {"upstream-layerwise"} >= {"adamw", *OURS}
+    assert ("upstream-layerwise" in names) != ("upstream-layerwise is left out: " in text)
+    for row in found["rows"]:
+        assert list(row) == [
+            *("name", "step_ms", "exchange_ms", "newton_schulz_ms", "sent_bytes"),
+            *("ns_flops", "ns_flops_once", "state_bytes", "peak_bytes"),
+            *("rounds_ms", "newton_schulz_cpu_ms_per_gflop"),
+            *("rounds_ungathered_ms", "exchange_rounds"),
+        ]
+        step = row["step_ms"]
+        assert step.keys() == {"median", "min", "max"}
+        assert 0 < step["min"] <= step["median"] <= step["max"]
+        assert step["median"] == statistics.median(row["rounds_ms"])
+        assert (row["newton_schulz_cpu_ms_per_gflop"] is None) == (row["name"] == "adamw")
+        for whole, ungathered in zip(row["rounds_ms"], row["rounds_ungathered_ms"], strict=True):
+            assert 0 < ungathered < whole
+        parts = row["exchange_ms"] + row["newton_schulz_ms"]
+        assert (row["name"] == "adamw") == (parts == 0) and parts <= 2 * step["max"]
+        for by_rank in (*row["sent_bytes"].values(), row["ns_flops"], row["state_bytes"]):
+            assert len(by_rank) == 2 and all(isinstance(number, int) for number in by_rank)
+        assert all(0 < peak for peak in row["peak_bytes"])
+
+
+def test_json_says_what_was_measured_on_what(
+    printed: tuple[dict[str, Any], str, Path],
+) -> None:
+    run = printed[0]["run"]
+    assert run["arguments"][:4] == ["--tp", "1", "--dp", "2"]
+    assert run["model"] == {
+        **{"hidden_size": 64, "num_layers": 1, "num_attention_heads": 4, "ffn_hidden_size": 256},
+        **{"padded_vocab_size": 512, "seq_length": 16},
+    }
+    assert (run["ranks"], run["backend"]) == (2, "gloo")
+    assert run["threads"] == max(1, run["cores"] // 2)
+    versions = {"megatron-core": NAME, "megatron_muon": megatron_muon.__version__}
+    assert versions.items() <= run["versions"].items() and run["versions"]["torch"]
+
+
+def test_rounds_of_the_exchange_are_in_json_and_in_the_start_line(
+    printed: tuple[dict[str, Any], str, Path],
+) -> None:
+    found, text, _ = printed
+    rounds = {row["name"]: row["exchange_rounds"] for row in found["rows"]}
+    parameters = 4  # Muon's of a layer: QKV, projection, fc1, fc2
+    assert (rounds["adamw"], rounds["muon-paper"]) == (0, 0)
+    assert (rounds["muon-contiguous"], rounds["muon-bucketed-auto"]) == (1, 1)
+    assert (rounds["muon-contiguous-none"], rounds["muon-contiguous-naive"]) == (1, parameters)
+    for name in ("muon-contiguous", "muon-contiguous-naive"):
+        (line,) = [x for x in text.splitlines() if x.startswith(f"{name}: [megatron_muon]")]
+        assert f", in {rounds[name]} round(s); " in line
+
+
+def test_a_table_the_parts_and_a_chart_are_there(
+    printed: tuple[dict[str, Any], str, Path],
+) -> None:
+    found, text, chart = printed
+    for row in found["rows"]:
+        assert f"\n{row['name']} " in text and f"{row['name']}: parts of the step" in text
+        if HAS_MATPLOTLIB:  # an extra, which the tests' environment has not
+            assert f"<!-- {row['name']} -->" in chart.read_text()
+    alike = "muon-contiguous, muon-bucketed, muon-paper, muon-contiguous-none, muon-contiguous-na"
+    assert f"weights after a step of {alike}ive: the same, bit by bit" in text
+    auto = "muon-contiguous-auto, muon-bucketed-auto"
+    assert f"weights after a step of {auto}: the same, bit by bit" in text
+    assert "2 rounds; at least 7 are needed to compare" in text
+
+
+def test_the_timeline_of_every_row_has_a_lane_for_what_the_row_does(
+    printed: tuple[dict[str, Any], str, Path],
+) -> None:
+    found, _, chart = printed
+    from test_timeline import timeline
+
+    muons = {*timeline.WORK, "gather on the wire", "scatter on the wire", "parameters on the wire"}
+    expected = {row["name"]: muons for row in found["rows"]}
+    expected["adamw"] = {"FusedAdam.step", "parameters on the wire"}
+    expected["muon-paper"] = {*timeline.WORK, "DP gather on the wire", "parameters on the wire"}
+    expected.pop("upstream-layerwise", None)
+    for name, of_row in expected.items():
+        trace = json.loads((chart.parent / f"{name}.json").read_text())
+        present = timeline.lanes(trace["traceEvents"])
+        assert present.keys() == of_row
+        assert all(length > 0 for spans in present.values() for _, length in spans)
+        travels = [lane in timeline.TRAVELS for lane in present]
+        assert travels == sorted(travels), "work first"
+
+
+def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, arguments: str = "") -> int:
+    """The command's exit status where rows end a step with these checksums."""
+
+    def run_ranks(task: Any) -> list[list[Found]]:
+        times = [Times(2.0, {"params-all-gather": 1.0, "rest": 1.0}, 0.0)]
+        return [[Found(times, weights=weights.get(row.name, 7)) for row in task.argument.rows]]
+
+    monkeypatch.setattr("megatron_muon.bench.ranks.run_ranks", run_ranks)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    names = " ".join(["adamw", *OURS, "muon-contiguous-auto", "muon-bucketed-auto"])
+    command = f"bench step {SMALL} --tp 1 --dp 1 --rounds 1 --rows {names}"
+    return main([*command.split(), *arguments.split()])
+
+
+@pytest.mark.parametrize("other", ["muon-paper", "muon-bucketed-auto"])
+def test_other_weights_are_exit_status_1_after_all_is_written(
+    other: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Rows on auto are held to each other, not to those with the standard iteration."""
+    autos = {"muon-contiguous-auto": 8, "muon-bucketed-auto": 8}
+    assert _run_with(autos | {"adamw": 9}, monkeypatch) == 0
+    assert "NOT the same" not in capsys.readouterr().out
+    file = tmp_path / "x.json"
+    assert _run_with(autos | {other: 9}, monkeypatch, f"--json {file}") == 1
+    said = capsys.readouterr()
+    assert f"{other}: NOT the same" in said.out
+    assert len(said.err.splitlines()) <= 2  # and that upstream's row is left out
+    assert "have ended a step with other weights" in said.err
+    assert len(json.loads(file.read_text())["rows"]) == 6
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="of Linux")
+def test_a_file_that_cannot_be_written_in_the_end_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _run_with({}, monkeypatch, "--json /dev/full") == 1
+    said = capsys.readouterr()
+    assert "muon-contiguous " in said.out  # the table is there
+    assert "bench step: error: --json /dev/full: " in said.err and "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--rounds 0", "argument --rounds: must be a whole number of at least 1, got '0'"),
+        ("--vocab 0", "argument --vocab: must be a whole number of at least 1, got '0'"),
+        ("--tp 3 --hidden 64 --heads 4", "4 attention heads do not divide --hidden 64, or --tp 3"),
+        ("--ep 2", "--ep 2 needs --num-experts"),
+        ("--ep 2 --num-experts 3", "--num-experts 3 is not a multiple of --ep 2"),
+        ("--layers 3 --pp 2", "--layers 3 is not a multiple of --pp 2"),
+        ("--json no/such/x.json", "--json no/such/x.json: there is no folder no/such"),
+        ("--json /no/such/dir/x", "--json /no/such/dir/x: there is no folder /no/such/dir"),
+        ("--json /", "--json / is a folder"),
+        ("--dp 0", "argument --dp: must be a whole number of at least 1, got '0'"),
+        ("--muon-round-mib 0", "--muon-round-mib: must be a finite number above 0, got '0'"),
+        ("--rows adam", "invalid choice: 'adam'"),
+        ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+        # those of Megatron-LM's that rows cannot have, have already, or would not feel
+        ("--fp16", "--fp16 cannot be given here: every row is in bf16"),
+        ("--optimizer-cpu-offload", "--optimizer-cpu-offload cannot be given here: rows keep"),
+        ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer cannot be given here"),
+        ("--overlap-param-gather", "--overlap-param-gather cannot be given here: a step here ends"),
+        ("--overlap-grad-reduce", "--overlap-grad-reduce is said here by --rows"),
+        ("--fp8-param-gather", "--fp8-param-gather cannot be given here: weights are bf16"),
+        ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine cannot"),
+        ("--hidden-size 128", "--hidden-size is said here by --hidden"),
+        ("--num-layers=2", "--num-layers is said here by --layers"),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size is said here by --tp"),
+        ("--padded-vocab-size 9", "--padded-vocab-size is said here by --vocab"),
+        ("--optimizer muon", "--optimizer is said here by --rows"),
+        ("--lr 1e-3", "--lr cannot be given here: what a step costs does not depend on it"),
+        ("--muon-ns-coefficients cans", "--muon-ns-coefficients cannot be given here"),
+        ("--ddp-num-buckets 0", "argument --ddp-num-buckets: must be a whole number of at least 1"),
+        ("--ddp-num-buckets 2 --ddp-bucket-size 9", "give one of them"),
+        ("--rows adamw --ddp-bucket-size 9", "--ddp-bucket-size has no effect on these rows"),
+        ("--group-query-attention --num-query-groups 3", "num_query_groups (3) must be"),
+        ("--tp 4 --group-query-attention --num-query-groups 2", "cuts 2 query group(s), so that"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "step", *arguments.split()])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_flags_of_the_model_and_its_buckets_are_read() -> None:
+    """Also those that are so in every row anyway."""
+    flags = model_and_ranks("--swiglu --num-experts 4 --use-distributed-optimizer --bf16")
+    assert (flags.swiglu, flags.num_experts, flags.bf16) == (True, 4, True)
+    assert model_and_ranks("--ddp-bucket-size 9").ddp_bucket_size == 9
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is an extra")
+@pytest.mark.parametrize("name", ["x.foo", "x"])
+def test_a_chart_in_no_format_is_refused_before_any_work(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "step", "--plot", name])
+    assert stopped.value.code == 2
+    assert f"--plot {name}: its name must end in a format" in capsys.readouterr().err
+
+
+def test_contiguous_rows_are_laid_out_as_a_run_has_them() -> None:
+    """In order from core 0.18 on, and only they."""
+    from megatron_muon.bench.step.rows import rows
+    from support.installed import VERSION
+
+    names = ["adamw", *OURS, "muon-contiguous-auto", "muon-bucketed-auto"]
+    aligned = {
+        row.name: row.config.align_shards
+        for row in rows(MuonConfig(), names, ["none", "naive"], "duplicated")
+    }
+    contiguous = {name for name in aligned if name.startswith("muon-contiguous")}
+    assert len(contiguous) == 4
+    assert {name for name, is_so in aligned.items() if is_so} == (
+        contiguous if VERSION >= (0, 18) else set()
+    )
+
+
+def test_a_variant_asked_for_twice_is_one_row() -> None:
+    from megatron_muon.bench.step.rows import rows
+
+    found = rows(MuonConfig(), ["adamw"], ["none", "none"], "duplicated")
+    assert [row.name for row in found] == ["adamw", "muon-contiguous-none"]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_made_only_where_it_is_asked_for(name: str) -> None:
+    from megatron_muon.bench.step.rows import rows
+
+    assert [row.name for row in rows(MuonConfig(), [name], [], "duplicated")] == [name]
+
+
+def test_all_rows_are_the_default_and_those_on_auto_come_last() -> None:
+    from megatron_muon.bench.step.flags import command_parser
+    from megatron_muon.bench.step.rows import rows
+
+    names = list(command_parser().parse_args([]).rows)
+    made = [row.name for row in rows(MuonConfig(), names, ["none"], "duplicated")]
+    assert set(made) == {*ROWS, "muon-contiguous-none"}
+    assert made[-2:] == ["muon-contiguous-auto", "muon-bucketed-auto"]

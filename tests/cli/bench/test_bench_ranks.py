@@ -1,0 +1,63 @@
+"""The ranks of ``megatron-muon bench``: they end with the command, and their errors are its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from megatron_muon.cli import main
+from support.benching import environment
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("step --tp 2 --dp 4", "TP x PP x CP x DP makes 8 ranks, which need as many GPUs"),
+        ("speeds --ranks 4", "--ranks makes 4 ranks, which need as many GPUs, and here are 3"),
+    ],
+)
+def test_ranks_do_not_share_gpus(
+    command: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *command.split()])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_ranks_end_when_the_command_is_killed() -> None:
+    code = (
+        "import time; from megatron_muon.bench.ranks import Task, run_ranks\n"
+        "run_ranks(Task(run=time.sleep, argument=100, world=2, gpus=False, threads=1, seconds=99))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], env=environment()) as command:
+        started = psutil.Process(command.pid)
+        until = time.monotonic() + 100
+        # a resource tracker, the fork server, and its two ranks
+        while len(ranks := started.children(recursive=True)) < 4:
+            assert time.monotonic() < until and command.poll() is None
+            time.sleep(0.1)
+        command.kill()
+    assert psutil.wait_procs(ranks, timeout=30)[1] == []
+
+
+def test_an_error_of_a_rank_is_the_commands() -> None:
+    code = (
+        "from megatron_muon.bench.ranks import Task, run_ranks\n"
+        "run_ranks(Task(run=int, argument='x', world=2, gpus=False, threads=1, seconds=60))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "RankError: rank " in done.stderr
+    assert "invalid literal for int() with base 10: 'x'" in done.stderr

@@ -1,0 +1,82 @@
+"""The figures of ``megatron-muon bench step`` over ranks and rounds."""
+
+from __future__ import annotations
+
+from megatron_muon.bench.step.measure import Found
+from megatron_muon.bench.step.meter import Counted, Times
+from megatron_muon.bench.step.table import Line, as_json, as_text, kernel_text, notes
+
+
+def _line(name: str, *steps: float, gather: float = 0.0) -> Line:
+    parts = {"params-all-gather": gather}
+    return Line(name, (Found([Times(ms, parts | {"rest": ms - gather}, 0.0) for ms in steps]),))
+
+
+def test_times_are_the_slowest_ranks() -> None:
+    def one(*steps: float) -> Found:
+        parts = [{"muon-gather": ms / 4, "muon-scatter": ms / 4, "rest": ms / 2} for ms in steps]
+        return Found([Times(ms, part, 0.0) for ms, part in zip(steps, parts, strict=True)])
+
+    line = Line("muon-contiguous", (one(1, 9, 2), one(4, 3, 8)))
+    (row,) = as_json([line], {}, {})["rows"]
+    assert row["step_ms"] == {"median": 8, "min": 4, "max": 9}
+    assert row["exchange_ms"] == 4 and row["newton_schulz_ms"] == 0
+
+
+def test_ratios_are_printed_twice_where_ours_is_also_on_auto() -> None:
+    lines = [
+        _line("adamw", 1, 2, 4),
+        _line("muon-contiguous", 4, 4, 4),
+        _line("upstream-layerwise", 8, 4, 16),
+    ]
+    once = as_text(lines)
+    assert "ours on auto" not in once
+    assert "  muon-contiguous     2.00 (1.00 to 4.00) of adamw, 0.50 (0.25 to 1.00) of ups" in once
+    equal, auto = as_text([*lines, _line("muon-contiguous-auto", 2, 2, 2)]).split("ours on auto:")
+    assert "-auto" not in equal[equal.index("step time to others'") :]
+    assert "muon-contiguous-auto  1.00 (0.50 to 2.00) of adamw, 0.25 (0.12 to 0.50) of up" in auto
+    assert "upstream-layerwise    4.00 (2.00 to 8.00) of adamw, 4.00 (2.00 to 8.00) of mu" in auto
+
+
+def test_rows_with_other_rounds_are_not_among_those_on_auto() -> None:
+    """Theirs is the standard iteration."""
+    names = ("adamw", "muon-contiguous", "muon-contiguous-none", "muon-contiguous-naive")
+    text = as_text([_line(name, 4) for name in (*names, "muon-contiguous-auto")])
+    equal, auto = text[text.index("step time to others'") :].split("ours on auto:")
+    assert "muon-contiguous-none " in equal and "muon-contiguous-naive " in equal
+    assert "none" not in auto and "naive" not in auto
+    assert "muon-contiguous-auto " in auto and "adamw " in auto
+
+
+def test_ratios_to_upstream_are_also_without_the_gather_of_parameters() -> None:
+    lines = [
+        _line("adamw", 2, 2, gather=1),
+        _line("muon-contiguous", 4, 5, gather=2),
+        _line("upstream-layerwise", 8, 8, gather=4),
+    ]
+    assert lines[1].ungathered_ms() == [2, 3]
+    text = as_text(lines)
+    ungathered = text[text.index("without the gather of parameters in either:") :]
+    assert "  muon-contiguous     0.62 (0.50 to 0.75) of upstream-layerwise" in ungathered
+    assert "of adamw" not in ungathered
+    assert "without the gather" not in as_text(lines[:2])
+
+
+def test_speed_by_flops_has_two_decimals() -> None:
+    """One could not tell 5 % apart."""
+
+    def line(name: str, cpu_ms: float) -> Line:
+        found = Found([Times(9.0, {}, cpu_ms)], Counted(flops=10**9))
+        return Line(name, (found,))
+
+    text = kernel_text([line("muon-contiguous", 3.191), line("muon-paper", 3.314)])
+    assert text.endswith("per Gflop: muon-contiguous 3.19, muon-paper 3.31")
+    assert kernel_text([_line("adamw", 1)]) == ""
+
+
+def test_what_upstreams_figures_are_of_is_said_where_they_are_there() -> None:
+    lines = [_line("adamw", 1), _line("upstream-layerwise", 1)]
+    assert notes(lines[:1], broadcasts=True) == []
+    coefficients, gather = notes(lines, broadcasts=True)
+    assert '"simple"' in coefficients and '"quintic"' in coefficients and "broadcasts" in gather
+    assert notes(lines, broadcasts=False) == [coefficients]

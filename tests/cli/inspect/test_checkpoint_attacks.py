@@ -1,0 +1,409 @@
+"""No byte of a checkpoint chooses code that runs: in ``inspect``, and in our loads of training.
+
+Each attack is tried on what trusts files first, so that a canary that stays away means something.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.cli import main
+from megatron_muon.files import digest
+from support.checkpoints.attacks import ATTACKS, PICKLES, Touch, trusted
+from support.checkpoints.inspecting import DEFAULT, saved, seal
+
+FORMATS = [DEFAULT, "torch"]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def whole_one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that nobody has touched."""
+    folder = tmp_path_factory.mktemp("whole") / "iter_0000003"
+    folder.mkdir()
+    saved(folder, request.param)
+    return folder
+
+
+@pytest.fixture
+def folder(whole_one: Path, tmp_path: Path) -> Path:
+    """A copy that may be changed."""
+    return Path(shutil.copytree(whole_one, tmp_path / whole_one.name))
+
+
+def _inspect(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    """(exit status, what it says); a traceback would fail the test."""
+    status = main(["checkpoint", "inspect", str(path), *options])
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+def _replaced(file: Path, attack: str, canary: Path) -> bytes:
+    """What to write in place of a file, once it is known to do what it is to do."""
+    data = ATTACKS[attack](canary)
+    trial = canary.with_name("trial")
+    trial.write_bytes(data)
+    trusted(attack, trial)
+    assert canary.exists(), "the attack itself does not work"
+    canary.unlink()
+    return data
+
+
+@contextmanager
+def _in_place_of(file: Path, data: bytes) -> Iterator[bytes | None]:
+    """Within it a file has other bytes, or is there; those that it had, None where it was not."""
+    original = file.read_bytes() if file.exists() else None
+    file.write_bytes(data)
+    yield original
+    if original is None:
+        file.unlink()
+    else:
+        file.write_bytes(original)
+
+
+def _files(folder: Path) -> list[str]:
+    """One of each kind."""
+    kinds = {path.name.lstrip("_0123456789"): path.name for path in sorted(folder.iterdir())}
+    kinds.pop(digest.FILE_NAME, None)
+    return sorted(set(kinds.values()) - {"metadata.json"})
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_inspect_runs_nothing_of_any_file(
+    attack: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    canary = tmp_path / "canary"
+    data = _replaced(folder, attack, canary)
+    for name in [*_files(folder), "common.pt", "model_optim_rng.pt"]:
+        with _in_place_of(folder / name, data) as original:
+            status, said = _inspect(folder, capsys)
+        assert not canary.exists(), f"{name} ran"
+        is_sharded = (folder / ".metadata").exists()
+        used = original is not None or (name == "common.pt") == is_sharded
+        if attack == "archive":  # which is read, but for the object that is of no known class
+            assert status in (0, 1)
+        elif used:
+            assert status == 1 and name in said
+        else:
+            assert status == 0
+    assert _inspect(folder, capsys)[0] == 0
+
+
+def _metadata_of(folder: Path) -> Any:
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def _is_object(entry: Any) -> bool:
+    return type(entry).__name__ == "BytesStorageMetadata"
+
+
+def _put_object(folder: Path, key: str, data: bytes) -> None:
+    """Have the metadata place an object in a file of its own."""
+    metadata = _metadata_of(folder)
+    index = next(index for index in metadata.storage_data if index.fqn == key)
+    place = metadata.storage_data[index]
+    (folder / "__9_0.distcp").write_bytes(data)
+    changed = type(place)("__9_0.distcp", 0, len(data))
+    metadata.storage_data[index] = changed
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("whole_one", [DEFAULT], indirect=True)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_nor_of_an_object_or_a_tensor_among_the_shards(
+    attack: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The entry alone, as torch.distributed.checkpoint would load it; and within a BytesIO."""
+    canary = tmp_path / "canary"
+    data = _replaced(folder, attack, canary)
+    inside = io.BytesIO()
+    torch.save(io.BytesIO(data), inside)
+    entries = _metadata_of(folder).state_dict_metadata
+    tensor = next(key for key in entries if key.startswith("optimizer.distributed"))
+    objects = [key for key in entries if _is_object(entries[key]) and "optimizer" in key]
+    for key in [*objects, tensor]:
+        for entry in (data, inside.getvalue()):
+            _put_object(folder, key, entry)
+            status, said = _inspect(folder, capsys)
+            assert not canary.exists()
+            assert status == (status if attack == "archive" else 1)
+            assert attack == "archive" or "__9_0.distcp" in said
+
+
+@pytest.mark.parametrize("whole_one", [DEFAULT], indirect=True)
+@pytest.mark.parametrize("place", ["../canary", "/etc/hostname", "..", "", "a/b", "x\0y"])
+def test_metadata_name_no_file_elsewhere(
+    place: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = _metadata_of(folder)
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = type(info)(place, info.offset, info.length)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    status, said = _inspect(folder, capsys)
+    assert status == 1 and ".metadata cannot be read" in said and "no name of a file" in said
+
+
+# --- digest and tracker --------------------------------------------------------------------------
+
+
+def _sealed(content: Any) -> str:
+    """As whoever knows the format can seal anything."""
+    from megatron_muon.files.digest_text import sealed
+
+    return sealed({"format": digest.FORMAT, "complete": True, **content})
+
+
+TEXTS: dict[str, bytes] = {
+    "deep lists": b"[" * 10**6 + b"]" * 10**6,
+    "deep objects": b'{"a":' * 10**5 + b"1" + b"}" * 10**5,
+    "a long number": b"9" * 10**5,
+    "not UTF-8": b"\xff\xfe\x00",
+    "a digit of Unicode": "²".encode(),
+    "digits of Unicode": "٣".encode(),
+    "nothing": b"",
+    "NUL": b"\0" * 100,
+    "a list": b"[]",
+    "NaN": b"NaN",
+    "a way out": b"../../etc",
+    "negative": b"-3",
+    "too long a name": b"1" * 300,
+    "an escape": b"\x1b[2J",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", [digest.FILE_NAME, "latest_checkpointed_iteration.txt"])
+def test_a_digest_and_a_tracker_may_have_anything_in_them(
+    name: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = folder if name == digest.FILE_NAME else folder.parent
+    (where / name).write_bytes(TEXTS[text])
+    for path in (where, folder):
+        status, said = _inspect(path, capsys)
+        assert status == (1 if path == where else 0), said
+        assert path != where or name in said
+        assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing"])
+@pytest.mark.parametrize("name", [digest.FILE_NAME, "latest_checkpointed_iteration.txt", "shard"])
+def test_what_is_no_file_is_not_waited_for(
+    name: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "shard":
+        name = _files(folder)[-1]
+        (folder / name).unlink()
+    where = folder.parent if name.endswith(".txt") else folder
+    (where / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (where / name).mkdir()
+    elif kind == "pipe":
+        os.mkfifo(where / name)
+    else:
+        (where / name).symlink_to(folder / "nowhere")
+    status, said = _inspect(where, capsys)
+    is_tracker = kind == "link to nothing" and name.endswith(".txt")
+    assert status == (2 if is_tracker else 1)
+    assert name in said
+
+
+def test_folders_may_be_nested_ever_so_deeply_and_links_lead_in_circles(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "round").symlink_to(".")
+    (folder / "itself").symlink_to("itself")
+    monkeypatch.chdir(folder)
+    try:
+        for _ in range(1500):  # by steps: the whole path is nearly as long as one may be
+            os.mkdir("a")
+            os.chdir("a")
+        os.chdir(folder)
+        status, said = _inspect(folder, capsys)
+        assert status == 0, said
+        (folder / digest.FILE_NAME).unlink(missing_ok=True)
+        assert _inspect(folder, capsys)[0] == 0
+    finally:
+        os.chdir(folder)  # pytest and shutil.rmtree would recurse
+        subprocess.run(["rm", "-r", "a"], check=True)
+
+
+def test_a_file_larger_than_the_memory_is_damaged_not_too_large(tmp_path: Path) -> None:
+    """Nothing of it is read but its end."""
+    from megatron_muon.files import archive
+
+    (tmp_path / "large.pt").touch()
+    os.truncate(tmp_path / "large.pt", 1 << 42)
+    with pytest.raises(archive.ArchiveError, match="no zip archive"):
+        archive.load(tmp_path / "large.pt")
+
+
+CONTENTS: dict[str, Any] = {
+    "no keys": {},
+    "settings of objects": {"settings": {"momentum": {"a": [1]}}, "parameters": {}, "files": {}},
+    "wrote of lists": {"wrote": {"megatron_muon": [[[[1]]]]}, "files": {}},
+    "a shape of texts": {"parameters": {"a": {"shape": ["1"], "optimizer": "muon"}}},
+    "a huge shape": {"parameters": {"a": {"shape": [10**4000] * 2, "optimizer": "muon"}}},
+    "a negative size": {"files": {"common.pt": {"size": -1, "hash": ""}}},
+    "a file without a hash": {"files": {"common.pt": {"size": 1}}},
+    "a file elsewhere": {"files": {"../../etc/hostname": {"size": 1, "hash": ""}}},
+    "an absolute file": {"files": {"/etc/hostname": {"size": 1, "hash": ""}}},
+    "files in a list": {"files": ["common.pt"]},
+    "parameters in a list": {"parameters": [1]},
+    "complete by a text": {"complete": "yes"},
+    "another optimizer": {"parameters": {"a\nb": {"shape": [1], "optimizer": "x"}}},
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_digest_that_was_sealed_by_someone_else(
+    content: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / digest.FILE_NAME).write_text(_sealed(CONTENTS[content]))
+    for option in ([], ["--hash"], ["--json"]):
+        status, said = _inspect(folder, capsys, *option)
+        assert status == (0 if content == "no keys" else 1), said
+        assert "hostname has" not in said
+        assert content == "no keys" or digest.FILE_NAME in said or "a\nb" not in said
+
+
+# --- the loads of training that are ours ---------------------------------------------------------
+
+
+def _loads(folder: Path) -> dict[str, Callable[[], Any]]:
+    """All that we open of a checkpoint before Megatron reads it."""
+    from megatron_muon.mcore.checkpoint import metadata
+    from megatron_muon.mcore.integrity import verify
+    from megatron_muon.mcore.interop import switch
+
+    shard = {"size": 0, "hash": ""}
+    return {
+        "writer_of": lambda: switch.writer_of(folder),
+        "foreign_writer": lambda: switch.foreign_writer(folder),
+        "has_record": lambda: switch.has_record(folder),
+        "record_of": lambda: switch.record_of(folder),
+        "optimizer": lambda: switch.record_of(folder, "optimizer"),
+        "layout": lambda: metadata._stored(str(folder)),
+        "held_in": lambda: verify.held_in(folder, "__0_0.distcp", shard),
+        "digest": lambda: digest.read(folder),
+    }
+
+
+def _as_megatron_lm(folder: Path) -> None:
+    """The files of the first rank, by the names that Megatron-LM gives them."""
+    (folder / "mp_rank_00").mkdir(exist_ok=True)
+    for file in folder.glob("0_0_0_model_optim.pt"):
+        shutil.copy(file, folder / "mp_rank_00" / "model_optim_rng.pt")
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_training_runs_nothing_before_megatron_does(
+    attack: str, folder: Path, tmp_path: Path
+) -> None:
+    _as_megatron_lm(folder)
+    canary = tmp_path / "canary"
+    data = _replaced(folder, attack, canary)
+    names = ["mp_rank_00/model_optim_rng.pt"]
+    if (folder / ".metadata").exists():
+        names = [".metadata", "common.pt", digest.FILE_NAME]
+        entries = _metadata_of(folder).state_dict_metadata
+        objects = [k for k in entries if _is_object(entries[k]) and ".megatron_muon/" in k]
+        for key in objects:
+            names.append("__9_0.distcp")
+            _put_object(folder, key, data)
+            assert _errors(folder) or attack == "archive"
+            assert not canary.exists()
+        assert objects
+    refused: list[str] = []
+    for name in names:
+        with _in_place_of(folder / name, data):
+            errors = _errors(folder)
+        assert not canary.exists(), f"{name} ran"
+        refused += [error for error in errors if Path(name).name in error]
+    assert refused or attack == "archive"
+
+
+def _errors(folder: Path) -> list[str]:
+    """Of each load: those that it is allowed to raise."""
+    errors = []
+    for load in _loads(folder).values():
+        try:
+            load()
+        except (ValueError, KeyError, OSError) as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_what_training_reads_is_what_is_there(folder: Path) -> None:
+    """The readers of our own and torch's agree on a checkpoint that nobody has touched."""
+    from megatron_muon.mcore.checkpoint import metadata
+    from megatron_muon.mcore.interop import switch
+
+    _as_megatron_lm(folder)
+    assert switch.writer_of(folder) == "muon"
+    assert switch.foreign_writer(folder) is None
+    assert switch.record_of(folder)["settings"]["momentum"] == 0.95
+    if not (folder / ".metadata").exists():
+        return
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    from megatron_muon.files.torch_dist import Shards, read_metadata
+
+    expected, actual = FileSystemReader(folder).read_metadata(), read_metadata(folder)
+    assert expected.state_dict_metadata.keys() == actual.entries.keys()
+    places = {(at.fqn, at.offset): info for at, info in expected.storage_data.items()}
+    assert places.keys() == actual.places.keys()
+    shards = Shards(folder, actual)
+    for key, entry in expected.state_dict_metadata.items():
+        ours = actual.entries[key]
+        assert _is_object(entry) == (ours is None)
+        if ours is None:
+            continue
+        assert (tuple(entry.size), entry.properties.dtype) == (ours.size, ours.dtype)
+        for theirs, chunk in zip(entry.chunks, ours.chunks, strict=True):
+            assert (tuple(theirs.offsets), tuple(theirs.sizes)) == (chunk.offsets, chunk.sizes)
+            place = places[key, chunk.offsets]
+            data = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
+            assert torch.equal(torch.load(io.BytesIO(data)), shards.read(key, chunk.offsets))
+    assert metadata._stored(str(folder)).keys()
+
+
+def test_groups_with_objects_do_not_go_on_into_a_run(tmp_path: Path) -> None:
+    from megatron_muon.files import archive
+    from megatron_muon.mcore.interop.switch import _require_plain_groups
+
+    file = io.BytesIO()
+    torch.save({"param_groups": [{"lr": 0.1, "step": Touch(tmp_path)}]}, file)
+    loaded = archive.load_bytes(file.getvalue())
+    with pytest.raises(ValueError, match=r"group's step is an object of posix\.system"):
+        _require_plain_groups(tmp_path, [loaded])
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def test_a_name_cannot_forge_lines_or_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    truth = saved(tmp_path, DEFAULT)
+    evil = "x.weight\n\ncomplete\n\x1b[2J\ud800²"
+    entry = {"shape": [3, 4], "optimizer": "muon"}
+    seal(tmp_path, truth, parameters={evil: entry})
+    status, said = _inspect(tmp_path, capsys)
+    assert status == 1
+    assert "\x1b" not in said and "\ncomplete" not in said
+    status, said = _inspect(tmp_path, capsys, "--json")
+    assert status == 1 and any(row["name"] == evil for row in json.loads(said)["parameters"])
+
+
+assert set(PICKLES) < set(ATTACKS)

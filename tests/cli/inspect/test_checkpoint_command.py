@@ -1,0 +1,235 @@
+"""``megatron-muon checkpoint inspect`` on checkpoints of real runs: what it says, its status."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.cli import main
+from megatron_muon.cli.inspect.tensors import canonical
+from support.checkpoints.inspecting import CASE, DEFAULT, EVERY, NAME, faults, inspect, saved, seal
+from support.models.gpt import Topology, muon_weights
+from support.models.model_flags import flags_of
+
+# --- what it says -----------------------------------------------------------------------------
+
+SHAPES = {
+    "tp": (CASE, Topology(2, 1, 2, overlap=True)),
+    "pp": (CASE, Topology(1, 2, 1)),
+    "experts": (replace(CASE, moe=True), Topology(dp=2, ep=2)),
+    "fp32": (replace(CASE, bf16=False), Topology(dp=2)),
+}
+
+
+@pytest.mark.parametrize("format", EVERY)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_names_optimizers_and_norms_are_those_of_the_run(
+    shape: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, topology = SHAPES[shape]
+    truth = saved(tmp_path, format, topology, case)
+    status, report = inspect(tmp_path, capsys)
+    assert status == 0, report["faults"]
+    assert report["facts"]["format"] == (format if format == "torch" else f"torch_dist, {format}")
+    assert "momentum 0.95" in report["facts"]["settings"]
+    rows = {row["name"]: row for row in report["parameters"]}
+    names = {canonical(name): name for name in truth["main"]}
+    assert rows.keys() == names.keys()
+    for name, row in rows.items():
+        is_muon = names[name] in muon_weights(case)
+        assert row["optimizer"] == ("muon" if is_muon else "adamw")
+        numel = truth["main"][names[name]].numel()
+        found = torch.Size(row["shape"]).numel()
+        assert found == numel or (row["is_part"] and found * topology.tp == numel)
+        if not row["is_part"] and shape != "fp32" and format != "dp_zero_gather_scatter":
+            assert found == numel
+        if not is_muon:
+            assert row["norm"] is None
+            continue
+        # float64 sums of the same numbers in other orders: n roundings of 2**-53 each at most
+        expected = truth["exp_avg"][names[name]].double().square().sum().sqrt().item()
+        assert row["norm"] == pytest.approx(expected, rel=numel * 2.0**-53)
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_bytes_by_kind(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    truth = saved(tmp_path, format)
+    _, report = inspect(tmp_path, capsys)
+    sizes = report["bytes"]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sizes["total"] == sum(path.stat().st_size for path in files)
+    muons = muon_weights(CASE)
+    numel = {name: tensor.numel() for name, tensor in truth["main"].items()}
+    assert sizes["momentum"] == 4 * sum(numel[name] for name in muons)
+    assert sizes["AdamW's moments"] == 8 * sum(numel[name] for name in numel.keys() - muons)
+    assert sizes["model"] == 2 * sum(numel.values())
+    padding = sizes["main parameters"] - 4 * sum(numel.values())
+    assert 0 <= padding < 4 * 64 * len(numel)
+    assert sizes["total"] == sum(sizes.values()) - sizes["total"]
+
+
+@pytest.mark.parametrize("format", [DEFAULT, "torch"])
+def test_matrices_come_from_the_models_arguments(
+    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Megatron-LM saves them, beside the parameter groups."""
+    topology = Topology(2, 1, 2)
+    saved(tmp_path, format, topology)
+    _, report = inspect(tmp_path, capsys)
+    assert any("no matrices: the model's arguments" in note for note in report["notes"])
+    _put_args(tmp_path, format, flags_of(CASE, topology))
+    _, report = inspect(tmp_path, capsys)
+    counts = {row["name"]: row["matrices"] for row in report["parameters"]}
+    for name, count in counts.items():
+        expected = 3 if "linear_qkv" in name else 1
+        assert count == (expected if name in muon_weights(CASE) else None), name
+    assert report["notes"] == ["no digest: that the files are as they were written is not known"]
+
+
+def _put_args(folder: Path, format: str, flags: list[str]) -> None:
+    import argparse
+
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_muon.dry_run.flags import add_megatron_flags
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--world-size", type=int)
+    add_megatron_flags(parser, TransformerConfig)
+    for file in _common_files(folder, format):
+        held = torch.load(file, weights_only=False)
+        torch.save({**held, "args": parser.parse_args(flags), "iteration": 7}, file)
+
+
+def _common_files(folder: Path, format: str) -> list[Path]:
+    """Those that have what is not sharded. Where Megatron keeps it among the tensors (0.19) it is
+    taken out into the file that older ones write, which it reads first."""
+    if format == "torch":
+        return sorted(folder.glob("*model_optim.pt"))
+    file = folder / "common.pt"
+    if not file.exists():
+        from megatron.core import dist_checkpointing
+
+        torch.save(dist_checkpointing.load_common_state_dict(str(folder)), file)
+    return [file]
+
+
+def test_a_line_for_each_in_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path, DEFAULT)
+    assert main(["checkpoint", "inspect", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("\ncomplete\n")
+    (line,) = (line for line in text.split("\n") if line.startswith(NAME))
+    assert "260 x 96" in line and "muon" in line
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_what_the_digest_says_is_believed(
+    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    truth = saved(tmp_path, format, Topology(2, 1, 2))
+    seal(tmp_path, truth)
+    status, report = inspect(tmp_path, capsys, "--hash")
+    assert status == 0, report["faults"]
+    assert "megatron_muon 9.8.7" in report["facts"]["written by"]
+    assert report["facts"]["settings"] == "momentum 0.5"
+    rows = {row["name"]: row for row in report["parameters"]}
+    assert rows.keys() == {canonical(name) for name in truth["main"]}
+    for name, tensor in truth["main"].items():
+        row = rows[canonical(name)]
+        assert (tuple(row["shape"]), row["is_part"]) == (tuple(tensor.shape), False)
+    expected = truth["exp_avg"][NAME].double().square().sum().sqrt().item()
+    assert rows[NAME]["norm"] == pytest.approx(expected, rel=1e-11)  # see above
+
+
+# --- where it looks ---------------------------------------------------------------------------
+
+
+def test_the_tracker_file_leads_to_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    saved(folder, DEFAULT)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("3")
+    for path in (tmp_path, folder):
+        status, report = inspect(path, capsys)
+        assert (status, report["facts"]["iteration"]) == (0, "3")
+        assert report["facts"]["checkpoint"] == str(folder)
+    shutil.copytree(folder, tmp_path / "iter_0000004")
+    _, report = inspect(tmp_path / "iter_0000004", capsys)
+    assert "the tracker file names iter_0000003, not this one" in report["notes"]
+    tracker.write_text("5")
+    assert "names iter_0000005, which is not there" in faults(tmp_path, capsys)
+    tracker.write_text("")
+    assert "names no iteration" in faults(tmp_path, capsys)
+
+
+def test_no_checkpoint_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file.txt").write_text("no checkpoint")
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / "file.txt"):
+        assert main(["checkpoint", "inspect", str(path)]) == 2
+        assert str(path) in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["checkpoint", "repair", str(tmp_path)])
+
+
+# --- whatever is in the files -----------------------------------------------------------------
+
+
+class Touch:
+    """Its pickle makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("format", [DEFAULT, "torch"])
+def test_nothing_that_is_pickled_is_run(
+    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    saved(folder, format)
+    trace = tmp_path / "trace"
+    for file in _common_files(folder, format):
+        torch.save({**torch.load(file, weights_only=False), "more": Touch(trace)}, file)
+        torch.load(file, weights_only=False)
+        assert trace.exists()
+        trace.unlink()
+    status, _ = inspect(folder, capsys)
+    assert status == 0 and not trace.exists()
+
+
+def test_an_adamw_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path, DEFAULT, case=replace(CASE, optimizer="adam"))
+    status, report = inspect(tmp_path, capsys)
+    assert status == 0
+    assert report["facts"]["optimizer"] == "AdamW"
+    assert report["facts"]["written by"] == "a Megatron without megatron_muon"
+    assert report["bytes"]["momentum"] == 0
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_as_a_program_by_itself(format: str, tmp_path: Path) -> None:
+    """No launcher's environment and no GPU."""
+    saved(tmp_path, format)
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "megatron_muon.cli", "checkpoint", "inspect", str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" and "\ncomplete" in done.stdout

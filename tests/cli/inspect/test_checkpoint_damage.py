@@ -1,0 +1,299 @@
+"""``megatron-muon checkpoint inspect`` on damage: a line that names the file, never a traceback."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.cli import main
+from megatron_muon.files import digest
+from support.checkpoints.damaging import TRACKER, statuses
+from support.checkpoints.inspecting import CASE, EVERY, faults, inspect
+from support.checkpoints.roots import make_roots
+
+TIMES = 200
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return make_roots(tmp_path_factory.mktemp("roots"))
+
+
+def test_damage_by_chance_is_no_traceback(roots: list[Path], tmp_path: Path) -> None:
+    found, wrong = statuses(roots, TIMES, 0, tmp_path)
+    assert not wrong, "\n".join(wrong)
+    assert found[0] and found[1] > found[0] and found.total() == TIMES
+
+
+def test_the_checkpoints_are_whole_without_it(
+    roots: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for root in roots:
+        status, report = inspect(root, capsys)
+        assert status == 0, report["faults"]
+
+
+# --- cases by name --------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=range(4), ids=["torch_dist", "torch_dist sealed", "torch", "torch sealed"])
+def root(roots: list[Path], request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(roots[request.param], tmp_path / "root"))
+
+
+class _Other:
+    """An object of a class that is no metadata."""
+
+
+METADATA: dict[str, Any] = {
+    "another object": _Other(),
+    "a number": 3,
+    "a list": [1],
+    "nothing": None,
+    "a dict": {"state_dict_metadata": {}, "storage_data": {}},
+}
+
+
+@pytest.mark.parametrize("what", METADATA)
+def test_metadata_of_another_kind(
+    what: str, roots: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(roots[0] / "iter_0000003", tmp_path / "copy"))
+    (folder / ".metadata").write_bytes(pickle.dumps(METADATA[what]))
+    assert ".metadata cannot be read: it has a" in faults(folder, capsys)
+
+
+METADATA_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "state_dict_metadata": lambda metadata: setattr(metadata, "state_dict_metadata", 3),
+    "storage_data": lambda metadata: setattr(metadata, "storage_data", [1]),
+    "an entry": lambda metadata: metadata.state_dict_metadata.update({"x": 3}),
+    "a key": lambda metadata: metadata.state_dict_metadata.update({3: None}),
+    "a place": lambda metadata: metadata.storage_data.update({"x": 3}),
+    "chunks": lambda metadata: [
+        setattr(entry, "chunks", 3) for entry in metadata.state_dict_metadata.values()
+    ],
+    "properties": lambda metadata: [
+        setattr(entry, "properties", None)
+        for entry in metadata.state_dict_metadata.values()
+        if hasattr(entry, "properties")
+    ],
+}
+
+
+@pytest.mark.parametrize("what", METADATA_FIELDS)
+def test_metadata_with_other_things_in_them(
+    what: str, roots: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(roots[0] / "iter_0000003", tmp_path / "copy"))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    METADATA_FIELDS[what](metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert ".metadata cannot be read: " in faults(folder, capsys)
+
+
+def test_swapped_files(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with each that is of another kind, or of other sizes."""
+    folder = root / "iter_0000003"
+    names = sorted(path.name for path in folder.iterdir() if path.name != digest.FILE_NAME)
+    pairs = [(one, two) for at, one in enumerate(names) for two in names[:at]]
+    for one, two in pairs:
+        if one.split("_")[-1] == two.split("_")[-1]:  # of two ranks: only a digest can tell
+            continue
+        data = {name: (folder / name).read_bytes() for name in (one, two)}
+        (folder / one).write_bytes(data[two])
+        (folder / two).write_bytes(data[one])
+        said = faults(root, capsys)
+        assert one in said or two in said
+        for name in data:
+            (folder / name).write_bytes(data[name])
+    assert faults(root, capsys) == ""
+
+
+def test_swapped_files_of_two_ranks_are_seen_by_the_digest(
+    roots: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for sealed in roots[1::2]:
+        root = Path(shutil.copytree(sealed, tmp_path / sealed.name))
+        pattern = "__?_0.distcp" if "torch" != sealed.name.split()[0] else "*_model_optim.pt"
+        files = sorted((root / "iter_0000003").glob(pattern))
+        if len(files) < 2:
+            continue
+        one, two = (file.read_bytes() for file in files[:2])
+        files[0].write_bytes(two)
+        files[1].write_bytes(one)
+        assert str(files[0]) in faults(root, capsys, "--hash")
+
+
+@pytest.mark.parametrize(
+    "saved_object",
+    [3, [1], {}, {"model": 3}, {"model": {}, "optimizer": 3}, {0: {}}, {0: {("a",): 3}},
+     {"model": {}, "optimizer": {"optimizer": {"param_groups": 3}}},
+     {"model": {}, "optimizer": {"megatron_muon": 3}},
+     {"model": {}, "optimizer": {"megatron_muon": {"settings": {"a": {"b": 1}}}}},
+     {0: {("a",): {"exp_avg": 3, "state": {"x": {"y": torch.ones(1)}}}}},
+     [{0: {"a": {"state": {"x": {"exp_avg": 1}}}}}]],
+    ids=str,
+)  # fmt: skip
+def test_files_that_hold_something_else(
+    saved_object: Any, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What holds no fault for one file may be one for the other."""
+    folder = root / "iter_0000003"
+    for file in sorted(folder.glob("*.pt")):
+        original = file.read_bytes()
+        torch.save(saved_object, file)
+        status = main(["checkpoint", "inspect", str(root)])
+        out, err = capsys.readouterr()
+        assert status in (0, 1) and not err, err
+        assert status == 0 or file.name in out
+        file.write_bytes(original)
+
+
+def test_chains_without_end(roots: list[Path], tmp_path: Path) -> None:
+    from megatron_muon.mcore.checkpoint.foreign import states_of
+
+    endless: list[Any] = []
+    endless.append(endless)
+    wide: Any = [{"optimizer": {}}]
+    for _ in range(30):
+        wide = [wide, wide]
+    for saved_chain in (endless, wide, [[[[[{}]]]]]):
+        with pytest.raises(ValueError, match="no chain"):
+            states_of(saved_chain)
+    assert states_of([[{"a": 1}], {0: {"b": 2}}, None]) == [{"a": 1}, {"b": 2}]
+
+
+# --- where it looks -------------------------------------------------------------------------------
+
+
+def test_several_checkpoints_are_never_taken_for_one(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(root / "iter_0000003", root / "iter_0000004")
+    (root / TRACKER).unlink()
+    assert main(["checkpoint", "inspect", str(root)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert f"{root} has no {TRACKER}" in said.err and "iter_0000004" in said.err
+    assert inspect(root / "iter_0000004", capsys)[0] == 0
+
+
+def test_of_the_format_torch_one_iteration_is_read(
+    roots: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Megatron-LM names them; what lies deeper is not of it."""
+    source = roots[2] / "iter_0000003"
+    folder = tmp_path / "iter_0000003"
+    for parent, rank in ((p, rank) for p in (folder, folder / "iter_0000002") for rank in (0, 1)):
+        where = parent / f"mp_rank_0{rank}"
+        where.mkdir(parents=True)
+        shutil.copy(source / f"{rank}_0_0_model_optim.pt", where / "model_optim_rng.pt")
+        shutil.copy(source / f"{rank}_0_0_distrib_optim.pt", where / "distrib_optim.pt")
+    _, once = inspect(source, capsys)
+    status, report = inspect(folder, capsys)
+    assert (status, report["bytes"]["momentum"]) == (0, once["bytes"]["momentum"])
+
+
+@pytest.mark.parametrize("path", ["", " ", "a\0b"])
+def test_no_path_is_not_the_current_folder(
+    path: str, roots: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(roots[0])
+    with pytest.raises(SystemExit, match="2"):
+        main(["checkpoint", "inspect", path])
+
+
+def test_the_current_folder_by_its_name(
+    roots: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(roots[0] / "iter_0000003")
+    status, report = inspect(Path("."), capsys)
+    assert status == 0 and "the tracker file names" not in str(report["notes"])
+
+
+# --- exit status ----------------------------------------------------------------------------------
+
+
+def test_a_fault_of_its_own_has_a_status_of_its_own(
+    roots: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_muon.cli.inspect import command
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a mistake\nof ours")
+
+    monkeypatch.setattr(command, "examine", fails)
+    assert main(["checkpoint", "inspect", str(roots[0])]) == 3
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert str(roots[0]) in said.err and "TypeError: a mistake of ours" in said.err
+
+
+def test_help_lists_every_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["checkpoint", "--help"])
+    text = capsys.readouterr().out
+    for status in range(4):
+        assert f"\n  {status}  " in text
+
+
+def test_an_encoding_that_lacks_letters(
+    roots: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the C locale: a name of another alphabet is escaped, not a UnicodeEncodeError."""
+    root = Path(shutil.copytree(roots[1], tmp_path / "Прогон"))
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    assert main(["checkpoint", "inspect", str(root)]) == 0
+    sys.stdout.flush()
+    assert rb"\u041f\u0440" in out.getvalue()
+
+
+# --- sizes that no model has ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": 10**9},
+        {"num_experts": 10**9},
+        {"world_size": 10**12, "num_layers": 2},
+        {"num_attention_heads": 10**8},
+        {"pipeline_model_parallel_size": 10**6},
+        {"hidden_size": 10**30},
+        {"num_layers": "2"},
+        {"swiglu": "yes"},
+        {"kv_channels": [1]},
+        {"pipeline_model_parallel_layout": "E(t*999)*999L"},
+        {"moe_layer_freq": "__import__('os')"},
+    ],
+    ids=str,
+)
+def test_arguments_that_no_model_has_are_a_note(
+    change: dict[str, Any], roots: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_muon.dry_run.versions import has_flag
+
+    (name,) = [name for name in change if name != "num_layers" or len(change) == 1]
+    if not has_flag(f"--{name.replace('_', '-')}"):
+        pytest.skip("this core has no such argument")
+    folder = Path(shutil.copytree(roots[2] / "iter_0000003", tmp_path / "copy"))
+    for file in folder.glob("*model_optim.pt"):
+        held = torch.load(file, weights_only=False)
+        vars(held["args"]).update(change)
+        torch.save(held, file)
+    status, report = inspect(folder, capsys)
+    assert status == 0, report["faults"]
+    (note,) = (note for note in report["notes"] if "no matrices" in note)
+    assert name in note or "experts" in note
+
+
+assert CASE.steps and "torch" in EVERY

@@ -1,0 +1,298 @@
+"""``megatron-muon routes`` prints what a run does, without a GPU, a launcher or memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import pytest
+
+from megatron_muon.cli import COMMANDS, main
+from support import ROOT
+from support.installed import NAME, VERSION, lacks
+from support.models.gpt import Case, Topology, distributed_optimizers, start
+from support.models.model_flags import DEEPSEEK_V3, LLAMA_3_8B, TINY, flags_of
+from support.ranks import run
+
+CORE = Path(megatron.core.__path__[0]).parent.parent
+
+
+def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
+    """On a rank of a real run: what its Muon parts plan, its other weights, and what it printed."""
+    from megatron_muon.mcore.params.param_routing import weights, why_adamw
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        built = start(case, topology)
+    plans = {}
+    for dist_opt in distributed_optimizers(built.optimizer):
+        plan = dist_opt.muon.plan
+        matrices = iter(plan.matrices)
+        for parameter in plan.parameters:
+            plans[parameter.name, parameter.ep_rank] = [
+                (m.name, m.rows, m.cols, m.home)
+                for m in (next(matrices) for _ in parameter.matrices)
+            ]
+    settings = dist_opt.muon.config
+    return {
+        "stage": built.pp_rank,
+        "first": built.place.ep_rank == 0,
+        "plans": plans,
+        "weights": {
+            weight.name: (
+                list(weight.param.shape),
+                why_adamw(weight, dist_opt.sizes.tp_of(weight), settings),
+            )
+            for weight in weights(built.chunks)
+        },
+        "lines": [line for line in printed.getvalue().split("\n") if "[megatron_muon]" in line],
+    }
+
+
+MOE = Case(moe=True, gated=True)
+ALIGNED = Case(layers=4, muon=(("align_shards", True),))
+CASES = [
+    (Case(), Topology(2, 2, 2)),
+    *([(ALIGNED, Topology(1, 1, 3, overlap=True))] if VERSION >= (0, 18) else []),
+    (Case(gated=True), Topology(2, 1, 2, overlap=True)),
+    (MOE, Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)),
+    (Case(layers=4), Topology(1, 2, 1, chunks=2)),
+    (Case(), Topology(1, 1, 4, instances=2)),
+    (Case(moe=True, gated=True, grouped="legacy"), Topology(1, 1, 2, ep=2)),
+    (Case(mla="column", mtp=True, tied=True), Topology(2, 2, 1)),
+    (Case(), Topology(2, 1, 1, cp=2)),
+    (Case(heads=8, groups=2, ffn=4), Topology(4, 1, 1)),
+    (Case(heads=4, groups=1, output_gate=True), Topology(4, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("case", "topology"), CASES, ids=lambda value: str(value)[:40])
+def test_what_is_printed_is_what_a_run_does(
+    case: Case, topology: Topology, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reason := lacks(case, topology):
+        pytest.skip(reason)
+    if case.mtp and VERSION < (0, 13):  # Megatron's own assertion: a parameter in two buckets
+        pytest.skip(f"megatron-core {NAME} cannot build this model's DistributedOptimizer")
+    layout = "contiguous" if dict(case.muon).get("align_shards") else "bucketed"
+    found = routes_json([*flags_of(case, topology), "--muon-dp-layout", layout], capsys)
+    results = run(built_by_a_run, topology.world_size, case, topology)
+    assert [stage["stage"] for stage in found["stages"]] == list(range(topology.pp))
+    for result in results:
+        stage = found["stages"][result["stage"]]
+        planned = {
+            (row["name"], row["ep_rank"] or 0): [
+                (m["name"], m["rows"], m["cols"], m["home"]) for m in row["matrices"]
+            ]
+            for row in stage["parameters"]
+            if row["optimizer"] == "muon"
+        }
+        assert planned == result["plans"]
+        if result["first"]:  # weights are named as on the first EP rank
+            shown = {
+                row["name"]: (row["shape"], row["reason"])
+                for row in stage["parameters"]
+                if not row["ep_rank"]
+            }
+            assert shown == result["weights"]
+    lines = [line for result in results for line in result["lines"]]
+    said = sorted(line for line in lines if " is active: " not in line)  # once in a process
+    stages = [line for stage in found["stages"] for line in stage["lines"]]
+    assert said == sorted(found["lines"] + stages)
+
+
+def test_the_number_of_buckets_is_a_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the model, as run through bucketing in test_buckets."""
+    flags = [*LLAMA_3_8B, "--overlap-grad-reduce", "--world-size", "8"]
+    found = routes_json(flags, capsys)
+    assert "; 8 bucket(s), " in found["stages"][0]["lines"][0]
+    assert any("about 8 buckets in place of 98" in note for note in found["notes"])
+    stock = routes_json([*flags, "--muon-dp-layout", "bucketed"], capsys)
+    assert "; 98 bucket(s), " in stock["stages"][0]["lines"][0]
+
+
+def test_tp_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    found = routes_json([*TINY, "--tensor-model-parallel-size", "2"], capsys)
+    tp = {row["name"].rsplit(".", 2)[-2]: row["tp"] for row in found["stages"][0]["parameters"]}
+    assert tp["linear_fc1"] == tp["word_embeddings"] == "rows"
+    assert tp["final_layernorm"] == "replicated"
+    fc2 = next(r for r in found["stages"][0]["parameters"] if "fc2.weight" in r["name"])
+    assert (fc2["tp"], fc2["shape"]) == ("columns", [64, 128])
+    (matrix,) = fc2["matrices"]
+    assert (matrix["rows"], matrix["cols"]) == (64, 256)
+    assert matrix["scale"] == pytest.approx(0.2 * 256**0.5)
+
+
+# --- as a program ----------------------------------------------------------------------------
+
+
+def with_core(folder: Path) -> str:
+    """PYTHONPATH with a folder that has ``megatron``, the repository, and what 3.11 lacks."""
+    return os.pathsep.join(map(str, (folder, ROOT, ROOT / "tests" / "python311")))
+
+
+def routes_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["routes", "--json", *argv]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.timeout(1200)  # seconds of the wall; an idle machine needs a fraction
+def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(tmp_path: Path) -> None:
+    """As a program by itself, with processor time and memory as the kernel counts them."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": with_core(CORE)}
+    command = [sys.executable, "-m", "megatron_muon.cli", "routes", "--json", *DEEPSEEK_V3]
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=tmp_path)
+        _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, (tmp_path / "err").read_text()
+    found = json.loads((tmp_path / "out").read_text())
+    assert usage.ru_utime + usage.ru_stime < 60, "seconds of one core, imports too"
+    assert usage.ru_maxrss < 2e6, "KiB"
+    assert max(stage["plan_cpu_seconds"] for stage in found["stages"]) <= 2
+    names = {row["name"] for stage in found["stages"] for row in stage["parameters"]}
+    assert "decoder.layers.60.mlp.experts.local_experts.255.linear_fc2.weight" in names
+    homes = [
+        matrix["home"]
+        for row in found["stages"][1]["parameters"]
+        if row["ep_rank"] is not None
+        for matrix in row["matrices"]
+    ]
+    assert len(homes) == 4 * 256 * 2 and set(homes) == set(range(64))
+    assert "671 G" in found["lines"][0] and "37.6 G" in found["lines"][0]  # arXiv 2412.19437
+
+
+def test_the_share_of_llama_3_8b(capsys: pytest.CaptureFixture[str]) -> None:
+    found = routes_json(LLAMA_3_8B, capsys)
+    matrices = 32 * 4096 * (4096 + 4096 + 2 * 1024 + 3 * 14336)
+    total = matrices + 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
+    assert found["lines"][0].startswith(f"[megatron_muon] Muon has {matrices / total:.1%} of")
+    assert total == sum(numel(row["shape"]) for row in found["stages"][0]["parameters"])
+
+
+def numel(shape: list[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+# --- patterns and settings -------------------------------------------------------------------
+
+
+def optimizers(found: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
+    return {
+        row["name"]: (row["optimizer"], row["reason"])
+        for stage in found["stages"]
+        for row in stage["parameters"]
+    }
+
+
+def test_patterns_move_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    patterns = ["--muon-include", "embedding.word*", "--muon-exclude", "*.1.*fc1.weight"]
+    patterns += ["--muon-exclude", "*.linear_proj.weight"]
+    before = optimizers(routes_json(TINY, capsys))
+    after = optimizers(routes_json([*TINY, *patterns], capsys))
+    assert {name: after[name] for name in after if after[name] != before[name]} == {
+        "embedding.word_embeddings.weight": ("muon", None),
+        "decoder.layers.1.mlp.linear_fc1.weight": (
+            "adamw",
+            "muon_exclude (--muon-exclude) '*.1.*fc1.weight'",
+        ),
+        **{
+            f"decoder.layers.{layer}.self_attention.linear_proj.weight": (
+                "adamw",
+                "muon_exclude (--muon-exclude) '*.linear_proj.weight'",
+            )
+            for layer in (0, 1)
+        },
+    }
+
+
+def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    def qkv(*settings: str) -> dict[str, Any]:
+        found = routes_json([*TINY, *settings], capsys)
+        rows: list[dict[str, Any]] = found["stages"][0]["parameters"]
+        return next(row for row in rows if row["name"].endswith(".linear_qkv.weight"))
+
+    assert [m["rows"] for m in qkv()["matrices"]] == [64, 64, 64]
+    assert [m["rows"] for m in qkv("--muon-no-split-qkv")["matrices"]] == [192]
+    scaled = qkv("--muon-matched-adamw-rms", "0.4")["matrices"][0]["scale"]
+    assert scaled == pytest.approx(0.4 * 64**0.5)
+
+
+# --- the table -------------------------------------------------------------------------------
+
+
+def expanded(name: str) -> list[str]:
+    """Names of ``a.{0..1,3}.b``, as a shell has them."""
+    parts = re.split(r"\{(.*?)\}", name)
+    choices = [parts[::2][0:1]]
+    for numbers, text in zip(parts[1::2], parts[2::2], strict=True):
+        values = []
+        for each in numbers.split(","):
+            first, _, last = each.partition("..")
+            values += list(range(int(first), int(last or first) + 1))
+        choices += [[str(value) for value in values], [text]]
+    return ["".join(each) for each in itertools.product(*choices)]
+
+
+def table(argv: list[str], capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    assert main(["routes", *argv]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    rows = [re.split(" {2,}", line) for line in lines]
+    return [row for row in rows if len(row) > 3 and row[0] != "parameter"]
+
+
+def test_lines_that_share_a_range_are_all_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*TINY, "--num-layers", "6", "--num-experts", "4", "--moe-layer-freq", "[1,0,1,1,0,0]"]
+    argv += ["--disable-bias-linear", "--expert-model-parallel-size", "2", "--world-size", "4"]
+    every, short = table([*argv, "--all"], capsys), table(argv, capsys)
+    assert len(short) < len(every) / 3
+    names = [name for row in short for name in expanded(row[0])]
+    assert sorted(names) == sorted(row[0] for row in every)
+    by_name = {row[0]: row[1:6] for row in every}
+    for row in short:
+        for name in expanded(row[0]):
+            assert by_name[name][:5] == row[1:6], "all but the homes are the same"
+    fc1 = next(row[0] for row in short if "experts" in row[0] and "fc1" in row[0])
+    assert fc1 == "decoder.layers.{0,2..3}.mlp.experts.local_experts.{0..3}.linear_fc1.weight"
+
+
+def test_homes_in_the_table_are_those_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*TINY, "--world-size", "4"]
+    found = routes_json(argv, capsys)
+    homes = {
+        row["name"]: ",".join(str(m["home"]) for m in row["matrices"])
+        for row in found["stages"][0]["parameters"]
+        if row["matrices"]
+    }
+    shown = {row[0]: row[6] for row in table([*argv, "--all"], capsys) if row[3] == "muon"}
+    assert {name: set(text.split(",")) for name, text in homes.items()} == {
+        name: set(text.split(",")) for name, text in shown.items()
+    }
+
+
+# --- the program megatron-muon ---------------------------------------------------------------
+
+
+def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in COMMANDS)
+    assert main([]) == 2 and main(["rotes"]) == 2
+    assert "no command 'rotes'" in capsys.readouterr().err
+
+
+def test_the_program_is_installed_under_its_name() -> None:
+    assert '"megatron-muon = megatron_muon.cli:main"' in (ROOT / "setup.py").read_text()

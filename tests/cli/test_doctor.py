@@ -1,0 +1,187 @@
+"""``megatron-muon doctor``: of this environment, of a broken one, and of a checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron.core
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from megatron_muon.cli.doctor_rows import whose_muon
+from support import PYTHON311, ROOT
+
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
+# stands before the doctor's own code, in the same process: what another machine would have
+NO_MEGATRON = "import sys; sys.modules['megatron'] = None"
+STRANGE = (
+    "import sys, megatron_muon.mcore.seams.rows as h, dataclasses; "
+    "h.HOOKS = (*h.HOOKS, dataclasses.replace(h.HOOKS[0], name='gone', until=h.NEWEST))"
+)
+TOO_NEW = "import megatron_muon.mcore.seams.rows as h; h.OLDEST, h.NEWEST = (0, 97), (0, 98)"
+
+
+def doctor(
+    *arguments: str, before: str = "pass", path: tuple[Path, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    code = f"{before}\nimport sys\nfrom megatron_muon.cli import main\nsys.exit(main(sys.argv[1:]))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT)))}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", *arguments], env=env, capture_output=True, text=True
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def rows(text: str) -> dict[str, str]:
+    """Lines of two columns, which are two spaces apart or more."""
+    table, _, verdict = text.partition("\n\n")
+    found = dict(line.split("  ", 1) for line in table.splitlines())
+    return {name: value.strip() for name, value in found.items()} | {"verdict": verdict.strip()}
+
+
+def test_the_installed_megatron_core() -> None:
+    done = doctor()
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(done.stdout)
+    assert found["verdict"] == "Muon would run."
+    assert found["torch"] == torch.__version__
+    assert found["megatron-core"].startswith(f"{megatron.core.__version__} (")
+    assert "use_precision_aware_optimizer" in found["refused options"]
+    assert "use_distributed_optimizer" not in found["refused options"]
+    if "qk_clip" in TransformerConfig.__dataclass_fields__:
+        assert "qk_clip" in found["refused options"].split(", ")
+        assert "log_max_attention_logit" not in found["refused options"]
+    have, _, of = found["hooks"].partition(" of ")
+    assert have == of and int(of) > 5
+    if not torch.cuda.is_available():
+        assert "the CPU runtime would be on" in found["device"]
+        assert found["adam"] == "megatron_muon.cpu.fused_adam.FusedAdam"
+
+
+def test_json_says_the_same() -> None:
+    text, said = rows(doctor().stdout), json.loads(doctor("--json").stdout)
+    assert (said.pop("runs"), said.pop("faults"), text.pop("verdict")) == (
+        True,
+        [],
+        "Muon would run.",
+    )
+    assert said == text
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        (NO_MEGATRON, "there is no megatron.core: pip install megatron-muon[core], or put a Meg"),
+        (STRANGE, "has no megatron.core.optimizer.gone"),
+        (TOO_NEW, f"megatron-core {megatron.core.__version__} is installed; this megatron_muon"),
+    ],
+    ids=["no megatron", "missing hook", "unknown version"],
+)
+def test_where_muon_would_not_run(before: str, why: str) -> None:
+    done = doctor("--json", before=before)
+    said = json.loads(done.stdout)
+    assert (done.returncode, said["runs"], len(said["faults"])) == (1, False, 1)
+    assert why in said["faults"][0]
+
+
+def test_a_missing_hook_is_named_in_its_row() -> None:
+    assert "not megatron.core.optimizer.gone" in rows(doctor(before=STRANGE).stdout)["hooks"]
+
+
+def test_a_core_that_cannot_be_imported(tmp_path: Path) -> None:
+    core = tmp_path / "megatron/core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise ImportError('no such wheel for this GPU')\n")
+    done = doctor(path=(tmp_path,))
+    assert done.returncode == 1
+    assert "cannot be imported: ImportError: no such wheel" in rows(done.stdout)["verdict"]
+
+
+def test_without_psutil_saves_are_said_to_hang() -> None:
+    hidden = "import importlib.util as u; f = u.find_spec; "
+    hidden += "u.find_spec = lambda n, *a: None if n == 'psutil' else f(n, *a)"
+    assert "pip install psutil" in rows(doctor(before=hidden).stdout)["psutil"]
+    assert "psutil" not in rows(doctor().stdout)
+
+
+def test_a_package_that_megatron_lacks_is_named_with_the_way_to_get_it(tmp_path: Path) -> None:
+    core = tmp_path / "megatron/core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("import not_a_package_here.part\n")
+    verdict = rows(doctor(path=(tmp_path,)).stdout)["verdict"]
+    assert "Megatron-LM needs it, not megatron_muon; pip install not_a_package_here" in verdict
+
+
+def test_a_core_that_needs_a_newer_python(tmp_path: Path) -> None:
+    core = tmp_path / "megatron/core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("from typing import nothing_of_this_name\n")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\n")
+    (tmp_path / "pyproject.toml").write_text('requires-python = ">=3.99"\n')
+    verdict = rows(doctor(path=(tmp_path,)).stdout)["verdict"]
+    assert verdict.startswith("Muon would not run: megatron-core 0.19.0 needs Python >=3.99 (")
+    assert "cannot import name 'nothing_of_this_name' from 'typing'" in verdict
+
+
+@pytest.mark.parametrize(
+    ("version", "patched", "emerging", "said"),
+    [
+        ((0, 12), False, False, "an error, since this Megatron-LM has no --optimizer muon"),
+        ((0, 16), False, True, "an error, since Megatron's own Muon takes no distributed optimi"),
+        ((0, 19), False, False, "an error, since Megatron's own Muon needs emerging_optimizers"),
+        ((0, 19), False, True, "Megatron's own layer-wise Muon, which turns the distributed opt"),
+        ((0, 20), False, True, "Megatron's own layer-wise Muon, which turns the distributed opt"),
+        ((0, 12), True, False, "Distributed Muon, by the patch"),
+        ((0, 20), True, True, "Distributed Muon, by the patch"),
+    ],
+)
+def test_whose_muon_a_plain_command_starts(
+    version: tuple[int, int], patched: bool, emerging: bool, said: str
+) -> None:
+    text = whose_muon(version, patched, emerging)
+    assert text.startswith(said)
+    assert patched or text.endswith("takes the launcher or megatron-muon patch apply")
+
+
+def _checkout(root: Path) -> Path:
+    """A checkout as far as its version is asked for."""
+    for name, text in (
+        ("training/__init__.py", ""),
+        ("core/package_info.py", "MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n"),
+    ):
+        (root / "megatron" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "megatron" / name).write_text(text)
+    return root
+
+
+def test_a_mixed_installation_names_both(tmp_path: Path) -> None:
+    """The checkout's megatron.core is no package, so that the installed one would be imported."""
+    done = doctor(str(_checkout(tmp_path)))
+    assert done.returncode == 1
+    verdict = rows(done.stdout)["verdict"]
+    assert str(tmp_path) in verdict and str(Path(megatron.core.__file__).parent) in verdict
+
+
+def test_what_is_no_checkout_is_an_error(tmp_path: Path) -> None:
+    done = doctor(str(tmp_path))
+    assert done.returncode == 1 and done.stdout == ""
+    assert "is no Megatron-LM checkout" in done.stderr and "pretrain_gpt.py is in" in done.stderr
+
+
+@pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout")
+def test_a_checkout() -> None:
+    done = doctor(str(CHECKOUT), path=(PYTHON311,))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(done.stdout)
+    assert found["megatron-lm"].endswith(f"({Path(str(CHECKOUT)).resolve()})")
+    assert str(Path(str(CHECKOUT)).resolve()) in found["megatron-core"]
+    assert found["patch"].startswith("not patched: ")
+    assert found["training hooks"] == "all"
+    assert "--use-precision-aware-optimizer" in found["refused flags"]
+    assert "Distributed Muon takes the launcher or" in found["plain command"]

@@ -1,0 +1,1 @@
+"""Commands that print a figure of the documents: ``cd tests; python -m figures.NAME``."""

@@ -1,0 +1,94 @@
+"""Seven models at real sizes, priced: ``cd tests && python -m figures.priced_models [WORD ...]``.
+
+Prints a table as in docs/time_model.md, of the models whose name has one of the words. Every row is
+one stage of ``megatron-muon bench price`` with the flags below: the first one, or where there are
+several the second, which has no embedding. Rounds, launches, Newton-Schulz and what is exposed, of
+the rank that has most of it, are those of ours with ``auto`` and a library's symmetric kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import warnings
+from dataclasses import dataclass
+
+from megatron_muon.bench.price.command import hardware_of, priced_of
+from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
+
+DEEPSEEK_V3 = (
+    "--num-layers 64 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+    "--kv-channels 128 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 "
+    "--qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --padded-vocab-size 129280 "
+    "--num-experts 256 --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 "
+    "--moe-router-topk 8 --position-embedding-type rope --seq-length 4096 "
+    "--max-position-embeddings 4096 --bf16 --use-distributed-optimizer "
+    "--pipeline-model-parallel-size 16 --expert-model-parallel-size 64 "
+)
+TP = "--tensor-model-parallel-size"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run, and the pipeline stage that is priced."""
+
+    name: str
+    words: str
+    stage: int = 0
+
+
+CASES = (
+    Case("Llama-3-8B TP1 × DP8", LLAMA_8B + "--world-size 8"),
+    Case("Llama-3-8B TP2 × DP4", LLAMA_8B + f"{TP} 2 --world-size 8"),
+    Case("Llama-3-8B TP8 × DP8", LLAMA_8B + f"{TP} 8 --world-size 64"),
+    Case("Llama-3-8B TP8 × DP64", LLAMA_8B + f"{TP} 8 --world-size 512"),
+    Case(
+        "Llama-3-70B TP8 PP4 DP16",
+        LLAMA_70B + f"{TP} 8 --pipeline-model-parallel-size 4 --world-size 512",
+        1,
+    ),
+    Case(
+        "Qwen3-30B-A3B EP8, 32 GPUs", QWEN3_30B + "--expert-model-parallel-size 8 --world-size 32"
+    ),
+    Case("DeepSeek-V3 PP16 EP64, 1,024 GPUs", DEEPSEEK_V3 + "--world-size 1024", 1),
+)
+
+
+def main() -> None:
+    """Print a row as soon as it is priced."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--hardware", default="h100")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--flags", default="", help="further flags of bench price")
+    given = parser.parse_args()
+    hardware = hardware_of(given.hardware, given.set)
+    print("| ms | AdamW | ours standard | with kernel | ours auto | with kernel | rounds", end="")
+    print(" | launches | NS busiest / mean | exposed | upstream duplicated / distributed |")
+    print("|---|" + "--:|" * 10)
+    for case in CASES:
+        if given.words and not any(word in case.name for word in given.words):
+            continue
+        words = f"{case.words} {OVERLAP} --stage {case.stage} {given.flags}".split()
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (stage,), _ = priced_of(words, hardware)
+        steps = [ours.step for ours in stage.ours]
+        last = steps[-1]
+        cells = [case.name, _ms(stage.adamw), *(_ms(step.seconds) for step in steps)]
+        cells += ["+".join(map(str, last.rounds)), f"{last.launches:,}"]
+        cells.append(f"{_ms(last.newton_schulz_busiest)} / {_ms(last.newton_schulz_mean)}")
+        cells.append(_ms(last.exposed_most))
+        distributed = "–" if stage.distributed == stage.duplicated else _ms(stage.distributed)
+        cells.append(f"{_ms(stage.duplicated)} / {distributed}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""examples/: what each script asks Megatron for, and with a checkout that SMOKE=1 trains.
+
+MEGATRON_LM_PATH=... pytest tests/megatron_lm/test_examples.py, with
+tests/requirements-pretrain.txt installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.megatron_lm.flag_table import FLAGS
+from support import PYTHON311, ROOT
+
+EXAMPLES = ROOT / "examples"
+SCENARIOS = ("gpt_340m", "moe_1b", "moonlight_mla")
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
+needs_checkout = pytest.mark.skipif(
+    CHECKOUT is None, reason="MEGATRON_LM_PATH names no Megatron-LM checkout"
+)
+pytestmark = pytest.mark.timeout(900)
+
+# Of core 0.19 and later, whose local layers refuse --qk-layernorm without a rank for queries.
+REFUSES_QK_NORM = "megatron/core/transformer/mla_qk_norm_config.py"
+
+# What the sources of each recipe say; examples/*/README.md has them.
+RECIPES = {
+    "gpt_340m": "--num-layers 12 --hidden-size 1536 --num-attention-heads 12 --seq-length 1024 "
+    "--transformer-impl local --micro-batch-size 1 --global-batch-size 64 --train-iters 5000 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 5000 "
+    "--lr-warmup-fraction 0.02 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
+    "--init-method-std 0.006 --clip-grad 1.0 --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 2 --muon-matched-adamw-rms 0.2 --split 949,50,1",
+    "moe_1b": "--num-layers 18 --hidden-size 728 --ffn-hidden-size 2176 --num-attention-heads 8 "
+    "--kv-channels 128 --rotary-percent 0.5 --num-experts 64 --moe-router-topk 6 "
+    "--moe-ffn-hidden-size 408 --moe-shared-expert-intermediate-size 816 "
+    "--moe-layer-freq ([0]*2+[1]*16) --moe-router-score-function sigmoid "
+    "--moe-router-topk-scaling-factor 2.45 --moe-router-bias-update-rate 1e-3 "
+    "--micro-batch-size 1 --global-batch-size 1152 --seq-length 2048 --train-samples 48828125 "
+    "--lr-decay-samples 47851562 --lr-warmup-samples 488281 --lr 1e-3 --min-lr 1e-4 "
+    "--weight-decay 0.1 --adam-eps 1e-8 --init-method-std 0.006 --muon-matched-adamw-rms 0.2",
+    "moonlight_mla": "--num-layers 27 --hidden-size 2048 --ffn-hidden-size 11264 "
+    "--num-attention-heads 16 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    "--v-head-dim 128 --rotary-base 50000 --norm-epsilon 1e-5 --num-experts 64 "
+    "--moe-router-topk 6 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816 "
+    "--moe-layer-freq ([0]*1+[1]*26) --moe-router-topk-scaling-factor 2.446 "
+    "--moe-aux-loss-coeff 1e-3 --moe-router-bias-update-rate 1e-3 --vocab-size 163839 "
+    "--seq-length 8192 --global-batch-size 2048 --lr 4.2e-4 --min-lr 4.2e-5 "
+    "--lr-warmup-iters 2000 --weight-decay 0.1 --muon-matched-adamw-rms 0.2",
+}
+
+
+def environment(folder: Path, **variables: object) -> dict[str, str]:
+    """Of a script; programs in ``folder`` come before all others, Python modules there too."""
+    python = Path(sys.executable)
+    # torchrun is beside this Python; make takes python3 and python3-config from PATH
+    path = [str(folder), str(python.parent), str(python.resolve().parent), os.environ["PATH"]]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("MEGATRON")}
+    given = {key: str(value) for key, value in variables.items()}
+    return {**inherited, "PATH": os.pathsep.join(path), "PYTHONPATH": str(folder), **given}
+
+
+def start(script: Path, env: dict[str, str], *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(script), *flags],
+        env=env,
+        cwd=env["PYTHONPATH"],
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def standin(tmp_path: Path) -> Path:
+    """A folder with a torchrun that prints its arguments, and an empty checkout."""
+    program(tmp_path, "torchrun", "printf '%s\\n' \"$@\"")
+    (tmp_path / "pretrain_gpt.py").touch()
+    return tmp_path
+
+
+def asked(standin: Path, name: str, *flags: str, **variables: object) -> list[str]:
+    """The words that torchrun gets from a script."""
+    env = environment(standin, MEGATRON_LM_PATH=standin, **variables)
+    done = start(EXAMPLES / name / "training.sh", env, *flags)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def has(words: list[str], wanted: str) -> bool:
+    """Whether a flag and its value stand in ``words``, side by side."""
+    parts = wanted.split()
+    return any(words[i : i + len(parts)] == parts for i in range(len(words)))
+
+
+# --- without a checkout -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_folder_is_complete_and_its_script_short(name: str) -> None:
+    folder = EXAMPLES / name
+    assert {path.name for path in folder.iterdir()} >= {"README.md", "training.sh", "train.sbatch"}
+    lines = (folder / "training.sh").read_text().splitlines()
+    assert len(lines) <= 80 and max(map(len, lines)) <= 100
+    for script in (folder / "training.sh", folder / "train.sbatch", EXAMPLES / "start.sh"):
+        subprocess.run(["bash", "-n", str(script)], check=True)
+    assert f"({name}/README.md)" in (EXAMPLES / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_without_a_checkout_the_error_says_how_to_get_one(name: str, tmp_path: Path) -> None:
+    for given in ({}, {"MEGATRON_LM_PATH": tmp_path}):
+        done = start(EXAMPLES / name / "training.sh", environment(tmp_path, **given))
+        assert done.returncode == 2
+        message = f"MEGATRON_LM_PATH='{given.get('MEGATRON_LM_PATH', '')}' is no Megatron-LM chec"
+        assert done.stderr.startswith(message)
+        assert "git clone --depth 1 -b core_v0.16.1 https://github.com/NVIDIA" in done.stderr
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_defaults_are_the_recipe(name: str, standin: Path) -> None:
+    words = asked(standin, name)
+    pairs = re.findall(r"(--\S+ \S+)", RECIPES[name])
+    assert [pair for pair in pairs if not has(words, pair)] == []
+    assert "--use-distributed-optimizer" in words and "--mock-data" in words
+    script = words.index(f"{standin}/pretrain_gpt.py")
+    assert words[script - 2 : script] == ["-m", "megatron_muon"]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_adamw_twin_differs_in_nothing_else(name: str, standin: Path) -> None:
+    muon, adam = (" ".join(asked(standin, name, OPTIMIZER=given)) for given in ("muon", "adam"))
+    ours = "--optimizer muon --muon-matched-adamw-rms 0.2"
+    assert muon.count(ours) == 1 and muon.replace(ours, "--optimizer adam") == adam
+    env = environment(standin, MEGATRON_LM_PATH=standin, OPTIMIZER="sgd")
+    done = start(EXAMPLES / name / "training.sh", env)
+    assert (done.returncode, done.stderr) == (2, "OPTIMIZER is muon or adam, not 'sgd'\n")
+
+
+@pytest.mark.parametrize("smoke", [0, 1])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_variables_and_flags_reach_megatron(name: str, smoke: int, standin: Path) -> None:
+    given = {"LAYERS": 6, "LR": 0.5, "TP": 4, "SEQ_LENGTH": 32, "NNODES": 2, "NODE_RANK": 1}
+    words = asked(
+        *(standin, name, "--seed", "7"),
+        **{**given, "DATA_PATH": "0.4 one 0.6 two", "TOKENIZER": "--tokenizer-type X"},
+        **{"SAVE": "a folder", "SMOKE": smoke, "MASTER_ADDR": "elsewhere", "GPUS_PER_NODE": 3},
+    )
+    assert words[-2:] == ["--seed", "7"] and "--mock-data" not in words
+    for wanted in ("--num-layers 6", "--lr 0.5", "--tensor-model-parallel-size 4"):
+        assert has(words, wanted)
+    assert has(words, "--data-path 0.4 one 0.6 two") and has(words, "--tokenizer-type X")
+    assert words[words.index("--save") + 1] == "a folder"
+    nodes = "--nproc-per-node 3 --nnodes 2 --node-rank 1 --master-addr elsewhere --master-port 6000"
+    assert has(words, nodes)
+
+
+def test_moe_1b_with_long_sequences_sees_as_many_tokens(standin: Path) -> None:
+    words = asked(standin, "moe_1b", SEQ_LENGTH=8192, GLOBAL_BATCH_SIZE=288)
+    for wanted in ("--seq-length 8192", "--global-batch-size 288", "--train-samples 12207031"):
+        assert has(words, wanted)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_muons_flags_are_the_plugins(name: str, standin: Path) -> None:
+    ours = {flag.option for flag in FLAGS}
+    words = asked(standin, name)
+    assert {word for word in words if word.startswith("--muon")} <= ours
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_smoke_changes_sizes_and_asks_for_the_cpu(name: str, standin: Path) -> None:
+    """What only a GPU has stays on the line: the launcher replaces it."""
+    full, smoke = asked(standin, name), asked(standin, name, SMOKE=1)
+    flags = [[word for word in words if word.startswith("--")] for words in (full, smoke)]
+    assert flags[1] == [*flags[0], "--muon-cpu"]
+    assert has(smoke, "--distributed-backend nccl")
+
+
+# --- with a checkout --------------------------------------------------------------------------
+
+PARSE = """
+import argparse, json, sys
+sys.path.insert(0, sys.argv[1])
+from megatron.training.arguments import add_megatron_arguments
+from megatron_muon.megatron_lm.flags import add_flags
+for words in json.load(sys.stdin):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    add_flags(parser)
+    parser.parse_args(words)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A folder whose Python has what a newer Megatron takes from Python 3.12."""
+    shutil.copytree(PYTHON311, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@needs_checkout
+def test_megatron_knows_every_flag_and_value(standin: Path, machine: Path) -> None:
+    found = []
+    for name in SCENARIOS:
+        for given in ({}, {"SMOKE": 1}, {"OPTIMIZER": "adam"}, {"SAVE": "x", "DATA_PATH": "x"}):
+            words = asked(standin, name, **given)
+            found.append(words[words.index(f"{standin}/pretrain_gpt.py") + 1 :])
+    env = environment(machine)
+    env["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    command = [sys.executable, "-c", PARSE, str(CHECKOUT)]
+    done = subprocess.run(command, input=json.dumps(found), env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+def smoke(machine: Path, name: str, *flags: str, **variables: object) -> str:
+    """What a script prints with SMOKE=1; the test fails where it fails."""
+    given = {"MEGATRON_LM_PATH": CHECKOUT, "MASTER_PORT": free_port(), "SMOKE": 1, **variables}
+    done = start(EXAMPLES / name / "training.sh", environment(machine, **given), *flags)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text[-4000:]
+    return text
+
+
+def assert_trained(text: str, optimizer: str) -> None:
+    """Eight steps; the mean loss of the last three is below that of the first step."""
+    losses = [float(loss) for loss in re.findall(r"iteration .*lm loss: (\S+)", text)]
+    assert len(losses) == 8 and sum(losses[-3:]) / 3 < losses[0] - 0.1, losses
+    assert re.search(rf"^ *optimizer \.+ {optimizer}$", text, re.MULTILINE)
+    assert ("[megatron_muon] pipeline stage 0" in text) == (optimizer == "muon")
+
+
+@needs_checkout
+@pytest.mark.parametrize(
+    ("name", "optimizer", "variables"),
+    [
+        ("gpt_340m", "muon", {}),
+        ("gpt_340m", "adam", {"TP": 1, "GPUS_PER_NODE": 2}),
+        ("moe_1b", "muon", {}),
+        ("moe_1b", "adam", {"EP": 2}),
+        ("moonlight_mla", "muon", {}),
+        ("moonlight_mla", "adam", {"EP": 2, "GPUS_PER_NODE": 2}),
+    ],
+)
+def test_smoke_trains(name: str, optimizer: str, variables: dict, machine: Path) -> None:
+    flags = []
+    if name == "moonlight_mla" and (Path(str(CHECKOUT)) / REFUSES_QK_NORM).exists():
+        flags = ["--q-lora-rank", "32"]  # the README says why
+    text = smoke(machine, name, *flags, OPTIMIZER=optimizer, **variables)
+    assert_trained(text, optimizer)
+    assert "[megatron_muon] --muon-cpu: Megatron runs on the CPU" in text
+    assert text.count("on the CPU: --distributed-backend gloo in place of nccl") == 1
+    if optimizer == "adam" and name != "gpt_340m":
+        assert "[megatron_muon] --weight-decay-all-params: AdamW decays norms' gammas" in text
+
+
+@needs_checkout
+def test_two_nodes_train_as_one(machine: Path) -> None:
+    """Two launchers on this machine, as two nodes would start them; here each has one process."""
+    given = {"MEGATRON_LM_PATH": CHECKOUT, "MASTER_PORT": free_port(), "SMOKE": 1, "TP": 1, "PP": 1}
+    nodes = [
+        subprocess.Popen(
+            ["bash", str(EXAMPLES / "gpt_340m" / "training.sh")],
+            env=environment(machine, **given, NNODES=2, NODE_RANK=rank, GPUS_PER_NODE=1),
+            cwd=machine,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        texts = [node.communicate(timeout=800)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], texts[0][-2000:] + texts[1][-2000:]
+    assert "data-parallel size: 2" in texts[0]
+    assert_trained("".join(texts), "muon")
+
+
+@needs_checkout
+def test_a_tokenised_file_of_megatrons_own_tool_trains(machine: Path) -> None:
+    """The README's way to a data file, on this repository's own text."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sources = sorted((ROOT / "megatron_muon").rglob("*.py"))
+    documents = [{"text": source.read_text()} for source in sources]
+    lines = [json.dumps(document) for document in documents for _ in range(4)]
+    (machine / "text.jsonl").write_text("\n".join(lines))
+    sentencepiece.SentencePieceTrainer.train(
+        input=",".join(map(str, sources)),
+        model_prefix=str(machine / "pieces"),
+        vocab_size=1000,
+        minloglevel=2,
+    )
+    model = f"--tokenizer-model {machine}/pieces.model"
+    tokenizer = f"--tokenizer-type GPTSentencePieceTokenizer {model}"
+    command = [sys.executable, f"{CHECKOUT}/tools/preprocess_data.py", *tokenizer.split()]
+    command += ["--input", f"{machine}/text.jsonl", "--output-prefix", f"{machine}/data"]
+    command += ["--workers", "1", "--append-eod"]
+    env = environment(machine)
+    env["PYTHONPATH"] += f"{os.pathsep}{CHECKOUT}"  # the tool would take an installed megatron.core
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    data = {"DATA_PATH": machine / "data_text_document", "TOKENIZER": tokenizer}
+    # so few documents leave the recipe's last thousandth empty
+    split = ("--split", "90,5,5")
+    text = smoke(machine, "gpt_340m", *split, TP=1, PP=1, GPUS_PER_NODE=1, **data)
+    assert_trained(text, "muon")

@@ -1,0 +1,112 @@
+"""The launcher before Megatron: ``--muon-cpu``, and a Python that is too old for a core."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.megatron_lm.launch import older_python
+from support import ROOT
+
+TOO_NEW = f">={sys.version_info[0]}.{sys.version_info[1] + 1}"
+
+
+def checkout(root: Path, core: str, requires: str | None = None) -> Path:
+    """A folder that the launcher takes for a checkout, whose megatron.core has this source."""
+    for name, text in (
+        ("megatron/training/__init__.py", ""),
+        ("megatron/core/__init__.py", core),
+        ("megatron/core/package_info.py", "MAJOR = 0\nMINOR = 19\nPATCH = 0\n"),
+        ("pretrain_gpt.py", "raise SystemExit('the script was run')\n"),
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    if requires is not None:
+        (root / "pyproject.toml").write_text(f'[project]\nrequires-python = "{requires}"\n')
+    return root
+
+
+def launched(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "megatron_muon", *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_without_any_core_nothing_is_to_be_uninstalled(tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("raise SystemExit('the script was run')\n")
+    # a megatron without a core, so that none of this environment is found
+    (tmp_path / "megatron" / "__init__.py").write_text("")
+    done = launched(str(script))
+    assert done.returncode == 1 and "Python finds no megatron.core" in done.stderr
+    assert "uninstall" not in done.stderr
+
+
+# --- Python ----------------------------------------------------------------------------------
+
+NO_OVERRIDE = "raise ImportError(\"cannot import name 'override' from 'typing'\")\n"
+
+
+def test_a_core_that_needs_a_newer_python_is_one_line_that_names_it(tmp_path: Path) -> None:
+    root = checkout(tmp_path, NO_OVERRIDE, requires=TOO_NEW)
+    done = launched(str(root / "pretrain_gpt.py"))
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith(f"megatron_muon: error: megatron-core 0.19.0 needs Python {TOO_NEW} (")
+    assert "pyproject.toml" in line and "cannot import name 'override'" in line
+
+
+@pytest.mark.parametrize("requires", [">=3.10", None])
+def test_another_fault_of_the_import_stays_what_it_is(requires: str, tmp_path: Path) -> None:
+    root = checkout(tmp_path, "raise ImportError('no such wheel')\n", requires)
+    done = launched(str(root / "pretrain_gpt.py"))
+    assert done.returncode == 1 and "needs Python" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1] == "ImportError: no such wheel"
+
+
+def test_an_installed_core_says_its_python_in_its_metadata(tmp_path: Path) -> None:
+    core = checkout(tmp_path, "") / "megatron" / "core"
+    assert older_python(core) is None
+    metadata = tmp_path / "megatron_core-0.19.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Name: megatron-core\nRequires-Python: {TOO_NEW}\n")
+    assert f"needs Python {TOO_NEW} ({metadata})" in str(older_python(core))
+    metadata.write_text("Name: megatron-core\nRequires-Python: <3.15,>=3.10\n")
+    assert older_python(core) is None
+
+
+# --- the CPU ---------------------------------------------------------------------------------
+
+SAYS_GPUS = "import os; raise SystemExit('GPUs: ' + os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_muon_cpu_hides_the_gpus_before_or_behind_the_script(first: bool, tmp_path: Path) -> None:
+    root = checkout(tmp_path, SAYS_GPUS)
+    script = str(root / "pretrain_gpt.py")
+    words = ("--muon-cpu", script) if first else (script, "--muon-cpu")
+    visible = {"CUDA_VISIBLE_DEVICES": "0"}
+    assert launched(*words, **visible).stderr.strip() == "GPUs:"
+    assert launched(script, **visible).stderr.strip() == "GPUs: 0"
+
+
+def test_muon_cpu_without_a_script_is_the_usage() -> None:
+    done = launched("--muon-cpu")
+    assert done.returncode == 1 and done.stderr.startswith("usage: torchrun")
+
+
+def test_muon_cpu_is_an_error_where_a_gpu_is_in_use() -> None:
+    code = (
+        "import torch; torch.cuda.is_available = lambda: True\n"
+        "from megatron_muon.megatron_lm.launch import hide_gpus\n"
+        "hide_gpus()"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "--muon-cpu: torch uses a GPU of this machine already" in done.stderr

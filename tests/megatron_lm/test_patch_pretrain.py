@@ -1,0 +1,183 @@
+"""A patched ``pretrain_gpt.py``, run without the launcher, on CPU: needs a Megatron-LM checkout.
+
+MEGATRON_LM_PATH=... pytest tests/megatron_lm/test_patch_pretrain.py, with
+tests/requirements-pretrain.txt installed. A copy of the checkout is patched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_pretrain_cpu import of_a_gpu
+
+from megatron_muon.cli import patch_tree
+from support import PYTHON311, ROOT
+from support.megatron_lm.scripts import (
+    CHECKOUT,
+    MOCK,
+    MODEL,
+    MUON,
+    RUN,
+    argument,
+    done,
+    losses,
+    needs_checkout,
+    words,
+)
+
+pytestmark = [needs_checkout, pytest.mark.timeout(900)]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+RUN_BF16 = words(MODEL, MOCK, RUN, "--bf16")
+# what Megatron has handed to torch.compile before its arguments are parsed must run uncompiled
+COMPILING = {"TORCHDYNAMO_DISABLE": "0"}
+# as where the plugin is not installed, whatever this environment has
+NO_PLUGIN = """
+import sys
+class NoPlugin:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "megatron_muon":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoPlugin)
+"""
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("patched") / "Megatron-LM"
+    left_out = shutil.ignore_patterns(".git", "tests", "docs", "images", "examples")
+    shutil.copytree(CHECKOUT, root, ignore=left_out)
+    assert patch_tree.apply(root)
+    return root
+
+
+def path(*folders: Path) -> dict[str, str]:
+    """PYTHONPATH with these first, then what every run has but the plugin."""
+    return {"PYTHONPATH": os.pathsep.join(map(str, [*folders, PYTHON311]))}
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"(?:lm loss|grad norm|lm loss value): (\S+)", text)
+
+
+@no_gpu
+def test_a_patched_checkout_trains_as_through_the_launcher(patched: Path) -> None:
+    options = [*RUN_BF16, *words(MUON, "--tensor-model-parallel-size 2")]
+    start = [*TORCHRUN, "--nproc-per-node=2"]
+    text = done([*start, str(patched / "pretrain_gpt.py"), *options], **COMPILING)
+    found = losses(text)
+    assert len(found) >= 6 and found[5] < found[2] < found[0]
+    assert "[megatron_muon] pipeline stage 0" in text and argument(text, "optimizer") == "muon"
+    assert text.count("[megatron_muon] no GPU is here") == 1
+    launched = done([*start, "-m", "megatron_muon", str(CHECKOUT / "pretrain_gpt.py"), *options])
+    assert numbers(text) == numbers(launched)
+
+
+@no_gpu
+def test_a_gpus_command_line_trains_in_a_patched_checkout(patched: Path) -> None:
+    script = str(patched / "pretrain_gpt.py")
+    options = of_a_gpu("--bf16 --distributed-backend nccl --muon-cpu", MUON)
+    text = done([*TORCHRUN, "--nproc-per-node=1", script, *options], **COMPILING)
+    assert losses(text)[5] < losses(text)[0]
+    assert text.count("[megatron_muon] on the CPU: --distributed-backend gloo in place of") == 1
+    assert text.count("is active: Distributed Muon over the DistributedOptimizer") == 1
+
+
+@no_gpu
+def test_adamws_twin_decays_all_in_a_patched_checkout(patched: Path) -> None:
+    """``--muon-cpu`` is for any optimizer; without it AdamW needs the GPU, as without the patch."""
+    script = str(patched / "pretrain_gpt.py")
+    options = of_a_gpu("--bf16 --optimizer adam --weight-decay-all-params --muon-cpu")
+    text = done([*TORCHRUN, "--nproc-per-node=1", script, *options], **COMPILING)
+    assert losses(text)[5] < losses(text)[0]
+    assert text.count("--weight-decay-all-params: AdamW decays norms' gammas") == 1
+
+
+@no_gpu
+def test_the_launcher_runs_a_patched_checkout_too(patched: Path) -> None:
+    script = str(patched / "pretrain_gpt.py")
+    command = [*TORCHRUN, "--nproc-per-node=1", "-m", "megatron_muon", script]
+    text = done([*command, *RUN_BF16, *words(MUON)])
+    assert losses(text)[5] < losses(text)[0]
+    assert text.count("[megatron_muon] no GPU is here") == 1
+
+
+@no_gpu
+@pytest.mark.parametrize("plugin", [True, False], ids=["plugin", "no plugin"])
+def test_adam_without_a_gpu_is_megatrons_own_error(patched: Path, plugin: bool) -> None:
+    code = "" if plugin else NO_PLUGIN
+    code += (
+        "import runpy, sys; script = sys.argv[1]; sys.argv = sys.argv[1:]; "
+        f"sys.path.insert(0, {str(patched)!r}); runpy.run_path(script, run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, str(patched / "pretrain_gpt.py"), *RUN_BF16]
+    text = done([*command, "--optimizer", "adam"], fails=True)
+    assert "[megatron_muon]" not in text
+    # 0.18 and later ask for the GPU's properties first
+    assert "Megatron requires CUDA." in text or "CUDA" in text.strip().splitlines()[-1]
+
+
+def test_importing_it_turns_nothing_on(patched: Path) -> None:
+    """As tools/checkpoint does, which parse arguments on a machine without a GPU."""
+    code = (
+        "import sys, torch; before = torch.zeros, torch.Tensor.type, torch.compile\n"
+        "from megatron.training.arguments import parse_args\n"
+        "args = parse_args()\n"
+        "from megatron.core import optimizer\n"
+        "assert before == (torch.zeros, torch.Tensor.type, torch.compile)\n"
+        "assert optimizer.get_megatron_optimizer.__module__ == 'megatron.core.optimizer'\n"
+        "print('parsed', args.optimizer, 'megatron_muon.autoload' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c"]
+    assert "parsed adam True" in done([*command, code], **path(patched, ROOT))
+    assert "parsed adam False" in done([*command, NO_PLUGIN + code], **path(patched))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_a_mixed_installation_is_refused_for_muon_alone(
+    patched: Path, tmp_path: Path, optimizer: str
+) -> None:
+    core = tmp_path / "megatron" / "core"
+    shutil.copytree(patched / "megatron" / "core", core)
+    code = (
+        "import megatron.core, megatron.training\n"
+        "from megatron.training.arguments import parse_args, validate_args\n"
+        "args = parse_args()\n"
+        "print('parsed', megatron.core.__file__)\n"
+    )
+    if optimizer == "muon":  # to adam without a GPU it may have something of its own to say
+        code += "validate_args(args)\n"
+    command = [sys.executable, "-c", code, *RUN_BF16, *words("--use-distributed-optimizer")]
+    command += ["--optimizer", optimizer]
+    text = done(command, fails=optimizer == "muon", **path(tmp_path, patched, ROOT))
+    assert f"parsed {core}" in text
+    if optimizer == "muon":
+        assert "MixedInstallationError: megatron.training is that of" in text
+        assert str(patched) in text and f"imported from {core}" in text
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_a_megatron_of_another_shape_stops_muon_alone(patched: Path, optimizer: str) -> None:
+    code = (
+        "import megatron_muon.megatron_lm.install as install\n"
+        "gone = install._SEAMS[0]._replace(name='gone')\n"
+        "install._SEAMS = (*install._SEAMS, gone)\n"
+        "from megatron.training.arguments import parse_args, validate_args\n"
+        "args = parse_args()\n"
+        "print('parsed', args.optimizer)\n"
+    )
+    if optimizer == "muon":
+        code += "validate_args(args)\n"
+    command = [sys.executable, "-c", code, *RUN_BF16, *words("--use-distributed-optimizer")]
+    command += ["--optimizer", optimizer]
+    text = done(command, fails=optimizer == "muon", **path(patched, ROOT))
+    assert f"parsed {optimizer}" in text
+    assert "[megatron_muon] no --optimizer muon here: " in text
+    assert ("SeamError: " in text) == (optimizer == "muon")

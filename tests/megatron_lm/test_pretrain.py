@@ -1,0 +1,177 @@
+"""The real ``pretrain_gpt.py`` through the launcher, on CPU: needs a Megatron-LM checkout.
+
+MEGATRON_LM_PATH=... pytest tests/megatron_lm/test_pretrain.py, with
+tests/requirements-pretrain.txt installed.
+`bash tests/versions.sh CHECKOUT ...` runs this file over several and prints a table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import PYTHON311, ROOT
+from support.megatron_lm.scripts import (
+    CHECKOUT,
+    EXPERTS,
+    MOCK,
+    MODEL,
+    MUON,
+    RUN,
+    alone,
+    argument,
+    done,
+    losses,
+    needs_checkout,
+    pretrain,
+    steps,
+    version,
+    without_plugin,
+)
+
+pytestmark = [needs_checkout, pytest.mark.timeout(900)]
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+ADAM = "--bf16 --optimizer adam --use-distributed-optimizer"
+TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [(2, "--tensor-model-parallel-size 2"), (8, f"{TP2_PP2} {OVERLAP}"), (2, EXPERTS)],
+    ids=["tp2", "tp2-pp2-dp2", "ep2"],
+)
+def test_muon_trains(processes: int, layout: str) -> None:
+    text = pretrain(processes, MUON, "--bf16", layout)
+    found = losses(text)
+    assert len(found) >= 6 and found[5] < found[2] < found[0]
+    assert "[megatron_muon] pipeline stage 0" in text
+    assert "[megatron_muon] no GPU is here" in text
+    assert argument(text, "optimizer") == "muon"
+    assert argument(text, "use_distributed_optimizer") == "True"
+    assert argument(text, "muon_momentum") == "0.95"
+
+
+@pytest.mark.slow
+def test_muon_trains_where_tp_cuts_query_groups() -> None:
+    """2 groups on 4 ranks: a loss like that of whole groups on 2 ranks."""
+    if version() < (0, 16):
+        pytest.skip("Megatron itself refuses more TP ranks than query groups")
+    cut, whole = (
+        losses(pretrain(tp, MUON, "--bf16", f"--tensor-model-parallel-size {tp}")) for tp in (4, 2)
+    )
+    assert cut[5] < cut[2] < cut[0]
+    assert cut == pytest.approx(whole, rel=0.02)
+
+
+def test_adam_through_the_launcher_is_megatrons() -> None:
+    text = pretrain(1, ADAM)
+    assert losses(text)[5] < losses(text)[0]
+    without = without_plugin(1, ADAM)
+    assert steps(text) == steps(without) and len(steps(text)) == 6
+    assert "[megatron_muon] pipeline stage" not in text
+    assert argument(text, "optimizer") == "adam"
+    assert "megatron_muon ." not in text and "weight_decay_all_params" not in text
+
+
+# --- a tokenised file ------------------------------------------------------------------------
+
+TEXT = "the matrix is orthogonal and its momentum is small or the gradient is large".split()
+
+
+def tokenised(folder: Path) -> str:
+    """Options for a corpus that Megatron's own tool has tokenised with a tokenizer made here."""
+    import sentencepiece
+
+    generator = random.Random(0)
+    lines = [" ".join(generator.choices(TEXT, k=40)) for _ in range(400)]
+    (folder / "corpus.txt").write_text("\n".join(lines))
+    (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "small"),
+        model_type="bpe",
+        vocab_size=32,
+    )
+    tokenizer = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {folder}/small.model"
+    command = [sys.executable, str(CHECKOUT / "tools" / "preprocess_data.py"), "--append-eod"]
+    command += ["--input", str(folder / "corpus.jsonl"), "--output-prefix", str(folder / "corpus")]
+    # the tool appends its checkout to the path, behind an installed megatron-core
+    path = os.pathsep.join(map(str, (CHECKOUT, PYTHON311)))
+    done([*command, *tokenizer.split(), "--workers", "1"], PYTHONPATH=path)
+    return (
+        f"--data-path {folder}/corpus_text_document --make-vocab-size-divisible-by 16 {tokenizer}"
+    )
+
+
+def test_muon_trains_on_a_tokenised_file(tmp_path: Path) -> None:
+    text = pretrain(1, MUON, "--bf16", data=tokenised(tmp_path))
+    found = losses(text)
+    assert "[megatron_muon] pipeline stage 0" in text
+    assert found[5] < 0.9 * found[0]
+
+
+# --- flags -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--optimizer muon", "add --use-distributed-optimizer, or choose Megatron's own Muon"),
+        (f"{MUON} --muon-momentum 2", "momentum (--muon-momentum) must be in [0, 1), got 2.0"),
+        ("--optimizer adam --muon-homes local", "--muon-homes is for megatron_muon's"),
+        (f"{MUON} --use-precision-aware-optimizer", "does not support --use-precision-aware-opt"),
+    ],
+    ids=["no-distributed-optimizer", "bad-momentum", "adam", "precision-aware"],
+)
+def test_wrong_flags_are_errors_before_anything_is_built(options: str, message: str) -> None:
+    text = alone(MODEL, MOCK, RUN, "--bf16", options, fails=True)
+    assert message in text
+    assert "building GPT model" not in text
+
+
+def test_a_yaml_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("optimizer: adam\nenable_msc: true\ndisable_msc_deprecated: false\n")
+    message = "--optimizer muon, --muon-momentum with --yaml-cfg: Megatron takes every argument"
+    assert message in alone(MUON, f"--muon-momentum 0.9 --yaml-cfg {file}", fails=True)
+    if version() >= (0, 19):
+        return  # Megatron's reader of such files fails there without the plugin, too
+    file.write_text(file.read_text().replace("adam", "muon"))
+    assert "optimizer: muon with --yaml-cfg" in alone(f"--yaml-cfg {file}", fails=True)
+
+
+@pytest.mark.parametrize(
+    "script", ["pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py", "pretrain_vlm.py"]
+)
+def test_a_script_is_imported_and_its_help_has_the_flags(script: str) -> None:
+    if not (CHECKOUT / script).is_file():
+        pytest.skip(f"this Megatron-LM has no {script}")
+    try:
+        text = alone("--help", script=script)
+    except AssertionError as error:
+        if "No module named 'transformer_engine'" not in str(error):
+            raise
+        pytest.skip(f"{script} of this Megatron-LM imports transformer_engine")
+    assert "--muon-matched-adamw-rms" in text and "--muon-homes" in text
+
+
+# --- mixed installations ---------------------------------------------------------------------
+
+
+def test_a_core_from_elsewhere_is_refused_with_both_versions(tmp_path: Path) -> None:
+    """A folder with megatron/training alone, beside another megatron.core on the path."""
+    (tmp_path / "fork" / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "fork" / "pretrain_gpt.py").write_text("raise SystemExit('it was run')")
+    core = tmp_path / "other" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 5\nPATCH = 7\n")
+    command = [sys.executable, "-m", "megatron_muon", str(tmp_path / "fork" / "pretrain_gpt.py")]
+    path = f"{ROOT}:{tmp_path / 'other'}"
+    text = done(command, fails=True, PYTHONPATH=path)
+    assert "MixedInstallationError" in text and f"{core} (core 0.5.7)" in text

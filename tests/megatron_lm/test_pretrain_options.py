@@ -1,0 +1,132 @@
+"""Options of Megatron-LM with Muon, in the real ``pretrain_gpt.py``: needs a checkout.
+
+`bash tests/versions.sh --options CHECKOUT [CHECKOUT ...]` runs them over several checkouts and
+prints a table of option and version. An option gets "run" where a run with it trained, "refused"
+where an error named it before training.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from support.megatron_lm.scripts import MUON, alone, losses, needs_checkout, pretrain
+
+pytestmark = [needs_checkout, pytest.mark.timeout(900)]
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+
+# What is written in the table: (processes, options). A run has all of a row's options at once.
+RUNS = {
+    "parameters' norm, zeros in gradients, timers at level 2, TensorBoard, exit signal handler": (
+        1,
+        "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --exit-signal-handler "
+        "--tensorboard-dir {folder}/tensorboard --log-timers-to-tensorboard",
+    ),
+    "W&B offline": (
+        1,
+        "--wandb-project muon --wandb-exp-name one --wandb-save-dir {folder}/wandb "
+        "--tensorboard-dir {folder}/tensorboard",
+    ),
+    "decoupled lr, start and end weight decay, evaluation, rerun state machine": (
+        1,
+        "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4 --untie-embeddings-and-output-weights "
+        "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear "
+        "--eval-interval 2 --rerun-mode validate_results",
+    ),
+    "deterministic mode, full recompute, no check for NaN in loss and gradient": (
+        1,
+        "--deterministic-mode --no-check-for-nan-in-loss-and-grad --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    "--ddp-bucket-size with both overlaps, --ddp-average-in-collective": (
+        2,
+        f"--ddp-bucket-size 50000 {OVERLAP} --ddp-average-in-collective",
+    ),
+    "--ddp-num-buckets with both overlaps, --grad-reduce-in-bf16": (
+        2,
+        f"--ddp-num-buckets 3 {OVERLAP} --grad-reduce-in-bf16",
+    ),
+    "--num-distributed-optimizer-instances 2": (2, "--num-distributed-optimizer-instances 2"),
+    "--fp16": (1, "--fp16 --initial-loss-scale 65536"),
+    "--use-precision-aware-optimizer": (1, "--use-precision-aware-optimizer"),
+    "--optimizer-cpu-offload --use-precision-aware-optimizer": (
+        1,
+        "--optimizer-cpu-offload --use-precision-aware-optimizer",
+    ),
+    "--use-custom-fsdp": (1, "--use-custom-fsdp"),
+    "--use-megatron-fsdp": (1, "--use-megatron-fsdp"),
+    "--use-torch-fsdp2": (2, "--use-torch-fsdp2"),
+    "--fp8-param-gather": (1, "--fp8-format e4m3 --fp8-param-gather"),
+    "--optimizer-cuda-graph": (1, "--optimizer-cuda-graph"),
+}
+REFUSED = {  # what the error must name
+    "--use-precision-aware-optimizer": r"use_precision_aware_optimizer|precision.aware",
+    "--optimizer-cpu-offload --use-precision-aware-optimizer": r"precision.aware",
+    "--use-custom-fsdp": r"use_custom_fsdp|use_megatron_fsdp",
+    "--use-megatron-fsdp": r"use_megatron_fsdp|Megatron.FSDP (?:requires|only)",
+    "--use-torch-fsdp2": r"fsdp2|TorchFullyShardedDataParallel",
+    "--fp8-param-gather": r"fp8.param",  # without a GPU it is refused for that reason
+    "--optimizer-cuda-graph": r"optimizer.cuda.graph",
+}
+SIGNS = {  # what a run with the options prints
+    "parameters' norm, zeros in gradients, timers at level 2, TensorBoard, exit signal handler": (
+        "params norm:",
+        "num zeros:",
+        "optimizer-inner-step",  # a timer of level 1
+    ),
+}
+ENVIRONMENT = {
+    "WANDB_MODE": "offline",
+    "NCCL_ALGO": "Ring",  # deterministic mode asks for it
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    return frozenset(re.findall(r"--[\w-]+", alone("--help")))
+
+
+def options_of(row: str, folder: Path) -> tuple[int, str]:
+    processes, options = RUNS[row]
+    for flag in re.findall(r"(?<!\S)--[\w-]+", options):
+        if flag not in known_flags():
+            pytest.skip(f"this Megatron has no {flag}")
+    if "wandb" in options and importlib.util.find_spec("wandb") is None:
+        pytest.skip("wandb is not installed")
+    precision = "" if "--fp16" in options else "--bf16"
+    return processes, f"{precision} {options.format(folder=folder)}"
+
+
+@pytest.mark.parametrize("row", [row for row in RUNS if row not in REFUSED])
+def test_an_option_runs(row: str, tmp_path: Path) -> None:
+    processes, options = options_of(row, tmp_path)
+    text = pretrain(processes, MUON, options, **ENVIRONMENT)
+    found = losses(text)
+    assert len(found) >= 6 and found[5] < found[0], text[-3000:]
+    assert "[megatron_muon] pipeline stage 0" in text
+    events = [file.read_bytes() for file in tmp_path.rglob("events.out.tfevents.*")]
+    for sign in SIGNS.get(row, ()):  # up to 0.14 timers that are written there are not printed
+        assert sign in text or any(sign.encode() in event for event in events), sign
+    assert events or "tensorboard" not in options
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_an_option_is_refused(
+    row: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    processes, options = options_of(row, tmp_path)
+    more = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"} if "fsdp" in row else {}  # Megatron wants that
+    text = pretrain(processes, MUON, options, fails=True, **more)
+    error = r"(?:^|\]: )\w+(?:Error|Exception): (.*(?:\n  --.*)*)"  # a list of options, too
+    errors = re.findall(error, text, re.MULTILINE)
+    found = [error for error in errors if re.search(REFUSED[row], error)]
+    assert found, text[-3000:]
+    ours = any("muon" in error for error in found)
+    record_property("cell", "refused" if ours else "refused by Megatron")
+    assert losses(text) == []

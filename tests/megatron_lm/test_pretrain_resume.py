@@ -1,0 +1,125 @@
+"""A run of the real ``pretrain_gpt.py`` that is killed and goes on: needs a checkout."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.megatron_lm.scripts import (
+    MUON,
+    environment,
+    needs_checkout,
+    pretrain,
+    pretrain_command,
+    steps,
+    version,
+)
+
+pytestmark = [needs_checkout, pytest.mark.timeout(1500)]
+LAST = 12
+RUN = f"{MUON} --bf16 --train-iters {LAST} --lr-decay-iters {LAST} --save-interval 3"
+LAYOUTS = {
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2-pp2-dp2": (
+        8,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
+        "--overlap-grad-reduce --overlap-param-gather",
+    ),
+}
+
+
+def killed(folder: Path, processes: int, *options: str) -> str:
+    """What a run prints whose last rank gets SIGKILL, once iteration 5 is over."""
+    # a file, since what torch_dist starts in a killed rank outlives it and would hold a pipe open
+    log = folder / "log"
+    with log.open("w") as stdout:
+        run = subprocess.Popen(
+            pretrain_command(processes, *options),
+            env=environment(PYTHONUNBUFFERED="1"),
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        while not re.search(r"iteration +5/", log.read_text()):
+            assert run.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.05)
+        children = psutil.Process(run.pid).children()
+        ranks = [child for child in children if "megatron_muon" in child.cmdline()]
+        assert len(ranks) == processes, ranks
+        left_behind = ranks[-1].children(recursive=True)
+        ranks[-1].kill()
+        assert run.wait(timeout=120) != 0
+        for child in left_behind:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    finally:
+        run.kill()
+    return log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("layout", "format"),
+    [
+        ("tp2", "torch"),
+        ("tp2", "torch_dist"),
+        pytest.param("tp2-pp2-dp2", "torch_dist", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_bit_for_bit(layout: str, format: str, tmp_path: Path) -> None:
+    if format == "torch_dist" and version() < (0, 15):
+        pytest.skip("this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too")
+    processes, parallel = LAYOUTS[layout]
+    whole = steps(pretrain(processes, RUN, parallel))
+    saved = tmp_path / "saved"
+    where = f"--ckpt-format {format} --save {saved} --load {saved}"
+    before = steps(killed(tmp_path, processes, RUN, parallel, where))
+    last = int((saved / "latest_checkpointed_iteration.txt").read_text())
+    assert 3 <= last < LAST and 5 in before
+    after = steps(pretrain(processes, RUN, parallel, where))
+    assert list(after) == list(range(last + 1, LAST + 1))
+    # Megatron's log has the mean of the first two iterations after a start as its second
+    assert {n: after[n] for n in after if n != last + 2} == {
+        n: whole[n] for n in after if n != last + 2
+    }
+    assert {n: before[n] for n in (1, 3, 4, 5)} == {n: whole[n] for n in (1, 3, 4, 5)}
+
+
+@pytest.mark.parametrize(
+    ("option", "rate"),
+    [("--override-opt_param-scheduler", 2e-2), ("--use-checkpoint-opt_param-scheduler", 1e-2)],
+)
+def test_the_schedule_after_a_load_is_the_one_that_was_asked_for(
+    option: str, rate: float, tmp_path: Path
+) -> None:
+    where = f"--save {tmp_path} --save-interval 2 --ckpt-format torch"
+    run = f"{MUON} --bf16 --lr-decay-style constant {where}"
+    pretrain(1, run, "--train-iters 2")
+    text = pretrain(1, run, f"--train-iters 4 --lr 2e-2 --load {tmp_path} {option}")
+    rates = re.findall(r"learning rate: (\S+)", text)
+    assert [float(found) for found in rates] == [rate, rate], text[-3000:]
+
+
+@pytest.mark.parametrize("saved_by", ["muon", "adamw"])
+def test_an_earlier_checkpoint_loads_with_the_state_that_it_was_saved_with(
+    saved_by: str, tmp_path: Path
+) -> None:
+    """Megatron takes the latest one's moments with it, in the format torch."""
+    where = f"--save {tmp_path} --save-interval 2 --ckpt-format torch"
+    run = f"--bf16 --use-distributed-optimizer --lr-decay-style constant {where}"
+    optimizer = "--optimizer muon" if saved_by == "muon" else "--optimizer adam"
+    text = pretrain(1, run, optimizer)
+    again = f"--load {tmp_path} --ckpt-step 2 --muon-from-adamw momentum"
+    after = steps(pretrain(1, run, "--optimizer muon", again))
+    assert list(after) == [3, 4, 5, 6]
+    if saved_by == "muon":  # the second line has the mean of the first two after a start
+        assert [after[n] for n in (3, 5, 6)] == [steps(text)[n] for n in (3, 5, 6)]
+        return
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    again = f"--load {tmp_path} --muon-from-adamw momentum"
+    assert steps(pretrain(1, run, "--optimizer muon", again)) == after

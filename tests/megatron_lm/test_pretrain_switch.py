@@ -1,0 +1,124 @@
+"""From AdamW to Muon and back in the real ``pretrain_gpt.py``: needs a checkout."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from support.megatron_lm.scripts import (
+    MUON,
+    PATHS,
+    losses,
+    needs_checkout,
+    pretrain,
+    version,
+    without_plugin,
+)
+
+pytestmark = [needs_checkout, pytest.mark.timeout(1500)]
+ADAM = "--optimizer adam --use-distributed-optimizer"
+FORMATS = ["torch", pytest.param("torch_dist", marks=pytest.mark.slow)]
+
+
+def options(folder: Path, format: str) -> str:
+    """Four steps, saved, from where the last run has stopped."""
+    if format == "torch_dist" and version() < (0, 15):
+        pytest.skip("this Megatron's writer of torch_dist fails with torch 2.13, AdamW's too")
+    schedule = f"--train-iters 12 --lr-decay-iters 12 --bf16 --ckpt-format {format}"
+    return f"{schedule} --save {folder} --load {folder} --save-interval 100 --exit-interval 4"
+
+
+def saved_and_unswitched(optimizer: str, saved: Path, format: str) -> list[float]:
+    """Saves four steps, and takes four more from a copy; returns the losses of these.
+
+    A loss is that of the weights before the step, so the first after a load tells them.
+    """
+    pretrain(2, optimizer, options(saved, format))
+    copy = saved.with_name("unswitched")
+    shutil.copytree(saved, copy)
+    return losses(pretrain(2, optimizer, options(copy, format)))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_adamw_to_muon_and_on(format: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    unswitched = saved_and_unswitched(ADAM, saved, format)
+    text = pretrain(2, MUON, options(saved, format), fails=True)
+    assert "has AdamW's optimizer state: give --muon-from-adamw" in text and not losses(text)
+    switch = f"{MUON} --muon-from-adamw momentum"
+    text = pretrain(2, switch, options(saved, format))
+    assert "is AdamW's: Muon's momentum starts as exp_avg / (1 - β1)" in text
+    switched = losses(text)
+    assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]
+    text = pretrain(2, switch, options(saved, format))  # a restart by the same line
+    assert "is AdamW's" not in text and len(losses(text)) == 4
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_muon_to_adamw_and_on_without_the_plugin(format: str, tmp_path: Path) -> None:
+    saved, copy = tmp_path / "saved", tmp_path / "copy"
+    unswitched = saved_and_unswitched(MUON, saved, format)
+    switch = f"{ADAM} --adamw-from-muon"
+    text = pretrain(2, switch, options(saved, format))
+    assert "is Muon's: Adam's moments of what Muon had start at zero" in text
+    switched = losses(text)
+    assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]
+    shutil.copytree(saved, copy)
+    third = losses(pretrain(2, switch, options(saved, format)))
+    alone = losses(without_plugin(2, ADAM, options(copy, format)))
+    assert len(third) == len(alone) == 4 and third[0] == alone[0]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_adamw_does_not_load_muons_and_with_the_plugin_names_the_flag(
+    format: str, tmp_path: Path
+) -> None:
+    pretrain(2, MUON, options(tmp_path, format))
+    text = pretrain(2, ADAM, options(tmp_path, format), fails=True)
+    assert "has Muon's optimizer state: give --adamw-from-muon" in text and not losses(text)
+    text = without_plugin(2, ADAM, options(tmp_path, format), fails=True)
+    assert "exp_avg" in text and not losses(text), text[-3000:]
+
+
+EMERGING = importlib.util.find_spec("emerging_optimizers")  # see megatrons_muon
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(EMERGING is None, reason="emerging_optimizers is not on PYTHONPATH")
+def test_megatrons_own_muon_to_muon_and_on(tmp_path: Path) -> None:
+    """Its layer-wise Muon, without the plugin; then the plugin's at the same topology and at DP 2,
+    where bf16 activations are summed in another order. (With DP its ranks gather pieces of several
+    sizes, which gloo cannot.)"""
+    if version() < (0, 16):
+        pytest.skip("this Megatron has no Muon of its own")
+    assert EMERGING is not None and EMERGING.origin is not None
+    path = {"PYTHONPATH": os.pathsep.join([PATHS["PYTHONPATH"], *_folders_of(EMERGING)])}
+    saved, copy, third = tmp_path / "saved", tmp_path / "copy", tmp_path / "third"
+    tp2 = "--tensor-model-parallel-size 2"
+    whole = "--dist-ckpt-optim-fully-reshardable" if version() >= (0, 18) else ""  # AdamW's part
+    own = f"--optimizer dist_muon {tp2} {whole}"
+    without_plugin(2, own, options(saved, "torch_dist"), **path)
+    shutil.copytree(saved, copy)
+    shutil.copytree(saved, third)
+    unswitched = losses(without_plugin(2, own, options(copy, "torch_dist"), **path))
+    muon = f"{MUON} --muon-momentum 0.9 {tp2}"
+    text = pretrain(2, muon, options(saved, "torch_dist"))
+    assert "is of Megatron's own Muon: its momentum, a mean, goes on as" in text
+    assert "so it is loaded unchecked" in text
+    switched = losses(text)
+    assert switched[0] == unswitched[0] and switched[1:] != unswitched[1:]
+    text = pretrain(2, muon, options(saved, "torch_dist"))  # a restart by the same line
+    assert "Megatron's own Muon: its" not in text and len(losses(text)) == 4
+    dp2 = f"{MUON} --muon-momentum 0.8 --ckpt-fully-parallel-load"
+    text = pretrain(2, dp2, options(third, "torch_dist"))
+    assert "momentum (--muon-momentum) is 0.8 now; the checkpoint was saved with 0.9" in text
+    assert losses(text)[0] == pytest.approx(unswitched[0], rel=2**-8)
+
+
+def _folders_of(spec: importlib.machinery.ModuleSpec) -> list[str]:
+    return [str(Path(place).parent) for place in spec.submodule_search_locations or ()]

@@ -1,0 +1,74 @@
+"""examples/quickstart: what is recorded in figures/ is what its scripts run and its pages say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from types import ModuleType
+
+import pytest
+
+from support import ROOT
+
+QUICKSTART = ROOT / "examples" / "quickstart"
+
+
+def script(name: str) -> ModuleType:
+    """A script of the quickstart as a module; none of these two imports Megatron."""
+    spec = importlib.util.spec_from_file_location(f"quickstart_{name}", QUICKSTART / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def recorded(name: str) -> dict:
+    return json.loads((QUICKSTART / "figures" / name).read_text())
+
+
+@pytest.mark.parametrize("name", script("sweep").SETTINGS)
+def test_a_settings_flags_are_those_of_train_py(name: str) -> None:
+    flags = script("sweep").SETTINGS[name].flags.split()
+    gpt = f"@{QUICKSTART / 'gpt.args'}"
+    args = script("arguments").parse([gpt, "--lr", "1", *flags, "--record-update-rms"])
+    samples = args.eval_iters * args.global_batch_size
+    assert samples == 128 and args.global_batch_size % args.micro_batch_size == 0
+
+
+def test_transfer_json_has_every_run_of_the_settings() -> None:
+    settings = script("sweep").SETTINGS
+    report = recorded("transfer.json")["settings"]
+    assert list(report) == list(settings)
+    for name, setting in settings.items():
+        assert report[name]["flags"] == setting.flags
+        for optimizer in ("adam", "muon"):
+            runs = [run for run in report[name]["runs"] if run["optimizer"] == optimizer]
+            assert [run["lr"] for run in runs] == list(getattr(setting, optimizer))
+            assert all(run["val_loss"] is not None for run in runs)
+
+
+def test_the_page_on_tuning_has_the_table_as_it_was_printed() -> None:
+    page = (ROOT / "docs" / "switching_and_tuning.md").read_text()
+    assert script("sweep").transfer_table(recorded("transfer.json")) in page
+
+
+def test_the_readme_has_the_losses_of_the_picture() -> None:
+    summary = recorded("summary.json")
+    readme = (ROOT / "README.md").read_text()
+    muon, adamw = (summary[name]["val_loss"] for name in ("muon", "adamw"))
+    assert f"| **{muon:.3f}** | {adamw:.3f} |" in readme
+    assert f"a leading ratio (S − s)/s of {summary['leading_ratio']:.2f}" in readme
+    assert (QUICKSTART / "figures" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "(examples/quickstart/figures/loss.png)" in readme
+
+
+def test_no_page_promises_that_one_schedule_serves_both_optimizers() -> None:
+    """In the recorded sweep Muon's best rate is five times AdamW's."""
+    sweep = recorded("sweep.json")
+    assert sweep["muon"]["best_lr"] >= 4 * sweep["adam"]["best_lr"]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    for page in pages:
+        words = " ".join(page.read_text().split())
+        assert "schedule can serve both" not in words and "schedule serve both" not in words, page

@@ -1,0 +1,422 @@
+"""Save, load and go on, in each of Megatron's formats: bitwise as if the run had not stopped."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.checkpoints.resharding import refused
+from support.checkpoints.resuming import check
+from support.checkpoints.saving import (
+    error_of_load,
+    error_of_save,
+    formats,
+    load,
+    resumed,
+    save_new,
+    sharded,
+    write,
+)
+from support.installed import VERSION, lacks
+from support.models.gpt import Case, Topology, inner_optimizers, muon_weights, start, take_step
+from support.models.torch_adam import torchs_own_adam
+from support.ranks import RankError, run
+
+BF16 = Case(steps=4)
+FP32 = replace(BF16, bf16=False)
+# The scale halves in steps 1 and 4 and doubles in between: before, at and after the load.
+OVERFLOWS = tuple((step, "*layers.0.mlp.linear_fc1.weight") for step in (1, 4))
+FP16 = replace(FP32, fp16=True, steps=8, overflow=OVERFLOWS)
+MOE = replace(BF16, moe=True)
+ONLY_EXPERTS = replace(
+    MOE, frozen=("embedding.*", "output_layer.*", "*norm*", "*.self_attention.*")
+)
+ONLY_EXPERTS = replace(ONLY_EXPERTS, frozen=(*ONLY_EXPERTS.frozen, "*router*", "*shared*"))
+FEW = (("muon_exclude", ("*mlp*", "*linear_qkv*")),)
+GROUPS = replace(BF16, faster=("*.linear_fc2.*", "decoder.layers.1.*", "embedding.*"))
+DEFAULT, *OTHERS = formats()
+EVERY = [DEFAULT, *OTHERS]
+SLOW = [pytest.param(f, marks=pytest.mark.slow) for f in OTHERS if f != "torch"]
+MOSTLY = [DEFAULT, "torch", *SLOW]
+(MODEL_SPACE,) = (format for format in EVERY if format.startswith("fully"))
+OF_TENSORS = [format for format in EVERY if format in ("dp_reshardable", MODEL_SPACE)]
+
+
+@pytest.mark.parametrize("dirty", [False, True], ids=["", "over-a-run"])
+@pytest.mark.parametrize("format", EVERY)
+def test_boundary_parameters_in_buckets(format: str, dirty: bool, tmp_path: Path) -> None:
+    """DP 3 cuts parameters; several buckets with padding between them."""
+    check(BF16, Topology(dp=3, overlap=True), format, tmp_path, dirty=dirty)
+
+
+@pytest.mark.parametrize("format", MOSTLY)
+def test_tp_pp_dp(format: str, tmp_path: Path) -> None:
+    check(BF16, Topology(2, 2, 2, overlap=True), format, tmp_path)
+
+
+@pytest.mark.parametrize("format", MOSTLY)
+def test_an_fp32_model(format: str, tmp_path: Path) -> None:
+    """Main parameters are views of the model's."""
+    check(FP32, Topology(dp=3, overlap=True), format, tmp_path)
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_fp16_and_its_loss_scale(format: str, tmp_path: Path) -> None:
+    check(FP16, Topology(tp=2, dp=2), format, tmp_path)
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_experts(format: str, tmp_path: Path) -> None:
+    check(MOE, Topology(dp=2, ep=2), format, tmp_path)
+
+
+@pytest.mark.parametrize("format", MOSTLY)
+def test_experts_in_fp16_share_a_loss_scale(format: str, tmp_path: Path) -> None:
+    case = replace(FP16, moe=True, overflow=((1, "*.experts.*"),))
+    check(case, Topology(dp=4, ep=2), format, tmp_path)
+
+
+@pytest.mark.parametrize("format", MOSTLY)
+def test_only_experts_train(format: str, tmp_path: Path) -> None:
+    """Megatron then makes a stub for the dense part, whose state it asks for and fails."""
+    check(ONLY_EXPERTS, Topology(dp=2, ep=2), format, tmp_path)
+
+
+@pytest.mark.parametrize("format", MOSTLY)
+def test_groups_that_megatron_takes_for_one_another(format: str, tmp_path: Path) -> None:
+    check(GROUPS, Topology(dp=2), format, tmp_path)
+
+
+@pytest.mark.parametrize("format", MOSTLY)
+def test_a_rank_without_muon(format: str, tmp_path: Path) -> None:
+    """One weight is Muon's, which not every DP rank has a piece of."""
+    results = check(replace(BF16, layers=1, muon=FEW), Topology(dp=3), format, tmp_path)
+    muons = [
+        [name for name, (_, _, arrays) in result["held"]["shards"].items() if len(arrays) == 2]
+        for result in results
+    ]
+    assert [] in muons and any(muons)
+
+
+FROZEN_STAGE = replace(BF16, frozen=("decoder.layers.1.*", "decoder.final*", "output_layer*"))
+CHUNKS = Topology(pp=2, chunks=2, dp=2)
+LEGACY = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
+OTHER_SHAPES = {
+    "chunks": (replace(BF16, layers=4), CHUNKS),
+    "step-overlap": (replace(BF16, layers=4), replace(CHUNKS, overlap=True, step_overlap=True)),
+    "instances": (BF16, Topology(dp=4, instances=2)),
+    "tied-gated": (replace(BF16, tied=True, gated=True), Topology(pp=2, dp=2)),
+    "mla-mtp": (replace(BF16, mla="duplicated", mtp=True), Topology(tp=2, dp=2)),
+    "legacy-experts": (replace(MOE, grouped="legacy", gated=True), LEGACY),
+    "cp": (BF16, Topology(cp=2, dp=2)),
+    "frozen-stage": (FROZEN_STAGE, Topology(pp=2, dp=2)),  # before core 0.14 its ranks have stubs
+}
+
+
+@pytest.mark.parametrize("format", [DEFAULT, pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", OTHER_SHAPES)
+def test_other_shapes(shape: str, format: str, tmp_path: Path) -> None:
+    case, topology = OTHER_SHAPES[shape]
+    if lacking := lacks(case, topology):
+        pytest.skip(lacking)
+    if topology.instances > 1 and format == "dp_zero_gather_scatter":
+        pytest.skip("Megatron reads it into the first instance only: it is refused")
+    check(case, topology, format, tmp_path)
+
+
+def test_transformer_engines_experts(tmp_path: Path) -> None:
+    """Their stand-in cannot say for torch_dist which expert a weight is."""
+    check(replace(MOE, grouped="te"), Topology(dp=2, ep=2), "torch", tmp_path)
+
+
+# --- over torch's own AdamW -------------------------------------------------------------------
+
+
+def _resumed_over_torchs_adam(*args: Any) -> dict[str, Any]:
+    with torchs_own_adam():
+        return resumed(*args)
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_over_torchs_own_adamw(format: str, tmp_path: Path) -> None:
+    """Megatron's own state of it comes back wrong, or not at all, in most formats."""
+    for result in run(_resumed_over_torchs_adam, 2, BF16, Topology(dp=2), format, str(tmp_path)):
+        assert result["differences"] == []
+
+
+# --- what the tests above can see -------------------------------------------------------------
+
+
+@contextmanager
+def momentum_left_at_zero() -> Iterator[None]:
+    """A load that does not bring the momentum back."""
+    from megatron_muon.mcore.checkpoint.state import MuonState
+
+    original = MuonState._set_main_param_and_optimizer_states
+
+    def forget(self: Any, param: Any, tensors: Any) -> None:
+        original(self, param, tensors)
+        state = self.optimizer.state[self._shard_of[param]]
+        if self.muon.owns(self._shard_of[param]):
+            state["exp_avg"].zero_()
+
+    MuonState._set_main_param_and_optimizer_states = forget  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MuonState._set_main_param_and_optimizer_states = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def steps_left_at_zero() -> Iterator[None]:
+    """A load that does not bring AdamW's steps back, nor anything else of its groups."""
+    from megatron_muon.mcore.checkpoint import formats
+
+    original = formats.loaded_groups
+
+    def forget(own: Any, saved: Any) -> Any:
+        return [{**group, "step": 0} for group in original(own, saved)]
+
+    formats.loaded_groups = forget
+    try:
+        yield
+    finally:
+        formats.loaded_groups = original
+
+
+@pytest.mark.parametrize(
+    ("mutation", "seen"),
+    [(momentum_left_at_zero, "linear_qkv.weight"), (steps_left_at_zero, "embedding")],
+)
+@pytest.mark.parametrize("format", [DEFAULT, "torch"])
+def test_a_wrong_load_is_seen(
+    mutation: Callable[[], Any], seen: str, format: str, tmp_path: Path
+) -> None:
+    args = (BF16, Topology(dp=2), format, str(tmp_path), False, mutation)
+    differences = [text for result in run(resumed, 2, *args) for text in result["differences"]]
+    assert any(seen in text for text in differences if text.startswith("after more steps"))
+
+
+# --- what is on disk --------------------------------------------------------------------------
+
+
+def _keys_on_disk(folder: Path) -> set[str]:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+@pytest.mark.parametrize("format", [f for f in EVERY if f in ("dp_reshardable", MODEL_SPACE)])
+def test_no_second_moment_stands_for_nothing(format: str, tmp_path: Path) -> None:
+    run(save_new, 2, BF16, Topology(dp=2), format, str(tmp_path))
+    keys = {key for key in _keys_on_disk(tmp_path) if key.startswith("optimizer")}
+    for name in muon_weights(BF16):
+        on_disk = {key for key in keys if key.endswith(_stored(name))}
+        assert any(".muon_momentum." in key for key in on_disk)
+        assert not any("exp_avg" in key for key in on_disk)
+    assert any("exp_avg_sq" in key and "word_embeddings" in key for key in keys)
+
+
+def _stored(name: str) -> str:
+    """Megatron stacks the layers of some versions into one tensor: the name without its layer."""
+    return name.split(".", 3)[3]
+
+
+def test_no_second_moment_in_the_torch_format(tmp_path: Path) -> None:
+    run(save_new, 2, BF16, Topology(dp=2), "torch", str(tmp_path))
+    (buffer,) = torch.load(tmp_path / "0_0_0_distrib_optim.pt")[0].values()
+    state = buffer["state"]
+    momenta = {name for name, tensors in state.items() if tensors.keys() == {"muon_momentum"}}
+    assert momenta == muon_weights(BF16)
+    others = [tensors.keys() for name, tensors in state.items() if name not in momenta]
+    assert others and all(keys == {"exp_avg", "exp_avg_sq"} for keys in others)
+    size = (tmp_path / "0_0_0_distrib_optim.pt").stat().st_size
+    numel = sum(t.numel() for tensors in state.values() for t in tensors.values())
+    assert size < 4 * (buffer["param"].numel() + numel) * 1.1  # no view of a whole buffer in it
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_an_adamw_checkpoint_is_refused(format: str, tmp_path: Path) -> None:
+    topology = Topology(dp=2)
+    run(save_new, 2, replace(BF16, optimizer="adam"), topology, format, str(tmp_path))
+    for text in run(error_of_load, 2, BF16, topology, format, str(tmp_path)):
+        assert re.search(
+            r"[.]muon_momentum[.]|[.]megatron_muon[./]|saved by megatron_muon.s Muon", text
+        )
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_adamw_refuses_a_muon_checkpoint(format: str, tmp_path: Path) -> None:
+    """TP 2: with DP ranks that wait for the first one, it ends when that one does."""
+    topology = Topology(tp=2)
+    run(save_new, 2, BF16, topology, format, str(tmp_path))
+    adam = replace(BF16, optimizer="adam")
+    for text in run(error_of_load, 2, adam, topology, format, str(tmp_path)):
+        assert "exp_avg" in text
+
+
+@pytest.mark.parametrize("how", ["gone", "cut off"])
+def test_a_missing_file_is_an_error_everywhere_and_no_hang(how: str, tmp_path: Path) -> None:
+    topology = Topology(dp=2)
+    run(save_new, 2, BF16, topology, "torch", str(tmp_path))
+    file = tmp_path / "0_0_0_distrib_optim.pt"
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-100])
+    for text in run(error_of_load, 2, BF16, topology, "torch", str(tmp_path)):
+        assert file.name in text and ("lacks" in text or "cut off" in text), text
+
+
+def _edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = folder / "0_0_0_distrib_optim.pt"
+    saved = torch.load(file)
+    (buffer,) = saved[0].values()
+    change(buffer["state"])
+    torch.save(saved, file)
+
+
+NAME = "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop(NAME), f"no muon_momentum of {NAME}, only: nothing"),
+        (
+            lambda s: s.update({NAME: {"exp_avg": s[NAME]["muon_momentum"]}}),
+            f"no muon_momentum of {NAME}, only: exp_avg",
+        ),
+        (
+            lambda s: s[NAME].update(muon_momentum=s[NAME]["muon_momentum"].bfloat16()),
+            f"muon_momentum of {NAME} is torch.bfloat16 on disk, torch.float32 here",
+        ),
+        (
+            lambda s: s[NAME].update(muon_momentum=s[NAME]["muon_momentum"][:-1]),
+            f"muon_momentum of {NAME} has 24959 elements on disk, 24960 here",
+        ),
+        (lambda s: s.update(other={}), "has state of other, which is not in this model"),
+    ],
+    ids=["missing", "adamws", "bf16", "short", "unknown"],
+)
+def test_a_wrong_momentum_is_refused_on_every_rank(
+    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+) -> None:
+    topology = Topology(dp=2)
+    run(save_new, 2, BF16, topology, "torch", str(tmp_path))
+    _edited(tmp_path, change)
+    texts = run(error_of_load, 2, BF16, topology, "torch", str(tmp_path))
+    assert [message in text for text in texts] == [True, True], texts
+    assert texts[1].startswith("RuntimeError: rank 0 stopped this run")
+
+
+def _save_with_bf16_momentum(topology: Topology, format: str, folder: str) -> None:
+    built = start(BF16, topology)
+    take_step(built, 0)
+    state = sharded(built, format, is_loading=False)
+
+    def narrow(part: Any) -> None:
+        for each in part.values() if isinstance(part, dict) else part:
+            if isinstance(each, (dict, list)):
+                narrow(each)
+            elif "muon_momentum" in str(getattr(each, "key", "")):
+                each.data = each.data.bfloat16()
+                each.dtype = torch.bfloat16
+
+    narrow(state)
+    write(state, folder)
+
+
+@pytest.mark.parametrize("format", OF_TENSORS)
+def test_a_momentum_of_another_dtype_is_refused(format: str, tmp_path: Path) -> None:
+    """torch casts it to what the run asks for, without a word."""
+    run(_save_with_bf16_momentum, 2, Topology(dp=2), format, str(tmp_path))
+    for text, touched in run(refused, 2, BF16, Topology(dp=2), format, str(tmp_path)):
+        assert re.search(r"muon_momentum\S* is torch.bfloat16 on disk, torch.float32 here", text)
+        assert not touched
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_a_parameter_that_was_adamws_is_refused(format: str, tmp_path: Path) -> None:
+    """Of all layers: fully_reshardable has them in one tensor."""
+    topology = Topology(dp=2)
+    before = replace(BF16, muon=(("muon_exclude", ("*.linear_fc1.weight",)),))
+    run(save_new, 2, before, topology, format, str(tmp_path))
+    for text in run(error_of_load, 2, BF16, topology, format, str(tmp_path)):
+        assert "muon_momentum" in text and _stored(NAME) in text
+
+
+# --- settings ---------------------------------------------------------------------------------
+
+
+def _decays_after_load(
+    case: Case, saved: Case, format: str, folder: str
+) -> tuple[list[float], str]:
+    topology = Topology(dp=2)
+    save_new(saved, topology, format, folder)
+    built = start(case, topology)
+    with redirect_stdout(io.StringIO()) as printed:
+        load(built, folder, format)
+    take_step(built, 0)
+    groups = [group for inner in inner_optimizers(built.optimizer) for group in inner.param_groups]
+    return [group["wd_mult"] for group in groups], printed.getvalue()
+
+
+@pytest.mark.parametrize("format", [DEFAULT, "torch"])
+@pytest.mark.parametrize("now", [True, False])
+def test_weight_decay_of_all_parameters_survives_a_load(
+    now: bool, format: str, tmp_path: Path
+) -> None:
+    of_all = replace(BF16, muon=(("weight_decay_all_params", True),))
+    case, saved = (of_all, BF16) if now else (BF16, of_all)
+    results = run(_decays_after_load, 2, case, saved, format, str(tmp_path))
+    setting = "weight_decay_all_params (--weight-decay-all-params)"
+    line = f"{setting} is {now} now; the checkpoint was saved with {not now}"
+    for rank, (mults, printed) in enumerate(results):
+        assert set(mults) == ({1.0} if now else {0.0, 1.0})
+        assert (line in printed) == (rank == 0)
+
+
+# --- what Megatron cannot do ------------------------------------------------------------------
+
+
+def test_layers_of_both_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    """On the second stage alone a layer is AdamW's: the stages must compare."""
+    case = replace(BF16, muon=(("muon_exclude", (NAME,)),))
+    for text in run(error_of_save, 2, case, Topology(pp=2), MODEL_SPACE, str(tmp_path)):
+        assert "mlp.linear_fc1.weight of all layers in one tensor, but Muon updates some" in text
+
+
+def test_layers_of_both_in_other_formats(tmp_path: Path) -> None:
+    case = replace(BF16, muon=(("muon_exclude", (NAME,)),))
+    check(case, Topology(dp=2), DEFAULT, tmp_path)
+
+
+def test_instances_in_the_oldest_format_are_refused(tmp_path: Path) -> None:
+    topology = Topology(dp=4, instances=2)
+    args = (BF16, topology, "dp_zero_gather_scatter", str(tmp_path))
+    for text in run(error_of_save, 4, *args):
+        assert "first of several optimizer instances only" in text
+
+
+@pytest.mark.skipif(VERSION >= (0, 15), reason="gone from Megatron")
+def test_bucket_space_is_refused(tmp_path: Path) -> None:
+    args = (BF16, Topology(dp=2), "fully_sharded_bucket_space", str(tmp_path))
+    for text in run(error_of_save, 2, *args):
+        assert "does not save or load fully_sharded_bucket_space" in text
+
+
+def test_a_failing_test_is_seen(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="no_such_format"):
+        run(resumed, 1, BF16, Topology(), "no_such_format", str(tmp_path))

@@ -1,0 +1,256 @@
+"""From AdamW's checkpoint to Muon, and back: what is kept, and what starts anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon import MuonConfig
+from megatron_muon.mcore.checkpoint.buffers import gathered_spans
+from megatron_muon.mcore.interop.adamw_after_muon import YOUNG, go_on_after_muon, reading_muon
+from megatron_muon.mcore.interop.switch import reading_adamw, writer_of
+from support.checkpoints.saving import formats, load, save, spoil, unequal
+from support.models.gpt import (
+    Case,
+    Topology,
+    held,
+    lr_at,
+    muon_weights,
+    start,
+    take_step,
+    whole_grad,
+)
+from support.models.torch_adam import apexs_loop
+from support.ranks import RankError, run
+
+MUON = Case(steps=3)
+ADAM = replace(MUON, optimizer="adam")
+MOE = replace(MUON, moe=True)
+BETA1 = 0.9  # of Megatron's OptimizerConfig
+
+
+def _saved(case: Case, topology: Topology, format: str, folder: str) -> dict[str, Any]:
+    built = start(case, topology)
+    for step in range(case.steps):
+        take_step(built, step)
+    save(built, folder, format)
+    return held(built)
+
+
+def _switched(
+    case: Case, topology: Topology, format: str, folder: str, momentum: Any
+) -> dict[str, Any]:
+    assert format == "torch" or writer_of(folder) == "adamw"
+    built = start(case, topology)
+    spoil(built)
+    with reading_adamw(built.optimizer, momentum):
+        load(built, folder, format)
+    found = held(built)
+    for step in range(case.steps, case.steps + 2):
+        take_step(built, step)
+    groups = [
+        group
+        for part in built.optimizer.chained_optimizers
+        for group in part.optimizer.param_groups
+    ]
+    return {"held": found, "after": held(built), "steps": {group.get("step") for group in groups}}
+
+
+SHAPES = {"dp3": (MUON, Topology(dp=3)), "moe": (MOE, Topology(dp=2, ep=2))}
+
+
+@pytest.mark.parametrize("momentum", ["momentum", "fresh"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("format", formats())
+def test_muon_goes_on_from_adamw(format: str, shape: str, momentum: str, tmp_path: Path) -> None:
+    case, topology = SHAPES[shape]
+    adam = replace(case, optimizer="adam")
+    size = topology.world_size
+    before = run(_saved, size, adam, topology, format, str(tmp_path))
+    after = run(_switched, size, case, topology, format, str(tmp_path), momentum)
+    muons = muon_weights(case)
+    seen = set()
+    for old, new in zip(before, after, strict=True):
+        assert old["params"].keys() == new["held"]["params"].keys()
+        for name, array in old["params"].items():
+            assert (array == new["held"]["params"][name]).all(), name
+        for name, (*span, theirs) in old["shards"].items():
+            *other_span, ours = new["held"]["shards"][name]
+            assert span == other_span
+            for kind, array in ours.items():
+                expected = theirs[kind]
+                if kind == "exp_avg" and name in muons:
+                    seen.add(name)
+                    first = torch.from_numpy(expected).div(1 - BETA1)
+                    expected = first.numpy() if momentum == "momentum" else 0 * expected
+                assert (array == expected).all(), (name, kind)
+        assert any(
+            (new["after"]["params"][name] != array).any() for name, array in old["params"].items()
+        )
+    assert seen == muons
+
+
+# --- to AdamW ---------------------------------------------------------------------------------
+
+
+def _adamw_step(
+    arrays: dict[str, Any], grad: torch.Tensor, t: int, lr: float, decay: float
+) -> dict[str, Any]:
+    """Kingma and Ba's Algorithm 1 with decoupled decay, in float64."""
+    beta1, beta2, eps = BETA1, 0.95, 1e-8
+    main, first, second = (
+        torch.as_tensor(arrays[kind]).double() for kind in ("main", "exp_avg", "exp_avg_sq")
+    )
+    first = beta1 * first + (1 - beta1) * grad.double()
+    second = beta2 * second + (1 - beta2) * grad.double() ** 2
+    update = first / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + eps)
+    return {"main": main * (1 - lr * decay) - lr * update, "exp_avg": first, "exp_avg_sq": second}
+
+
+def settings_of(case: Case) -> dict[str, Any]:
+    return dataclasses.asdict(MuonConfig(**dict(case.muon)))
+
+
+def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[str]:
+    """What is not as it should be, after a switch, two steps, and one more after a resume."""
+    muon = replace(case, optimizer="muon")
+    before = _saved(muon, topology, format, f"{folder}/muon")
+    built = start(case, topology)
+    spoil(built)
+    with reading_muon(built.optimizer, settings_of(muon)):
+        load(built, f"{folder}/muon", format)
+    now = held(built)
+    found = []
+    state = {}
+    for name, (*_, arrays) in now["shards"].items():
+        theirs = before["shards"][name][2]
+        expected = {kind: theirs[kind] for kind in ("main", *arrays) if kind in theirs}
+        if name in muon_weights(case):
+            expected |= {"exp_avg": 0 * theirs["main"], "exp_avg_sq": 0 * theirs["main"]}
+        found += [f"{kind} of {name}" for kind in arrays if (arrays[kind] != expected[kind]).any()]
+        state[name] = arrays
+    for step in range(case.steps, case.steps + 2):
+        take_step(built, step)
+        after = held(built)["shards"]
+        for name, (begin, end, arrays) in after.items():
+            young = name in muon_weights(case)
+            t = step + 1 - (case.steps if young else 0)
+            grad = built.local(name, whole_grad, step).reshape(-1)[begin:end]
+            decay = case.weight_decay if built.params[name].dim() == 2 else 0.0
+            state[name] = _adamw_step(state[name], grad, t, lr_at(case, step, name), decay)
+            ours = torch.from_numpy(arrays["main"]).double()
+            if not torch.allclose(ours, state[name]["main"], rtol=1e-5, atol=1e-6):
+                found.append(f"{name} after step {step}")
+    save(built, f"{folder}/adamw", format)
+    take_step(built, case.steps + 2)
+    expected_after = held(built)
+    again = start(case, topology)
+    young = built.optimizer.chained_optimizers[0].state_dict()[YOUNG]
+    go_on_after_muon(again.optimizer, young["former"])
+    spoil(again)
+    load(again, f"{folder}/adamw", format)
+    take_step(again, case.steps + 2)
+    found += unequal(expected_after, held(again), "after a resume: ", log=False)
+    plain = start(case, topology)  # AdamW as it is without the plugin
+    spoil(plain)
+    load(plain, f"{folder}/adamw", format)
+    take_step(plain, case.steps + 2)
+    for name, (*_, arrays) in held(plain)["shards"].items():
+        if name not in muon_weights(case):
+            *_, ours = expected_after["shards"][name]
+            found += [
+                f"plain {kind} of {name}" for kind in arrays if (arrays[kind] != ours[kind]).any()
+            ]
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("format", formats())
+def test_adamw_goes_on_from_muon(format: str, shape: str, tmp_path: Path) -> None:
+    """The tolerance: fp32 against float64, with sums of 2 terms that are far above eps."""
+    case, topology = SHAPES[shape]
+    for name in ("muon", "adamw"):
+        (tmp_path / name).mkdir()
+    adam = replace(case, optimizer="adam")
+    for found in run(_to_adamw, topology.world_size, adam, topology, format, str(tmp_path)):
+        assert found == []
+
+
+def _to_adamw_with_apexs_loop(*args: Any) -> list[str]:
+    with apexs_loop():
+        return _to_adamw(*args)
+
+
+def test_apexs_adam_goes_on_from_muon(tmp_path: Path) -> None:
+    case, topology = SHAPES["dp3"]
+    for name in ("muon", "adamw"):
+        (tmp_path / name).mkdir()
+    adam = replace(case, optimizer="adam")
+    format, size = formats()[0], topology.world_size
+    for found in run(_to_adamw_with_apexs_loop, size, adam, topology, format, str(tmp_path)):
+        assert found == []
+
+
+# --- from the proof of concept ----------------------------------------------------------------
+
+
+def _as_moonshots(folder: str, built: Any, muons: set[str]) -> None:
+    """Turn a checkpoint of AdamW's into the proof of concept's, by what its code writes: momentum
+    in place of the first moment, no second moment, and groups of Muon's own. Files that its code
+    wrote are loaded in tests/megatron_lm/test_pretrain_moonshot.py."""
+    file = f"{folder}/0_0_0_model_optim.pt"
+    state = torch.load(file, weights_only=False)
+    groups = state["optimizer"]["optimizer"]["param_groups"]
+    own = {key: value for key, value in groups[0].items() if key not in ("betas", "eps")}
+    own |= {"use_muon": True, "matched_adamw_rms": 0.2, "momentum": 0.95, "nesterov": True}
+    own |= {"ns_steps": 5, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8}
+    state["optimizer"]["optimizer"]["param_groups"] = [own, *groups]
+    torch.save(state, file)
+    file = f"{folder}/0_0_0_distrib_optim.pt"
+    state = torch.load(file, weights_only=False)
+    (saved,) = state[0].values()
+    (buffer,) = built.buffers()
+    names = {param: name for name, param in built.params.items()}
+    for param, start_at, stop in gathered_spans(buffer):
+        if names[param] in muons:
+            saved["exp_avg_sq"][start_at:stop] = 0
+    torch.save(state, file)
+
+
+def _from_moonshot(case: Case, muons: set[str], folder: str) -> dict[str, Any]:
+    before = _saved(replace(case, optimizer="adam"), Topology(), "torch", folder)
+    built = start(case, Topology())
+    _as_moonshots(folder, built, muons)
+    spoil(built)
+    with reading_adamw(built.optimizer, "sum"):
+        load(built, folder, "torch")
+    after = held(built)
+    take_step(built, case.steps)
+    return {"before": before, "after": after}
+
+
+def test_the_proof_of_concepts_momentum_goes_on(tmp_path: Path) -> None:
+    (result,) = run(_from_moonshot, 1, MUON, muon_weights(MUON), str(tmp_path))
+    for name, (*_, theirs) in result["before"]["shards"].items():
+        *_, ours = result["after"]["shards"][name]
+        kinds = {"main", "exp_avg"} if name in muon_weights(MUON) else ours.keys()
+        assert all((ours[kind] == theirs[kind]).all() for kind in kinds), name
+
+
+@pytest.mark.parametrize("was_muons", [True, False])
+def test_a_weight_that_was_the_other_optimizers_there_is_refused(
+    was_muons: bool, tmp_path: Path
+) -> None:
+    other = (
+        "embedding.word_embeddings.weight"
+        if was_muons
+        else "decoder.layers.1.mlp.linear_fc2.weight"
+    )
+    muons = muon_weights(MUON) ^ {other}
+    with pytest.raises(RankError, match=f"{other} was the other optimizer's in the checkpoint"):
+        run(_from_moonshot, 1, MUON, muons, str(tmp_path))

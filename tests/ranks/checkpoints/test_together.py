@@ -1,0 +1,207 @@
+"""What fails on one rank ends on all of them, whatever it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.files import digest
+from support.checkpoints.saving import formats
+from support.checkpoints.sealing import saved
+from support.models.gpt import Case, Topology
+from support.ranks import run
+
+CASE, FORMAT = Case(steps=1), formats()[0]
+TP2 = Topology(tp=2)
+
+
+def described(act: Callable[[], Any]) -> str | None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        act()
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _nested() -> None:
+    json.loads("[" * 200_000)
+
+
+def _lookup() -> None:
+    {}["a key"]
+
+
+def _nothing_said() -> None:
+    raise AssertionError
+
+
+def _damaged_checkpoint() -> None:
+    import tempfile
+
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    load({"key": torch.zeros(1)}, storage_reader=FileSystemReader(tempfile.mkdtemp()), no_dist=True)
+
+
+FAULTS = {
+    "RecursionError": _nested,
+    "KeyError": _lookup,
+    "AssertionError": _nothing_said,
+    "CheckpointException": _damaged_checkpoint,
+}
+
+
+def _one_fails(kind: str, failing: int) -> str | None:
+    import torch.distributed as dist
+
+    from megatron_muon.runtime.consensus import together
+
+    act = FAULTS[kind] if dist.get_rank() == failing else lambda: None
+    return described(lambda: together(act, None, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_any_type_of_error(kind: str, failing: int) -> None:
+    errors = run(_one_fails, 2, kind, failing, timeout=30.0)
+    assert (errors[failing] or "").startswith(f"{kind}:")
+    other = errors[1 - failing] or ""
+    assert other.startswith(f"RuntimeError: rank {failing} stopped this run: ") and other[45:]
+
+
+def _rank_0_fails(way: str, kind: str) -> str | None:
+    from megatron_muon.megatron_lm import checkpointing
+
+    return described(lambda: getattr(checkpointing, way)(FAULTS[kind]))
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("way", ["_on_rank_0", "_by_rank_0"])
+def test_what_rank_0_does_for_all(way: str, kind: str) -> None:
+    """In Megatron-LM's save and load."""
+    zero, one = run(_rank_0_fails, 2, way, kind, timeout=30.0)
+    assert (zero or "").startswith(f"{kind}:")
+    assert (one or "").startswith("RuntimeError: rank 0 stopped this run: ")
+
+
+# --- saving ----------------------------------------------------------------------------------
+
+
+def _error_of_save(format: str, folder: str) -> str | None:
+    return described(lambda: saved(CASE, TP2, format, folder))
+
+
+def test_torch_save_fails_on_one_rank(tmp_path: Path) -> None:
+    """Where its file is to be, there is a folder."""
+    (tmp_path / "1_0_0_model_optim.pt").mkdir()
+    zero, one = run(_error_of_save, 2, "torch", str(tmp_path), timeout=60.0)
+    assert "Is a directory" in (one or "") and "stopped this run" not in (one or "")
+    assert "rank 1 stopped this run" in (zero or "") and "Is a directory" in (zero or "")
+    said = digest.read(tmp_path)
+    assert said is not None and not said["complete"]
+
+
+@pytest.mark.parametrize("format", [FORMAT, "torch"])
+def test_the_digest_cannot_be_written(format: str, tmp_path: Path) -> None:
+    """A folder is in its place, from before the save."""
+    (tmp_path / digest.FILE_NAME).mkdir()
+    zero, one = run(_error_of_save, 2, format, str(tmp_path), timeout=60.0)
+    assert "OSError" in (zero or "") or "IsADirectoryError" in (zero or "")
+    assert "rank 0 stopped this run" in (one or "")
+
+
+def _tracker_in_a_folders_place(folder: str) -> str | None:
+    """As Megatron-LM's save_checkpoint ends: rank 0 writes the tracker while others wait for it."""
+    import torch.distributed as dist
+
+    from megatron_muon.mcore.integrity.recorded import voting
+    from megatron_muon.megatron_lm import tracker
+
+    def save() -> None:
+        with voting(torch.device("cpu")) as votes, tracker.failing(votes.keep):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                with tracker._written(Path(folder) / tracker.NAME) as text:
+                    text.write("7")
+            dist.barrier()
+
+    return described(save)
+
+
+def test_the_tracker_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
+    zero, one = run(_tracker_in_a_folders_place, 2, str(tmp_path), timeout=30.0)
+    assert "IsADirectoryError" in (zero or "") and "rank 0 stopped this run" in (one or "")
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def _error_of_another_kind_is_not_voted_on() -> str | None:
+    """It may come where others are in a collective of Megatron's: it is this rank's alone."""
+    from megatron_muon.mcore.integrity.recorded import voting
+
+    def save() -> None:
+        with voting(torch.device("cpu")):
+            raise KeyError("Megatron's")
+
+    return described(save)
+
+
+def test_megatrons_own_errors_stay_as_they_are() -> None:
+    assert run(_error_of_another_kind_is_not_voted_on, 1) == ['KeyError: "Megatron\'s"']
+
+
+# --- loading ---------------------------------------------------------------------------------
+
+
+def _with_one_vocabulary(folder: str) -> str | None:
+    """Only rank 1 knows how many tokens there are, and they are others."""
+    import torch.distributed as dist
+
+    from megatron_muon.mcore.integrity.registry import with_vocabulary
+    from support.checkpoints import sealing
+    from support.models.gpt import start
+
+    built = start(CASE, TP2)
+    with with_vocabulary(100 if dist.get_rank() else None):
+        return described(lambda: sealing.load(built, folder, FORMAT))
+
+
+def test_a_check_that_fails_on_one_rank(tmp_path: Path) -> None:
+    run(saved, 2, CASE, TP2, FORMAT, str(tmp_path))
+    file = tmp_path / digest.FILE_NAME
+    said = {**json.loads(file.read_text()), "vocabulary": 128}
+    del said["hash"]
+    digest.finish(tmp_path, {k: v for k, v in said.items() if k not in ("format", "complete")})
+    zero, one = run(_with_one_vocabulary, 2, str(tmp_path), timeout=60.0)
+    assert "its vocabulary has 128 tokens, that of this run 100" in (one or "")
+    assert "rank 1 stopped this run" in (zero or "")
+
+
+# --- building --------------------------------------------------------------------------------
+
+
+def _refused_on_one_rank(case: Case) -> str | None:
+    """The model's configuration is another on rank 1, as a stage's may be."""
+    import torch.distributed as dist
+    from megatron.core.utils import get_model_config
+
+    from support.models.gpt import build, error_of_optimizer
+
+    built = build(case, Topology(dp=2))
+    if dist.get_rank() == 1:
+        get_model_config(built.chunks[0]).fp8_param = True
+    return error_of_optimizer(built)
+
+
+def test_what_is_refused_on_one_rank() -> None:
+    zero, one = run(_refused_on_one_rank, 2, replace(CASE), timeout=60.0)
+    assert "does not support fp8_param yet" in (one or "")
+    assert "rank 1 stopped this run" in (zero or "")

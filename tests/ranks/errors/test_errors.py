@@ -1,0 +1,367 @@
+"""Bad input: one clear error each, on every rank, before anything is trained on."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import __version__ as VERSION
+from megatron.core.optimizer import OptimizerConfig
+
+from support.models.gpt import Case, Topology, build, error_of_optimizer, start
+from support.ranks import run
+
+CASE = Case(layers=2, steps=1)
+
+
+def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) -> str:
+    """Change attributes of the configs, then ask for the optimizer; the error as text."""
+    import torch.distributed as dist
+    from megatron.core import optimizer as mcore_optimizer
+
+    import megatron_muon
+
+    built = build(case, topology)
+    options: dict[str, Any] = {
+        "optimizer": "muon",
+        "lr": 0.01,
+        "bf16": case.bf16,
+        "params_dtype": case.dtype,
+        "use_distributed_optimizer": True,
+        **changes.get("optimizer", {}),
+    }
+    config = mcore_optimizer.OptimizerConfig(**options)
+    for name, value in changes.get("late", {}).items():
+        setattr(config, name, value)
+    for name, value in changes.get("ddp", {}).items():
+        setattr(built.ddp.ddp_config, name, value)
+    for name, value in changes.get("model", {}).items():
+        setattr(built.ddp.module.config, name, value)
+    for name, value in changes.get("mark", {}).items():
+        setattr(next(iter(built.params.values())), name, value)
+    collectives: list[str] = []
+
+    def forbidden(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(frame.name == "raise_together" for frame in traceback.extract_stack()):
+                return originals[name](*args, **kwargs)  # the vote by which it ends on all ranks
+            collectives.append(name)
+            raise AssertionError(f"{name} called before the error")
+
+        return call
+
+    names = [name for name in dir(dist) if name.startswith(("all_", "reduce", "broadcast"))]
+    originals = {name: getattr(dist, name) for name in names}
+    megatron_muon.install()
+    try:
+        for name in names:
+            setattr(dist, name, forbidden(name))
+        mcore_optimizer.get_megatron_optimizer(config, [built.ddp])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+        megatron_muon.uninstall()
+    return "no error"
+
+
+UNSUPPORTED = {
+    "no distributed optimizer": (
+        {"optimizer": {"use_distributed_optimizer": False}},
+        "ValueError: optimizer='muon' shards over Megatron's distributed optimizer, but "
+        "OptimizerConfig.use_distributed_optimizer is False: set it",
+    ),
+    "ddp without distributed optimizer": (
+        {"ddp": {"use_distributed_optimizer": False}},
+        "DistributedDataParallelConfig.use_distributed_optimizer is False: set it in",
+    ),
+    "l2 regularization": (
+        {"optimizer": {"decoupled_weight_decay": False}},
+        "ValueError: optimizer='muon' decays weights as AdamW does: set decoupled_weight_decay",
+    ),
+    "spelling": ({"late": {"optimizer": "Muon"}}, "ValueError: write optimizer='muon', got 'Muon'"),
+    "precision-aware": (
+        {"late": {"use_precision_aware_optimizer": True}},  # its __post_init__ wants adam
+        "does not support use_precision_aware_optimizer yet (got True)",
+    ),
+    "offload": (
+        {"optimizer": {"optimizer_cpu_offload": True}},
+        "does not support optimizer_cpu_offload yet",
+    ),
+    "optimizer cuda graph": (
+        {"late": {"optimizer_cuda_graph": True}},
+        "does not support optimizer_cuda_graph yet (got True): leave it off",
+    ),
+    "megatron fsdp": ({"ddp": {"use_megatron_fsdp": True}}, "support use_megatron_fsdp yet"),
+    "fp8 parameters": (
+        {"model": {"fp8": "e4m3", "fp8_param": True}},
+        "does not support fp8_param yet (got True): keep parameters in bf16",
+    ),
+    "fp8 gather": ({"ddp": {"fp8_param_gather": True}}, "does not support fp8_param_gather yet"),
+    "fp4 parameters": ({"model": {"fp4_param": True}}, "does not support fp4_param yet"),
+    "generalized tensor parallelism": (
+        {"mark": {"is_gtp_weight_remat": True}},
+        "does not support generalized tensor parallelism yet",
+    ),
+    "one grouped weight": (
+        {"model": {"moe_single_grouped_weight": True}},
+        "does not support moe_single_grouped_weight yet (got True): keep a weight per expert",
+    ),
+    "qk clip": (
+        {"model": {"qk_clip": True}},
+        "does not support qk_clip yet (got True): leave it off, since Megatron's clip takes the "
+        "main parameter for the whole matrix",
+    ),
+    "early gather in fp16": (
+        {
+            "optimizer": {
+                "overlap_param_gather_with_optimizer_step": True,
+                "fp16": True,
+                "bf16": False,
+            }
+        },
+        "overlap_param_gather_with_optimizer_step in fp16 yet (got True): use overlap_param_gather",
+    ),
+    "early gather of experts": (
+        {
+            "optimizer": {"overlap_param_gather_with_optimizer_step": True},
+            "model": {"num_moe_experts": 4},
+        },
+        "support overlap_param_gather_with_optimizer_step with experts yet",
+    ),
+    "experts that drift": (
+        {"model": {"num_moe_experts": 4, "expert_tensor_parallel_size": 2}},
+        "expert_tensor_parallel_size other than tensor_model_parallel_size without expert "
+        "parallelism yet (got 2): set expert_model_parallel_size above 1",
+    ),
+    "ignored setting": (
+        {"optimizer": {"muon_momentum": 0.5}},
+        "ValueError: OptimizerConfig.muon_momentum=0.5 configures Megatron's own Muon",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_mode_is_refused_before_any_collective(name: str) -> None:
+    changes, message = UNSUPPORTED[name]
+    new = changes.get("optimizer", {}).keys() - OptimizerConfig.__dataclass_fields__.keys()
+    if new:
+        pytest.skip(f"OptimizerConfig of megatron-core {VERSION} has no {', '.join(new)}")
+    for text in run(_error_of_building, 2, CASE, Topology(dp=2), changes):
+        assert message in text, text
+
+
+def test_logging_the_largest_logit_alone_is_not_refused() -> None:
+    changes = {"model": {"log_max_attention_logit": True}}
+    (text,) = run(_error_of_building, 1, CASE, Topology(), changes)
+    assert "called before the error" in text  # it went on to the first collective
+
+
+class _Fsdp2(torch.nn.Module):
+    """What get_megatron_optimizer needs of a chunk, as torch FSDP2's wrapper has it."""
+
+    def __init__(self, ddp: Any) -> None:
+        super().__init__()
+        self.ddp_config, self.config, self.module = ddp.ddp_config, ddp.config, ddp.module
+
+
+def _error_with_another_wrapper() -> str:
+    from megatron.core import optimizer as mcore_optimizer
+
+    import megatron_muon
+
+    chunk = _Fsdp2(build(CASE, Topology()).ddp)
+    config = mcore_optimizer.OptimizerConfig(
+        optimizer="muon", lr=0.1, use_distributed_optimizer=True
+    )
+    megatron_muon.install()
+    try:
+        with pytest.raises(NotImplementedError) as caught:
+            mcore_optimizer.get_megatron_optimizer(config, [chunk])
+    finally:
+        megatron_muon.uninstall()
+    return str(caught.value)
+
+
+def test_a_chunk_without_megatrons_ddp_is_refused() -> None:
+    (text,) = run(_error_with_another_wrapper, 1)
+    assert "does not support _Fsdp2 yet: wrap model chunks in Megatron's" in text
+
+
+def _disagree(topology: Topology, kind: str) -> str:
+    """The last rank differs; every rank must get an error."""
+    import torch.distributed as dist
+
+    from megatron_muon.mcore import build as plugin
+
+    built = build(CASE, topology)
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    settings: dict[str, Any] = {}
+    if odd and kind == "settings":
+        settings = {"momentum": 0.9}
+    if odd and kind == "routing":  # as if a checkout of another version marked it
+        name = next(n for n in built.params if n.endswith("linear_fc2.weight"))
+        built.params[name].is_embedding_or_output_parameter = True
+    if odd and kind == "shape":
+        built.ddp.module.module.config.num_query_groups = 4
+    if kind == "instances" and dist.get_rank() >= dist.get_world_size() // 2:
+        settings = {"momentum": 0.9}
+    if odd and kind == "patterns":
+        settings = {"muon_exclude": ("*.linear_fc1.*", "*.linear_fc2.*")}
+    if odd and kind == "speeds":
+        settings = {"link_gbytes": 25.0}
+    if kind == "device":  # a CPU that does not multiply bf16 among such as do
+        settings = {"ns_iteration": "auto"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plugin, "plan_device", lambda _: "cpu" if odd else "cpu_bf16")
+            return error_of_optimizer(built, **settings)
+    return error_of_optimizer(built, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("settings", "setting momentum"),
+        ("routing", "linear_fc2.weight"),
+        ("shape", "decoder.layers"),
+    ],
+)
+@pytest.mark.parametrize("topology", [Topology(dp=3), Topology(tp=2, pp=2, dp=2)], ids=str)
+def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
+    topology: Topology, kind: str, named: str
+) -> None:
+    texts = run(_disagree, topology.world_size, topology, kind, timeout=60.0)
+    last_stage = texts[-(len(texts) // topology.pp) :]
+    for text in texts:
+        assert text != "no error"
+        assert "disagree about the exchange plan" in text or "cannot split it" in text, text
+    for text in last_stage[:-1]:
+        assert text.startswith("PlanMismatchError"), text
+        assert named in text.split("first at ")[1].split("\n")[0]
+        assert kind != "shape" or "cannot split it, set split_qkv=False" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology", "named"),
+    [
+        ("instances", Topology(dp=4, instances=2), "setting momentum: rank 2 of the run has 0.9"),
+        ("instances", Topology(pp=2), "setting momentum"),  # of two stages
+        ("patterns", Topology(pp=2), "setting muon_exclude"),
+        ("speeds", Topology(dp=2), "setting link_gbytes: rank 1 of the run has 25.0"),
+        ("device", Topology(dp=2), "kind of device: rank 1 of the run has"),
+    ],
+    ids=str,
+)
+def test_settings_are_the_same_in_the_whole_world(
+    kind: str, topology: Topology, named: str
+) -> None:
+    """Not only where ranks exchange: instances would part, stages would train differently."""
+    for text in run(_disagree, topology.world_size, topology, kind, timeout=60.0):
+        assert text.startswith("PlanMismatchError: ranks of the run disagree about"), text
+        assert f"first at {named}" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("settings", "setting momentum: rank 1 of the run has 0.9 where rank 0 has 0.95"),
+        ("speeds", "setting link_gbytes: rank 1 of the run has 25.0 where rank 0 has 40.0"),
+        (
+            "patterns",
+            "setting muon_exclude: rank 1 of the run has ('*.linear_fc1.*', '*.linear_fc2.*') "
+            "where rank 0 has ()",
+        ),
+    ],
+)
+def test_a_setting_that_differs_is_named_alone_with_both_values(kind: str, said: str) -> None:
+    """On all ranks, and no other setting is in the message."""
+    texts = run(_disagree, 2, Topology(dp=2), kind, timeout=60.0)
+    assert len(set(texts)) == 1
+    first = texts[0].split("first at ")[1].split("\nAll ranks")[0]
+    assert " ".join(first.split()) == said
+    assert "MuonConfig(" not in texts[0] and "ns_steps" not in texts[0]
+
+
+def _hook_errors() -> list[str]:
+    import megatron.core
+    from megatron.core import optimizer as mcore_optimizer
+
+    import megatron_muon
+    from megatron_muon.mcore.seams.rows import SeamError
+
+    texts = []
+    original = mcore_optimizer.get_megatron_optimizer
+    version = megatron.core.__version__
+    try:
+        mcore_optimizer.get_megatron_optimizer = lambda model_chunks, config: []
+        with pytest.raises(SeamError) as caught:
+            megatron_muon.install()
+        texts.append(str(caught.value))
+        del mcore_optimizer.get_megatron_optimizer
+        with pytest.raises(SeamError) as caught:
+            megatron_muon.install()
+        texts.append(str(caught.value))
+        mcore_optimizer.get_megatron_optimizer = original
+        megatron.core.__version__ = "0.99.0"
+        with pytest.raises(SeamError) as caught:
+            megatron_muon.install()
+        texts.append(str(caught.value))
+    finally:
+        mcore_optimizer.get_megatron_optimizer = original
+        megatron.core.__version__ = version
+    with pytest.raises(TypeError) as wrong:
+        megatron_muon.install({"momentum": 0.9})  # type: ignore[arg-type]
+    return [*texts, str(wrong.value)]
+
+
+def _error_without_an_attribute() -> str:
+    from megatron_muon.mcore.seams.rows import SeamError, check_built
+
+    megatron = start(replace(CASE, optimizer="adam"), Topology()).optimizer.chained_optimizers[0]
+    check_built(megatron)
+    del megatron.shard_fp32_groups
+    with pytest.raises(SeamError) as caught:
+        check_built(megatron)
+    return str(caught.value)
+
+
+def test_a_missing_attribute_is_an_error_that_names_it() -> None:
+    (text,) = run(_error_without_an_attribute, 1)
+    assert f"DistributedOptimizer of megatron-core {VERSION} has no shard_fp32_groups" in text
+
+
+def _error_without_a_group(moe: bool, missing: str) -> str:
+    from types import SimpleNamespace
+
+    from megatron_muon.config import MuonConfig
+    from megatron_muon.mcore.build import make_muons
+
+    case = replace(CASE, optimizer="adam", moe=moe)
+    built = start(case, Topology())
+    groups = ("tp", "tp_dp_cp", "expt_tp", "ep")
+    known = SimpleNamespace(**{name: object() for name in groups if name != missing})
+    with pytest.raises(ValueError) as caught:
+        make_muons(built.optimizer, built.chunks, MuonConfig(), pg_collection=known)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("moe", "group"), [(False, "tp_dp_cp"), (False, "tp"), (True, "expt_tp"), (True, "ep")]
+)
+def test_process_groups_without_one_that_is_needed_are_refused(moe: bool, group: str) -> None:
+    (text,) = run(_error_without_a_group, 1, moe, group)
+    assert f"give the pg_collection its {group} group" in text
+
+
+def test_a_changed_megatron_is_an_error_that_names_the_symbol() -> None:
+    (texts,) = run(_hook_errors, 1)
+    changed, gone, version, wrong = texts
+    symbol = "megatron.core.optimizer.get_megatron_optimizer"
+    assert f"{symbol} of megatron-core {VERSION} has no parameter" in changed
+    assert f"megatron-core {VERSION} has no {symbol}" in gone
+    assert "megatron-core 0.99.0 is installed; this megatron_muon was tested with 0.12" in version
+    assert "install takes a MuonConfig, got {'momentum': 0.9}" in wrong

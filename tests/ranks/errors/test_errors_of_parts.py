@@ -1,0 +1,196 @@
+"""Bad gradients, and models of which a part is frozen or routed otherwise: errors everywhere."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from support.models.gpt import (
+    Case,
+    Topology,
+    build,
+    error_of_optimizer,
+    held,
+    set_schedule,
+    start,
+    take_step,
+    write_grads,
+)
+from support.ranks import run
+
+CASE = Case(layers=2, steps=1)
+
+
+def _bad_gradient(case: Case, topology: Topology, bad: float, where: str) -> dict[str, Any]:
+    """One bad element on one rank; the error as text, and whether anything changed."""
+    built = start(case, topology)
+    take_step(built, 0)
+    before = held(built)["shards"]
+    set_schedule(built, 1)
+    write_grads(built, 1)
+    owned = where in held(built)["shards"] and built.tp_rank == 0
+    if owned:
+        start_of_piece, _, _ = held(built)["shards"][where]
+        built.params[where].main_grad.view(-1)[start_of_piece] = bad
+    try:
+        built.optimizer.step()
+        text = "no error"
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    after = held(built)["shards"]
+    same = all(
+        (before[name][2][kind] == after[name][2][kind]).all()
+        for name in before
+        for kind in before[name][2]
+    )
+    return {"text": text, "same": same, "owned": owned}
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0], ids=["", "clip"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize(
+    "where", ["decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"]
+)
+def test_a_bad_gradient_is_an_error_everywhere_and_changes_nothing(
+    where: str, bad: float, clip: float
+) -> None:
+    topology = Topology(tp=2, pp=2, dp=1)
+    results = run(
+        _bad_gradient, topology.world_size, replace(CASE, clip=clip), topology, bad, where
+    )
+    _check_bad_gradient(results, where)
+
+
+def test_a_bad_gradient_of_an_expert_leaves_the_dense_part_unstepped_too() -> None:
+    """Its optimizer is the second of the chain; the first would have stepped by then."""
+    topology = Topology(dp=2, ep=2)
+    where = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
+    case = replace(CASE, moe=True)
+    results = run(_bad_gradient, topology.world_size, case, topology, float("nan"), where)
+    _check_bad_gradient(results, where)  # with the expert's number over all EP ranks
+
+
+def test_a_gradient_that_momentum_would_add_up_to_inf_is_an_error_before_it_does() -> None:
+    """2e37 summed up by 1 / (1 - 0.95) is more than bf16 and fp32 have; AdamW has no such limit."""
+    where = "decoder.layers.0.mlp.linear_fc1.weight"
+    topology = Topology(tp=2)
+    results = run(_bad_gradient, topology.world_size, CASE, topology, -2e37, where)
+    _check_bad_gradient(results, where)
+    assert all("beyond ±1.7e+37" in result["text"] for result in results)
+    for case, name, bad in ((CASE, where, 1.6e37), (CASE, "output_layer.weight", 2e37)):
+        for result in run(_bad_gradient, topology.world_size, case, topology, bad, name):
+            assert result["text"] == "no error"
+
+
+def _check_bad_gradient(results: list[dict[str, Any]], where: str) -> None:
+    assert sum(result["owned"] for result in results) == 1
+    for result in results:
+        assert result["same"]
+        wanted = "FloatingPointError: " if result["owned"] else "RuntimeError: rank "
+        assert result["text"].startswith(wanted), result["text"]
+        short = where.split(".", 3)[-1] if where.startswith("decoder") else where
+        assert "NaN or Inf" in result["text"] and short in result["text"]
+
+
+def _nan_with_megatrons_check(topology: Topology) -> str:
+    """Megatron's own check looks at the buffer when the gradients are reduced."""
+    built = start(CASE, topology)
+    for group in built.ddp.bucket_groups:
+        group.ddp_config = replace(group.ddp_config, check_for_nan_in_grad=True)
+    write_grads(built, 0)
+    next(iter(built.params.values())).main_grad.view(-1)[0] = float("nan")
+    try:
+        built.ddp.finish_grad_sync()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_with_megatrons_nan_check_on_it_raises() -> None:
+    for text in run(_nan_with_megatrons_check, 2, Topology(dp=2)):
+        assert "found NaN" in text, text
+
+
+def _error_of_patterns(settings: dict[str, tuple[str, ...]]) -> str:
+    case = replace(CASE, muon=tuple(settings.items()))
+    try:
+        start(case, Topology(pp=2))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_pattern_that_matches_nothing_on_any_stage_is_an_error_everywhere() -> None:
+    for text in run(_error_of_patterns, 2, {"muon_exclude": ("*.linear_fc3.*",)}):
+        assert text.startswith("ValueError: '*.linear_fc3.*' in muon_include (--muon-include) or ")
+    # of one stage only: no error
+    assert run(_error_of_patterns, 2, {"muon_include": ("output_layer.weight",)}) == 2 * [
+        "no error"
+    ]
+
+
+DENSE = ("embedding.*", "output_layer.*", "*layernorm*", "*attention*", "*router*", "*shared_e*")
+
+
+def _only_experts_train(case: Case) -> tuple[str, list[float]]:
+    """The error of building, or what it prints; and the loss scales of a run that overflows."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            built = start(case, Topology(dp=2, ep=2))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", []
+    assert [each.is_stub_optimizer for each in built.optimizer.chained_optimizers] == [True, False]
+    for step in range(case.steps):
+        take_step(built, step)
+    return printed.getvalue(), built.log.get("loss_scales", [])
+
+
+def test_where_only_experts_train_the_loss_scale_is_still_one() -> None:
+    """Megatron takes it from the dense optimizer, then a stub that sees no overflow."""
+    overflow = ((1, "*.local_experts.3.linear_fc1.weight"),)
+    case = replace(CASE, bf16=False, fp16=True, moe=True, frozen=DENSE, overflow=overflow, steps=3)
+    for _, scales in run(_only_experts_train, 2, case):
+        assert scales[1:] == [scales[0], scales[0] / 2]
+
+
+def test_where_only_experts_train_patterns_are_checked_and_the_share_is_said() -> None:
+    case = replace(CASE, moe=True, frozen=DENSE, steps=1)
+    (first, _), (second, _) = run(_only_experts_train, 2, case)
+    assert "of the model's" in first and "Muon has" not in second
+    wrong = replace(case, muon=(("muon_exclude", ("nothing*",)),))
+    for text, _ in run(_only_experts_train, 2, wrong):
+        assert text.startswith("ValueError: 'nothing*' in muon_include (--muon-include) or muon_e")
+
+
+def _frozen_too_late() -> str:
+    built = build(CASE, Topology(pp=2))
+    if built.pp_rank == 0:
+        built.params["decoder.layers.0.mlp.linear_fc1.weight"].requires_grad_(False)
+    return error_of_optimizer(built)
+
+
+def test_freezing_after_the_buffers_are_made_is_an_error() -> None:
+    one, other = run(_frozen_too_late, 2)
+    assert one.startswith("ValueError: decoder.layers.0.mlp.linear_fc1.weight is frozen, but")
+    assert other.startswith("RuntimeError: rank 0 stopped this run: decoder.layers.0.mlp.linear_f")
+
+
+def test_two_parameters_of_one_name_are_refused_before_anything_is_saved() -> None:
+    """Also under ``python -O``, which would leave an assert out."""
+    from megatron_muon.mcore.checkpoint.state import MuonState
+
+    chunk = torch.nn.Module()
+    chunk.config = SimpleNamespace(gated_linear_unit=False)
+    chunk.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(2)])
+    for layer in chunk.layers:
+        layer.layer_number = 3
+    optimizer = SimpleNamespace(model_chunks=[chunk], ep_rank=0, local_experts=0)
+    with pytest.raises(ValueError, match=r"first layers\.2\.weight: a checkpoint cannot tell"):
+        MuonState._name_of.func(optimizer)

@@ -1,0 +1,149 @@
+"""A rank that is stopped, killed or raises in the middle of a step ends all others with the phase.
+
+gloo only: NCCL has its own watchdog, which ends the process from another thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from support.models.gpt import Case, Topology, start, take_step
+from support.ranks import RankError, run
+
+CASE = Case(steps=2)
+TIMEOUT = 6.0  # of the process groups, in seconds
+# For each phase that communicates, the one before it, in which rank 1 fails, and what it calls.
+PHASES = {
+    "muon/gather": ("muon/momentum", "_advance_momentum"),
+    "muon/scatter": ("muon/newton_schulz", "_orthogonalize"),
+}
+
+
+@contextmanager
+def _short_timeout() -> Iterator[None]:
+    """Megatron's groups with a timeout of seconds, as --distributed-timeout-minutes sets it."""
+    from megatron.core import parallel_state as ps
+
+    initialize = ps.initialize_model_parallel
+
+    def with_timeout(*args: Any, **kwargs: Any) -> Any:
+        return initialize(*args, **kwargs, distributed_timeout_minutes=TIMEOUT / 60)
+
+    ps.initialize_model_parallel = with_timeout
+    try:
+        yield
+    finally:
+        ps.initialize_model_parallel = initialize
+
+
+def _resume_later(pid: int, seconds: float) -> None:
+    """A child continues the stopped process, which cannot do it itself, so that the test ends."""
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+
+
+def _fail(how: str) -> None:
+    if how == "raise":
+        raise ZeroDivisionError("rank 1 has had enough")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    _resume_later(os.getpid(), TIMEOUT + 4)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple[str, float]:
+    """The error of this rank's second step, and how long after the step's start it came."""
+    with _short_timeout():
+        built = start(CASE, topology)
+    take_step(built, 0)
+    if dist.get_rank() == 1:
+        (megatron,) = built.optimizer.chained_optimizers
+        setattr(megatron.muon, PHASES[phase][1], lambda *args: _fail(how))
+    begin = time.monotonic()
+    try:
+        take_step(built, 1)
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        return f"{type(error).__name__}: {error} {notes}", time.monotonic() - begin
+    return "no error", time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("phase", "how", "topology"),
+    [
+        ("muon/gather", "raise", Topology(tp=2, dp=2)),
+        ("muon/gather", "stop", Topology(tp=2, dp=2)),
+        ("muon/scatter", "raise", Topology(tp=2, dp=2)),
+        ("muon/scatter", "stop", Topology(tp=2, dp=2)),
+        ("muon/gather", "stop", Topology(tp=2, dp=2, instances=2)),  # a group of our own
+    ],
+    ids=str,
+)
+def test_other_ranks_end_within_the_timeout_in_an_error_that_names_the_phase(
+    phase: str, how: str, topology: Topology
+) -> None:
+    results = run(_step_with_a_failing_rank, topology.world_size, topology, phase, how)
+    named = 0
+    for rank, (text, seconds) in enumerate(results):
+        if rank == 1 and how == "raise":
+            assert text.startswith("ZeroDivisionError: rank 1 has had enough")
+            assert f"in phase {PHASES[phase][0]} of Muon's step" in text
+        elif rank != 1 and rank // 2 < topology.dp // topology.instances:  # not another instance
+            # in the phase, or next where it has nothing to share with rank 1 in that
+            phases = (phase, "muon/scatter", "params/gather")
+            assert text.startswith(tuple(f"PhaseError: {name}: rank " for name in phases)), text
+            named += text.startswith(f"PhaseError: {phase}: rank ")
+            assert "look for the first error among the ranks' logs" in text
+            assert seconds < TIMEOUT + 4, f"{seconds:.1f} s"
+    assert named, "no rank names the phase in which rank 1 failed"
+
+
+def _error_on_every_stage(topology: Topology) -> str:
+    """The error of this rank, whose own stage may get through the step in which rank 1 stops."""
+    with _short_timeout():
+        built = start(replace(CASE, steps=3), topology)
+    take_step(built, 0)
+    if dist.get_rank() == 1:
+        for megatron in built.optimizer.chained_optimizers:
+            megatron.muon._orthogonalize = lambda *args: _fail("stop")
+    for step in (1, 2):
+        try:
+            take_step(built, step)
+        except Exception as error:
+            return f"step {step}: {type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_other_stages_end_in_the_norm_of_their_next_step() -> None:
+    """In a run they may wait for Megatron's next batch before that, and end there."""
+    first, _, *others = run(_error_on_every_stage, 4, Topology(tp=2, pp=2))
+    assert first.startswith("step 1: PhaseError: muon/scatter: rank 0"), first
+    for text in others:
+        assert text.startswith("step 2: PhaseError: grads/norm: rank "), text
+
+
+def _step_that_raises(topology: Topology) -> None:
+    text, _ = _step_with_a_failing_rank(topology, "muon/gather", "kill")
+    raise RuntimeError(text)
+
+
+def test_a_killed_rank_ends_the_others_at_once() -> None:
+    with pytest.raises(RankError) as caught:
+        run(_step_that_raises, 3, Topology(dp=3), timeout=60.0, grace=10.0)
+    text = str(caught.value)
+    assert "rank 1 of 3 died" in text and "exit code -9" in text
+    for rank in (0, 2):
+        assert (
+            f"rank {rank} then failed: RuntimeError: PhaseError: muon/gather: rank {rank}" in text
+        )

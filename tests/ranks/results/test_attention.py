@@ -1,0 +1,209 @@
+"""Which fused projections are split: by the class of the attention, whatever it is called.
+
+All modules are Megatron's own, on ranks of a real run, or hold Megatron's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import megatron_muon
+from support.installed import VERSION
+from support.models.gpt import Case, Topology, distributed_optimizers, start
+from support.models.gpt_model import initialize_parallel_state, transformer_config
+from support.ranks import run
+
+CASE = Case(steps=0)
+
+
+# --- attentions of many kinds in one model -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """An attention in a model of 6 heads of 16 in 2 groups.
+
+    Attributes:
+        kind: SelfAttention or CrossAttention: a subclass of Megatron's.
+        sizes: of its own settings, where they are not the model's.
+        path: what holds its fused linear, where it is not the attention itself.
+        is_foreign: the linear is in a class that is not Megatron's.
+    """
+
+    kind: str = "SelfAttention"
+    sizes: dict[str, Any] = field(default_factory=dict)
+    path: str = ""
+    is_foreign: bool = False
+
+
+HELD = {
+    "self_attention": Held(),
+    "attention": Held(),
+    "vision": Held(sizes={"num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 8}),
+    "one_group": Held(sizes={"num_query_groups": 1}),
+    "wrapped": Held(path="to_wrap"),
+    "cross": Held("CrossAttention", {"num_query_groups": 6}),
+    "foreign": Held(is_foreign=True),
+    "foreign_of_other_sizes": Held(sizes={"num_attention_heads": 8}, is_foreign=True),
+    **({"gated": Held(sizes={"attention_output_gate": True})} if VERSION >= (0, 16) else {}),
+}
+ROWS = {
+    "self_attention": [96, 32, 32],
+    "attention": [96, 32, 32],
+    "vision": [32, 32, 32],
+    "one_group": [96, 16, 16],
+    "wrapped": [96, 32, 32],
+    "cross": [96, 96],
+    "foreign": [96, 32, 32],  # by the name of its linear, and as many rows as the model's have
+    "foreign_of_other_sizes": [192],
+    "gated": [96, 96, 32, 32],
+}
+
+
+class Holder(torch.nn.Module):
+    """Of a class that nobody knows, around one module."""
+
+    def __init__(self, name: str, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, inner)
+
+
+def _attention(held: Held, topology: Topology) -> torch.nn.Module:
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    is_cross = held.kind == "CrossAttention"
+    fused = ("linear_q", "linear_kv") if is_cross else ("linear_qkv",)
+    submodules = getattr(attention, f"{held.kind}Submodules")(
+        **dict.fromkeys(fused, ColumnParallelLinear),
+        **({} if is_cross else {"q_layernorm": None, "k_layernorm": None}),
+        linear_proj=RowParallelLinear,
+        core_attention=DotProductAttention,
+    )
+    config = transformer_config(CASE, topology)
+    for name, value in held.sizes.items():
+        setattr(config, name, value)
+    of_megatron = getattr(attention, held.kind)
+    made = type(f"My{held.kind}", (of_megatron,), {})(config, submodules, 1, AttnMaskType.causal)
+    if held.path:
+        made.linear_qkv = Holder(held.path, made.linear_qkv)
+    if held.is_foreign:
+        linear = made.linear_qkv
+        linear.config = transformer_config(CASE, topology)
+        return Holder("linear_qkv", linear)
+    return made  # type: ignore[no-any-return]
+
+
+def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[str]]:
+    """By what holds the attention; and the fused weights whose order of rows is not known."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_muon.mcore.params.matrices import matrices_of
+    from megatron_muon.mcore.params.param_routing import weights
+    from megatron_muon.mcore.params.survey import unknown_fusions
+    from megatron_muon.mcore.process_groups import Sizes
+
+    initialize_parallel_state(topology)
+    model_parallel_cuda_manual_seed(1)
+    model = torch.nn.Module()
+    model.config = transformer_config(CASE, topology)  # type: ignore[assignment]
+    for name, held in HELD.items():
+        model.add_module(name, _attention(held, topology))
+    settings, sizes = megatron_muon.MuonConfig(), Sizes(topology.tp)
+    here = list(weights([model]))
+    rows = {}
+    for weight in here:
+        fused = "linear_qkv" in weight.name or "linear_kv" in weight.name
+        if fused and weight.param.dim() == 2:
+            matrices, _ = matrices_of(weight, topology.tp, settings).matrices
+            rows[weight.name.split(".")[0]] = [matrix.rows for matrix in matrices]
+    return rows, unknown_fusions(here, settings, sizes)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_megatrons_attention_is_split_by_its_own_sizes_whatever_holds_it(tp_size: int) -> None:
+    if tp_size > 1 and VERSION < (0, 16):
+        pytest.skip("one query group on several TP ranks is since core 0.16")
+    for rows, unknown in run(_rows_of_matrices, tp_size, Topology(tp=tp_size)):
+        assert rows == {name: ROWS[name] for name in HELD}
+        assert unknown == ["foreign_of_other_sizes.linear_qkv.weight (in Holder)"]
+
+
+# --- a run's start -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _changed_layers(change: Callable[[Any], None]) -> Iterator[None]:
+    """Within it the layers of a GPT are changed once they are built."""
+    from support.models import gpt
+
+    original = gpt.gpt
+
+    def changed(*args: Any) -> Any:
+        model = original(*args)
+        for layer in model.decoder.layers:
+            change(layer)
+        return model
+
+    with mock.patch.object(gpt, "gpt", changed):
+        yield
+
+
+def renamed() -> Any:
+    """Megatron's SelfAttention as ``attention``."""
+
+    def change(layer: Any) -> None:
+        layer.attention = layer._modules.pop("self_attention")
+
+    return _changed_layers(change)
+
+
+def foreign() -> Any:
+    """Its fused linear as ``qkv`` of another class."""
+
+    def change(layer: Any) -> None:
+        layer.attention = Holder("qkv", layer._modules.pop("self_attention").linear_qkv)
+
+    return _changed_layers(change)
+
+
+def _started(
+    topology: Topology, how: Callable[[], Any], split: bool = True
+) -> tuple[int, list[str]]:
+    """Matrices of this rank's stage, and what it prints at its start."""
+    case = Case(steps=0, muon=(("split_qkv", split),))
+    with how(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        built = start(case, topology)
+    (part,) = distributed_optimizers(built.optimizer)
+    return len(part.muon.plan.matrices), printed.getvalue().splitlines()
+
+
+def test_an_attention_by_another_name_has_as_many_matrices() -> None:
+    topology = Topology(tp=2)
+    ours, plain = (run(_started, 2, topology, how) for how in (renamed, nullcontext))
+    assert [count for count, _ in ours] == [count for count, _ in plain] == [12, 12]
+    assert not any("split_qkv" in line for _, lines in ours for line in lines)
+
+
+def test_a_fused_weight_whose_rows_are_not_known_is_named_in_one_line_of_the_run() -> None:
+    """Of both layers, each on a stage of its own."""
+    topology = Topology(tp=2, pp=2)
+    said = [line for _, lines in run(_started, 4, topology, foreign) for line in lines]
+    assert [line for line in said if "qkv" in line] == [
+        "[megatron_muon] split_qkv (--muon-no-split-qkv) has no effect on "
+        "decoder.layers.*.attention.qkv.weight (in Holder): the order of rows is known only of "
+        "Megatron's SelfAttention and CrossAttention, so each is one matrix"
+    ]
+    said = [line for _, lines in run(_started, 4, topology, foreign, False) for line in lines]
+    assert not any("qkv" in line for line in said)  # as it was asked for

@@ -1,0 +1,137 @@
+"""Megatron's own schedules and groups decide lr and weight decay, each applied once.
+
+A run under Megatron's OptimizerParamScheduler with decoupled rates and overrides of all kinds
+equals, bit for bit, one whose groups are set by hand from the formulas below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.models.gpt import Built, Case, Topology, build, held, write_grads
+from support.ranks import run
+from support.whole import differences, whole
+
+STEPS, WARMUP = 5, 2
+LR, MIN_LR, EMBEDDING_LR, EMBEDDING_MIN_LR = 0.02, 0.002, 0.005, 0.001
+FAST_LR, FAST_MIN_LR = 0.06, 0.01
+START_WD, END_WD, FAST_START_WD, FAST_END_WD = 0.05, 0.2, 0.01, 0.4
+FAST = "decoder.layers.1.mlp.linear_fc2.weight"
+CASE = Case(layers=2, steps=STEPS, moe=False)
+MOE = Case(layers=2, steps=STEPS, moe=True)
+FAST_EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
+
+
+def _optimizer(built: Built, fast: str) -> Any:
+    """Decoupled rates for the embedding and output layer, and an override as muP's are."""
+    from megatron.core import optimizer as mcore_optimizer
+    from megatron.core.optimizer import (
+        OptimizerConfig,
+        get_standard_config_overrides,
+    )
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+    import megatron_muon
+
+    config = OptimizerConfig(
+        optimizer="muon",
+        lr=LR,
+        min_lr=MIN_LR,
+        decoupled_lr=EMBEDDING_LR,
+        decoupled_min_lr=EMBEDDING_MIN_LR,
+        weight_decay=START_WD,
+        clip_grad=0.0,
+        bf16=True,
+        params_dtype=built.case.dtype,
+        use_distributed_optimizer=True,
+    )
+    overrides = get_standard_config_overrides(config)
+    chosen = {id(built.params[fast])} if fast in built.params else set()
+    key = ParamKey(predicate=ParamPredicate(name="fast", fn=lambda p: id(p) in chosen))
+    overrides[key] = {
+        "max_lr": FAST_LR,
+        "min_lr": FAST_MIN_LR,
+        "start_wd": FAST_START_WD,
+        "end_wd": FAST_END_WD,
+    }
+    megatron_muon.install()
+    try:
+        return mcore_optimizer.get_megatron_optimizer(
+            config, built.chunks, config_overrides=overrides
+        )
+    finally:
+        megatron_muon.uninstall()
+
+
+def _scheduler(optimizer: Any) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=LR,
+        min_lr=MIN_LR,
+        lr_warmup_steps=WARMUP,
+        lr_decay_steps=STEPS + 2,
+        lr_decay_style="linear",
+        start_wd=START_WD,
+        end_wd=END_WD,
+        wd_incr_steps=STEPS + 2,
+        wd_incr_style="linear",
+    )
+
+
+def _by_hand(built: Built, step: int, fast: str) -> None:
+    """What each parameter's rate and decay are in step 0, 1, … of a linear schedule."""
+    names = {id(param): name for name, param in built.params.items()}
+    for megatron in built.optimizer.chained_optimizers:
+        groups = zip(megatron.model_float16_groups, megatron.optimizer.param_groups, strict=True)
+        for params, group in groups:
+            for param in params:  # all of a group agree
+                name = names[id(param)]
+                lr, min_lr, start_wd, end_wd = LR, MIN_LR, START_WD, END_WD
+                if "embedding" in name or "output_layer" in name:
+                    lr, min_lr = EMBEDDING_LR, EMBEDDING_MIN_LR
+                if name == fast:
+                    lr, min_lr, start_wd, end_wd = FAST_LR, FAST_MIN_LR, FAST_START_WD, FAST_END_WD
+                decayed = (step - WARMUP) / (STEPS + 2 - WARMUP)
+                warm = lr * step / WARMUP
+                group["lr"] = warm if step <= WARMUP else min_lr + (1 - decayed) * (lr - min_lr)
+                wd = start_wd + step / (STEPS + 2) * (end_wd - start_wd)
+                group["weight_decay"] = wd if param.dim() > 1 else 0.0
+
+
+def _train(case: Case, topology: Topology, fast: str, scheduled: bool) -> dict[str, Any]:
+    built = build(case, topology)
+    built.optimizer = _optimizer(built, fast)
+    scheduler = _scheduler(built.optimizer) if scheduled else None
+    for step in range(STEPS):
+        if not scheduled:
+            _by_hand(built, step, fast)
+        write_grads(built, step)
+        ok, _, _ = built.optimizer.step()
+        assert ok
+        if scheduler is not None:
+            scheduler.step(increment=1)
+    return held(built)
+
+
+@pytest.mark.parametrize(
+    ("case", "topology", "fast"),
+    [
+        (CASE, Topology(2, 1, 2), FAST),
+        (MOE, Topology(dp=2, ep=2), FAST_EXPERT),
+    ],
+    ids=["dense", "experts"],
+)
+def test_schedules_and_overrides_are_applied_once(
+    case: Case, topology: Topology, fast: str
+) -> None:
+    size = topology.world_size
+    by_megatron = whole(run(_train, size, case, topology, fast, True))
+    by_hand = whole(run(_train, size, case, topology, fast, False))
+    assert differences(by_megatron, by_hand) == []
+    without_override = whole(run(_train, size, case, topology, "nothing", True))
+    assert {d.split()[1] for d in differences(by_megatron, without_override)} == {fast}

@@ -1,0 +1,175 @@
+"""As test_topologies, for mixtures of experts: the experts have TP and DP groups of their own and a
+second DistributedOptimizer. Router and shared experts are in the dense one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from support.cases import EXPERTS, HIDDEN, MOE_FFN, muon_weights
+from support.models.gpt import Case, Topology, check, train, trained, truth
+from support.mutants import swapped_ep_ranks, swapped_tp_order, wrong_expert_piece
+from support.ranks import run
+from support.whole import differences
+
+MOE = Case(moe=True, steps=5)
+FP32 = replace(MOE, bf16=False, muon=(("ns_dtype", "fp32"),))
+LEGACY = replace(MOE, grouped="legacy")
+TE = replace(MOE, grouped="te")
+EP2 = Topology(dp=2, ep=2)
+# Megatron wants sequence parallelism of a mixture of experts under TP.
+EP2_TP2 = Topology(tp=2, ep=2, etp=1, sequence_parallel=True)
+EP2_ETP2 = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
+EP2_EDP2 = replace(EP2_TP2, dp=2)  # two expert-DP ranks, and expert TP differs from TP
+EP2_EDP3 = Topology(dp=6, ep=2)  # thirds of the experts' buffers end within matrices
+TOPOLOGIES = [
+    EP2,
+    EP2_EDP3,
+    Topology(cp=2, ep=2),
+    Topology(dp=2, pp=2, ep=2),
+    EP2_TP2,
+    EP2_ETP2,
+    EP2_EDP2,
+    replace(EP2_EDP2, overlap=True),
+    Topology(dp=4, ep=4),
+]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_sequential_experts(topology: Topology) -> None:
+    check(MOE, topology)
+
+
+@pytest.mark.parametrize("topology", [EP2, EP2_TP2, EP2_ETP2], ids=str)
+def test_sequential_experts_in_fp32(topology: Topology) -> None:
+    check(FP32, topology)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_experts_on_two_stages_with_two_expert_dp_ranks(overlap: bool) -> None:
+    check(MOE, Topology(pp=2, dp=4, ep=2, overlap=overlap))
+
+
+def test_experts_without_expert_parallelism() -> None:
+    """Then they are in the dense optimizer, with a TP group that has the size of TP."""
+    check(MOE, Topology(tp=2, dp=2, sequence_parallel=True))
+
+
+def test_gated_experts() -> None:
+    check(replace(MOE, gated=True), EP2_ETP2)
+
+
+@pytest.mark.parametrize("topology", [EP2_TP2, EP2_ETP2, EP2_EDP3], ids=str)
+@pytest.mark.parametrize("case", [LEGACY, TE], ids=["legacy", "te"])
+def test_grouped_experts(case: Case, topology: Topology) -> None:
+    check(case, topology)
+
+
+@pytest.mark.parametrize("case", [LEGACY, TE], ids=["legacy", "te"])
+def test_gated_grouped_experts(case: Case) -> None:
+    check(replace(case, gated=True), EP2_ETP2)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_experts_in_model_chunks(chunks: int, overlap: bool) -> None:
+    topology = Topology(pp=2, dp=2, ep=2, chunks=chunks, overlap=overlap)
+    check(replace(MOE, layers=4, steps=3), topology)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_experts_in_two_optimizer_instances(overlap: bool) -> None:
+    check(MOE, Topology(dp=4, ep=2, instances=2, overlap=overlap))
+
+
+def test_experts_with_groups_of_their_own_lr_and_decay() -> None:
+    faster = ("*.local_experts.2.*", "*.router.weight", "*.layers.1.*.shared_experts.*")
+    check(replace(MOE, faster=faster), EP2_EDP2)
+
+
+def test_expert_without_gradient() -> None:
+    """No token came to an expert: it only decays."""
+    check(replace(MOE, zero_grads=("*.local_experts.3.*",)), EP2_EDP2)
+
+
+@pytest.mark.parametrize("topology", [EP2, EP2_ETP2], ids=str)
+@pytest.mark.parametrize("pattern", ["*.local_experts.3.linear_fc1.weight", "*.router.weight"])
+def test_fp16_overflow_of_one_optimizer_skips_the_step_of_both(
+    pattern: str, topology: Topology
+) -> None:
+    """Megatron has a loss scaler in each optimizer; without a remedy they would part."""
+    case = replace(MOE, bf16=False, fp16=True, overflow=((1, pattern),))
+    check(case, topology)
+
+
+# --- what the tests above rest on ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [MOE, LEGACY, TE], ids=["sequential", "legacy", "te"])
+def test_every_weight_moves(case: Case) -> None:
+    before, after = truth(replace(case, steps=0)), truth(case)
+    assert muon_weights(case) <= before["main"].keys()
+    same = [n for n, w in before["main"].items() if bool((w == after["main"][n]).any())]
+    assert same == []
+
+
+@pytest.mark.parametrize(
+    ("topology", "owners"),
+    [
+        (EP2, {(0,), (1,)}),
+        (EP2_TP2, {(0,), (1,)}),
+        (EP2_ETP2, {(0,), (1,), (2,), (3,)}),
+        (EP2_EDP2, {(0, 2), (1, 3)}),
+        (EP2_EDP3, {(0, 2, 4), (1, 3, 5)}),
+        (Topology(dp=4, ep=2, instances=2), {(0,), (1,), (2,), (3,)}),
+    ],
+    ids=str,
+)
+def test_experts_really_have_their_own_optimizer_and_owners(
+    topology: Topology, owners: set[tuple[int, ...]]
+) -> None:
+    results = run(train, topology.world_size, replace(MOE, steps=0), topology)
+    assert [result["optimizers"] for result in results] == [2] * topology.world_size
+    expert = ".local_experts."
+    assert {o for r in results for name, o in r["owners"].items() if expert in name} == owners
+    for result in results:
+        local = {name.split(expert)[1][0] for name in result["params"] if expert in name}
+        assert len(local) == EXPERTS // topology.ep
+
+
+@pytest.mark.parametrize("case", [MOE, LEGACY, TE], ids=["sequential", "legacy", "te"])
+def test_matrices_of_experts_are_really_cut_over_expert_dp_ranks(case: Case) -> None:
+    """Shards that all end between matrices would not show what becomes of a cut one."""
+    results = run(train, EP2_EDP3.world_size, replace(case, steps=0), EP2_EDP3)
+    assert any(
+        start % (HIDDEN * MOE_FFN)
+        for result in results
+        for name, (start, _, _) in result["shards"].items()
+        if ".mlp.experts." in name
+    )
+
+
+# --- mutants of the experts' plan: each must be noticed --------------------------------------
+
+
+@pytest.mark.parametrize("topology", [EP2_ETP2, EP2_EDP3], ids=str)
+@pytest.mark.parametrize("case", [MOE, LEGACY], ids=["sequential", "legacy"])
+def test_mutant_with_swapped_ep_ranks_is_noticed(case: Case, topology: Topology) -> None:
+    found = differences(truth(case), trained(case, topology, swapped_ep_ranks))
+    weights = {name.split(" ")[1] for name in found}
+    experts = {name for name in muon_weights(case) if ".mlp.experts." in name}
+    assert weights and weights <= experts
+    if topology == EP2_ETP2:  # a part of every expert went wrong
+        assert weights == experts
+
+
+def test_mutant_with_a_wrong_piece_of_an_expert_is_noticed() -> None:
+    found = differences(truth(LEGACY), trained(LEGACY, EP2_ETP2, wrong_expert_piece))
+    assert found and all(".experts.weight" in name for name in found)
+
+
+def test_mutant_with_swapped_expert_tp_order_is_noticed() -> None:
+    """Only rounding tells; see the dense models' test."""
+    found = differences(truth(FP32), trained(FP32, EP2_ETP2, swapped_tp_order))
+    assert any(".local_experts." in name for name in found)

@@ -1,0 +1,186 @@
+"""The plugin installed and not asked for leaves Megatron as it is; installing is idempotent."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support.installed import VERSION
+from support.models.gpt import Case, Topology, build, held, make_optimizer, take_step, train
+from support.ranks import run
+from support.whole import differences, whole
+
+ADAM = Case(optimizer="adam", layers=2, steps=4, lr=1e-3, clip=1.0)
+
+
+def _train_adam_with_the_plugin(case: Case, topology: Topology) -> dict[str, Any]:
+    import megatron_muon
+
+    megatron_muon.install()
+    try:
+        return train(case, topology)
+    finally:
+        megatron_muon.uninstall()
+
+
+@pytest.mark.parametrize("topology", [Topology(), Topology(2, 2, 2, overlap=True)], ids=str)
+def test_adam_is_bitwise_as_without_the_plugin(topology: Topology) -> None:
+    without = whole(run(train, topology.world_size, ADAM, topology))
+    with_plugin = whole(run(_train_adam_with_the_plugin, topology.world_size, ADAM, topology))
+    assert differences(without, with_plugin) == []
+
+
+def _classes_and_functions() -> dict[str, Any]:
+    from megatron.core import optimizer as mcore_optimizer
+
+    import megatron_muon
+
+    names = ("get_megatron_optimizer", "_get_megatron_optimizer_based_on_param_groups")
+    before = [getattr(mcore_optimizer, name) for name in names]
+    megatron_muon.install(megatron_muon.MuonConfig(momentum=0.5))
+    hooked = [getattr(mcore_optimizer, name) for name in names]
+    megatron_muon.install()
+    again = [getattr(mcore_optimizer, name) for name in names]
+    built = build(replace(ADAM, optimizer="muon"), Topology())
+    muon = make_optimizer(built)
+    momentum = muon.chained_optimizers[0].muon.config.momentum
+    config_says = muon.config.optimizer
+    adam = make_optimizer(build(ADAM, Topology()))
+    with pytest.raises(TypeError, match="has no Muon part"):
+        megatron_muon.meter(adam)
+    megatron_muon.uninstall()
+    megatron_muon.uninstall()
+    after = [getattr(mcore_optimizer, name) for name in names]
+    return {
+        "hooked": all(a is not b for a, b in zip(before, hooked, strict=True)),
+        "idempotent": hooked == again,
+        "undone": before == after,
+        "momentum": momentum,
+        "config": config_says,
+        "muon classes": [type(o).__name__ for o in muon.chained_optimizers],
+        "inner": type(muon.chained_optimizers[0].optimizer).__name__,
+        "adam classes": [type(o).__name__ for o in adam.chained_optimizers],
+    }
+
+
+def test_install_is_idempotent_and_uninstall_restores() -> None:
+    (found,) = run(_classes_and_functions, 1)
+    assert found == {
+        "hooked": True,
+        "idempotent": True,
+        "undone": True,
+        "momentum": 0.5,  # a later install() without settings keeps them
+        "config": "muon",
+        "muon classes": ["MuonDistributedOptimizer"],
+        "inner": "MuonOverFusedAdam",
+        "adam classes": ["DistributedOptimizer"],
+    }
+
+
+def _taken_before(how: str) -> str:
+    from types import ModuleType
+
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import megatron_muon
+
+    script = ModuleType("script")
+    script.get_megatron_optimizer = get_megatron_optimizer  # type: ignore[attr-defined]
+    sys.modules["script"] = script
+    built = build(replace(ADAM, optimizer="muon"), Topology())
+    config = OptimizerConfig(optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True)
+    megatron_muon.install()  # after the name was taken
+    try:
+        if how == "by import":
+            optimizer = script.get_megatron_optimizer(config, [built.ddp])
+        else:
+            optimizer = get_megatron_optimizer(config, [built.ddp])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        megatron_muon.uninstall()
+        del sys.modules["script"]
+    assert script.get_megatron_optimizer is get_megatron_optimizer, "not given back"
+    return type(optimizer.chained_optimizers[0]).__name__
+
+
+def test_a_module_that_imported_the_function_before_gets_the_plugins() -> None:
+    assert run(_taken_before, 1, "by import") == ["MuonDistributedOptimizer"]
+
+
+def test_a_function_kept_elsewhere_before_is_an_error_and_not_another_muon() -> None:
+    (text,) = run(_taken_before, 1, "in a variable")
+    assert text.startswith("SeamError: optimizer='muon' was asked of a get_megatron_optimizer that")
+
+
+def _asked_of_megatrons_own_function(layer_wise: bool) -> str:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer import muon as module
+
+    import megatron_muon
+
+    built = build(replace(ADAM, optimizer="muon"), Topology())
+    config = OptimizerConfig(optimizer="muon", lr=0.1, bf16=True, use_distributed_optimizer=True)
+    megatron_muon.install()
+    try:
+        optimizer = module.get_megatron_muon_optimizer(
+            config, [built.ddp], layer_wise_distributed_optimizer=layer_wise
+        )
+    except ValueError as error:
+        return str(error)
+    finally:
+        megatron_muon.uninstall()
+    return type(optimizer.chained_optimizers[0]).__name__
+
+
+@pytest.mark.skipif(
+    VERSION not in ((0, 16), (0, 17)), reason="only cores 0.16 and 0.17 have a function for muon"
+)
+def test_the_name_muon_is_the_plugins_also_where_megatron_has_a_function_for_it() -> None:
+    assert run(_asked_of_megatrons_own_function, 1, False) == ["MuonDistributedOptimizer"]
+    (text,) = run(_asked_of_megatrons_own_function, 1, True)
+    assert "layer_wise_distributed_optimizer=True asks for Megatron's own Muon" in text
+
+
+def _decayed(all_params: bool, optimizer: str) -> dict[str, float]:
+    """With lr · decay = 1 a decayed parameter becomes minus its update: how much is left of it."""
+    import torch
+
+    import megatron_muon
+
+    settings = megatron_muon.MuonConfig(weight_decay_all_params=all_params)
+    case = replace(ADAM, optimizer=optimizer, steps=1)
+    megatron_muon.install(settings)
+    try:
+        built = build(case, Topology())
+        built.optimizer = make_optimizer(built)
+    finally:
+        megatron_muon.uninstall()
+    shards = {n: s[2]["main"].copy() for n, s in held(built)["shards"].items()}
+    for inner in built.optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
+            group["max_lr"] = 1e-6
+    built = replace(built, case=replace(case, weight_decay=1e6))
+    take_step(built, 0)
+    after = {n: s[2]["main"] for n, s in held(built)["shards"].items()}
+    left = {}
+    for name, before in shards.items():
+        old = torch.from_numpy(before)
+        left[name] = float(torch.from_numpy(after[name]).dot(old) / old.dot(old))
+    return left
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+@pytest.mark.parametrize("all_params", [False, True], ids=["", "all"])
+def test_weight_decay_all_params_decays_gammas_and_biases_too(
+    all_params: bool, optimizer: str
+) -> None:
+    (left,) = run(_decayed, 1, all_params, optimizer)
+    vectors = {n for n in left if "layernorm" in n or n.endswith(".bias")}
+    assert vectors and vectors != left.keys()
+    for name, share in left.items():
+        kept = name in vectors and not all_params
+        assert (abs(share - 1) < 0.01) if kept else (abs(share) < 0.01), (name, share)

@@ -1,0 +1,207 @@
+"""What every supported megatron-core is held to; the other tests look deeper at one of them.
+
+`bash tests/run.sh` runs this for each of several: see tests/cores.txt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon.config import HomePolicy
+from megatron_muon.mcore.interop.switch import reading_adamw
+from support.checkpoints.resharding import loaded, saved
+from support.checkpoints.resuming import check as check_resumed
+from support.checkpoints.saving import formats, load, save_new
+from support.installed import VERSION
+from support.models.gpt import (
+    Case,
+    Topology,
+    build,
+    check,
+    distributed_optimizers,
+    error_of_optimizer,
+    start,
+)
+from support.ranks import run
+from support.whole import differences, whole
+
+BF16 = Case(steps=4, clip=0.0)
+FP32 = replace(BF16, bf16=False)
+# Before core 0.14 the ranks of a frozen stage have stubs of optimizers.
+FROZEN_STAGE = Case(steps=4, frozen=("decoder.layers.1.*", "decoder.final*", "output_layer*"))
+FASTER = replace(BF16, faster=("decoder.layers.0.*", "embedding.*"))
+MOE = replace(BF16, moe=True)
+# A stage has no experts, as the first of DeepSeek's: before core 0.14 it has one optimizer less.
+DENSE_STAGE = replace(MOE, dense_layers=1)
+FP16_MOE = Case(steps=6, bf16=False, fp16=True, moe=True, overflow=((2, "*.experts.*"),))
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        pytest.param(BF16, Topology(2, 2, 2, overlap=True), id="tp2-pp2-dp2-overlap"),
+        pytest.param(FP32, Topology(2, 2, 2, sequence_parallel=True), id="tp2-pp2-dp2-fp32-sp"),
+        pytest.param(BF16, Topology(dp=3, overlap=True), id="dp3-overlap"),
+        pytest.param(FASTER, Topology(dp=3), id="dp3-groups"),
+        pytest.param(BF16, Topology(tp=2, cp=2), id="tp2-cp2"),
+        pytest.param(
+            replace(BF16, layers=4), Topology(pp=2, dp=2, chunks=2, overlap=True), id="pp2-dp2-vpp2"
+        ),
+        pytest.param(BF16, Topology(dp=4, instances=2), id="dp4-two-instances"),
+        pytest.param(replace(BF16, tied=True), Topology(pp=2, dp=2), id="pp2-dp2-tied"),
+        pytest.param(replace(BF16, gated=True), Topology(tp=2, dp=2), id="tp2-dp2-gated"),
+        pytest.param(replace(BF16, mla="column"), Topology(tp=2), id="tp2-mla"),
+        pytest.param(replace(BF16, mtp=True), Topology(pp=2), id="pp2-mtp"),
+        pytest.param(
+            MOE, Topology(tp=2, dp=2, ep=2, sequence_parallel=True), id="tp2-dp2-ep2-sequential"
+        ),
+        pytest.param(
+            replace(MOE, grouped="te", gated=True),
+            Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
+            id="tp2-dp2-ep2-te",
+        ),
+        pytest.param(
+            replace(MOE, grouped="legacy"),
+            Topology(tp=2, dp=2, ep=2, sequence_parallel=True),
+            id="tp2-dp2-ep2-legacy",
+        ),
+        pytest.param(MOE, Topology(dp=6, ep=2), id="dp6-ep2"),
+        pytest.param(DENSE_STAGE, Topology(pp=2, dp=2, ep=2), id="pp2-dp2-ep2-dense-stage"),
+        pytest.param(FP16_MOE, Topology(dp=2, ep=2), id="dp2-ep2-fp16-overflow"),
+    ],
+)
+def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
+    check(case, topology)
+
+
+@pytest.mark.parametrize("format", formats())
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        pytest.param(replace(BF16, steps=4), Topology(dp=3, overlap=True), id="dp3-overlap"),
+        pytest.param(FROZEN_STAGE, Topology(pp=2, dp=2), id="pp2-dp2-frozen"),
+    ],
+)
+def test_a_resumed_run_goes_on(case: Case, topology: Topology, format: str, tmp_path: Path) -> None:
+    if case.frozen and format.startswith("fully"):
+        pytest.skip("Megatron keeps a weight of all layers in one tensor, which must be whole")
+    check_resumed(case, topology, format, tmp_path)
+
+
+ALIGNED = replace(BF16, muon=(("align_shards", True),))
+needs_layouts = pytest.mark.skipif(VERSION < (0, 18), reason="this Megatron takes no layout")
+
+
+@needs_layouts
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        pytest.param(ALIGNED, Topology(dp=3), id="dp3"),
+        pytest.param(
+            ALIGNED, Topology(2, 2, 2, overlap=True, bucket_size=20_000), id="tp2-pp2-dp2-buckets"
+        ),
+        pytest.param(replace(ALIGNED, moe=True), Topology(dp=4, ep=2, overlap=True), id="dp4-ep2"),
+    ],
+)
+def test_shards_that_cut_few_change_no_bit(case: Case, topology: Topology) -> None:
+    check(case, topology)
+
+
+def _moved(case: Case, topology: Topology) -> tuple[int, int, list[int]]:
+    """Parameters of Muon's on several ranks, bytes that all ranks send in a step, and elements of
+    the buckets with padding."""
+    built = start(case, topology)
+    sizes = [bucket.grad_data.numel() for buffer in built.buffers() for bucket in buffer.buckets]
+    plans = [part.muon.plan for part in distributed_optimizers(built.optimizer)]
+    cut = sum(len(plan.boundary_parameters()) for plan in plans)
+    return cut, sum(sum(plan.sent_bytes()) for plan in plans), sizes
+
+
+def _stock_and_ordered(topology: Topology, homes: HomePolicy) -> Iterator[tuple[Any, Any]]:
+    stock = replace(ALIGNED, layers=4, muon=(("homes", homes),))
+    case = replace(stock, muon=(*stock.muon, *ALIGNED.muon))
+    one, two = (run(_moved, topology.world_size, each, topology) for each in (stock, case))
+    return zip(one, two, strict=True)
+
+
+@needs_layouts
+@pytest.mark.parametrize("topology", [Topology(dp=3), Topology(dp=4)], ids=str)
+def test_ordered_shards_cut_fewer_and_take_no_padding(topology: Topology) -> None:
+    for (many, more, stock), (few, less, sizes) in _stock_and_ordered(topology, "local"):
+        assert few < many and less < more and sizes == stock
+
+
+@needs_layouts
+@pytest.mark.parametrize("topology", [Topology(dp=3), Topology(dp=4)], ids=str)
+def test_shards_are_ordered_only_where_that_sends_less(topology: Topology) -> None:
+    """Balanced homes move whole weights where few are cut."""
+    for (_, stock, _), (_, ours, _) in _stock_and_ordered(topology, "balanced"):
+        assert ours <= stock
+
+
+@needs_layouts
+@pytest.mark.parametrize("format", formats())
+@pytest.mark.parametrize(
+    ("other", "dp"),
+    [
+        pytest.param(ALIGNED, 2, id="aligned-2"),
+        pytest.param(BF16, 3, id="stock-3", marks=pytest.mark.slow),
+        pytest.param(BF16, 2, id="stock-2", marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_load_in_another_order(
+    format: str, other: Case, dp: int, tmp_path: Path
+) -> None:
+    """At another DP size the aligned order is another one, too. And two further steps."""
+    here, there = Topology(dp=3, overlap=True), Topology(dp=dp, overlap=True)
+    wrote = run(saved, 3, ALIGNED, here, format, str(tmp_path))
+    read = run(loaded, dp, other, there, format, str(tmp_path))
+    for one, two in zip(zip(*wrote, strict=True), zip(*read, strict=True), strict=True):
+        assert differences(whole(list(one)), whole(list(two))) == []
+
+
+def _installed_late(topology: Topology) -> str:
+    built = build(BF16, topology)
+    return error_of_optimizer(built, align_shards=True)
+
+
+@needs_layouts
+def test_a_model_that_was_laid_out_before_is_refused() -> None:
+    for error in run(_installed_late, 2, Topology(dp=2)):
+        assert (
+            error.startswith("ValueError: align_shards (--muon-dp-layout) orders")
+            and "install first" in error
+        )
+
+
+def _from_adamw(topology: Topology, format: str, folder: str) -> str:
+    built = start(ALIGNED, topology)
+    try:
+        with reading_adamw(built.optimizer, "momentum"):
+            load(built, folder, format)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+@needs_layouts
+@pytest.mark.parametrize("format", formats())
+def test_adamws_checkpoint_in_buckets_is_refused_where_theirs_is_another_order(
+    format: str, tmp_path: Path
+) -> None:
+    topology = Topology(dp=2)
+    run(save_new, 2, replace(BF16, optimizer="adam"), topology, format, str(tmp_path))
+    for text in run(_from_adamw, 2, topology, format, str(tmp_path)):
+        assert ("--muon-dp-layout bucketed" in text) != (format == "fully_reshardable"), text
+
+
+def test_the_version_is_one_that_is_listed() -> None:
+    from megatron_muon.mcore.seams.rows import NEWEST, OLDEST, check_hooks
+
+    assert OLDEST <= VERSION <= NEWEST
+    check_hooks()

@@ -1,0 +1,118 @@
+"""Several matrices of one shape at once, as a GPU may take them; here the products are a CPU's."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.orthogonalize.newton_schulz import (
+    at_once_on,
+    orthogonalize,
+    orthogonalize_at_once,
+    orthogonalize_staged,
+)
+from megatron_muon.planning.describe import newton_schulz_line
+from megatron_muon.runtime import optimizer
+from support.models.gpt import Case, Topology, start, take_step
+from support.ranks import run
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FOUR = MuonConfig(ns_batch=4)
+
+
+def _matrices(count: int, rows: int, cols: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows * 1000 + cols)
+    return [torch.randn(rows, cols, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (1, 7), (400, 420)])
+def test_each_of_a_batch_is_what_it_is_alone(
+    shape: tuple[int, int], iteration: NsIteration
+) -> None:
+    """To what rounding amounts to: see test_newton_schulz.test_fp32_equals_float64, twice."""
+    config = MuonConfig(ns_dtype="fp32", ns_iteration=iteration)
+    matrices = _matrices(3, *shape)
+    bound = 2 * 486 * max(shape) * 2.0**-24
+    for made, matrix in zip(orthogonalize_at_once(matrices, config), matrices, strict=True):
+        alone = orthogonalize(matrix, config)
+        assert made.shape == alone.shape and made.dtype == alone.dtype
+        assert (made - alone).norm() <= bound
+
+
+def test_of_a_batch_each_has_its_own_scale() -> None:
+    (matrix,) = _matrices(1, 24, 40)
+    exact = 2.0**-90
+    first, small, zero = orthogonalize_at_once(
+        [matrix, matrix * exact, torch.zeros_like(matrix)], MuonConfig()
+    )
+    assert torch.equal(first, small) and not zero.any()
+
+
+def test_a_batch_is_of_one_shape() -> None:
+    with pytest.raises(ValueError, match=r"of one shape, got \[\(3, 4\), \(4, 3\)\]"):
+        orthogonalize_at_once([torch.zeros(3, 4), torch.zeros(4, 3)], MuonConfig())
+
+
+def test_a_cpu_and_deterministic_mode_take_one_at_a_time() -> None:
+    assert at_once_on(CUDA, FOUR, 8, 8, 0) == 4 and at_once_on(CPU, FOUR, 8, 8, 0) == 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert at_once_on(CUDA, FOUR, 8, 8, 0) == at_once_on(CUDA, MuonConfig(), 8, 8, 999) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_by_default_as_many_as_have_scratch_memory_are_taken_at_once() -> None:
+    """Beside itself a matrix takes as much again, and two squares of its short side."""
+    of_one = 16 * 8 + 2 * 8 * 8
+    for most, count in ((3 * of_one, 3), (3 * of_one - 1, 2), (1, 1)):
+        assert at_once_on(CUDA, MuonConfig(), 16, 8, most) == count
+        assert at_once_on(CUDA, MuonConfig(), 8, 16, most) == count
+
+
+def test_the_log_says_how_many_are_taken_at_once() -> None:
+    def line(config: MuonConfig, in_batches: bool) -> str:
+        return newton_schulz_line(config, "torch", in_batches=in_batches)
+
+    assert line(FOUR, True).endswith("; up to 4 matrices of one shape at once")
+    assert line(MuonConfig(), True).endswith("; as many matrices of one shape at once as fit")
+    assert "one matrix at a time, not 4: a CPU" in line(FOUR, False)
+    for alone in (line(MuonConfig(), False), line(MuonConfig(ns_batch=1), True)):
+        assert alone.endswith("symmetric products: torch")
+
+
+def _stepped(case: Case, at_once: int) -> dict[str, Any]:
+    sizes: list[int] = []
+
+    def counted(staged: torch.Tensor, moves: torch.Tensor, *rest: Any, **shape: int) -> None:
+        sizes.append(len(moves))
+        orthogonalize_staged(staged, moves, *rest, **shape)
+
+    with (
+        mock.patch.object(optimizer, "at_once_on", lambda *shape: at_once),
+        mock.patch.object(optimizer, "orthogonalize_staged", counted),
+    ):
+        built = start(case, Topology())
+        take_step(built, 0)
+    flops = [part.muon.meter.ns_flops for part in built.optimizer.chained_optimizers]
+    planned = [part.muon.plan.ns_flops()[0] for part in built.optimizer.chained_optimizers]
+    params = {name: param.detach().float().clone() for name, param in built.params.items()}
+    return {"sizes": sizes, "params": params, "flops": flops, "planned": planned}
+
+
+def test_a_step_in_batches_is_the_step_one_by_one() -> None:
+    """One rank with all experts. lr · 0.2 · √max(rows, cols) is at most 1 here, and a direction is
+    as near to that of its matrix alone as in test_each_of_a_batch_is_what_it_is_alone."""
+    case = Case(layers=2, moe=True, bf16=False, muon=(("ns_dtype", "fp32"),))
+    (alone,), (batched,) = (run(_stepped, 1, case, at_once) for at_once in (1, 3))
+    assert set(alone["sizes"]) == {1} and set(batched["sizes"]) == {1, 2, 3}
+    assert sum(alone["sizes"]) == sum(batched["sizes"])
+    assert batched["flops"] == alone["flops"] == alone["planned"]
+    for name, param in alone["params"].items():
+        bound = 2 * 486 * max(param.shape) * 2.0**-24
+        assert (batched["params"][name] - param).norm() <= bound, name

@@ -1,0 +1,116 @@
+"""Whether gradients can be used is in Megatron's own norm of them, wherever a bad one is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_muon.mcore.late_norm import LateNorm, norm_grads
+from support.models.gpt import Case, Topology, held, set_schedule, start, take_step, write_grads
+from support.ranks import run
+
+CASE = Case(layers=2, steps=3)
+NORM = "decoder.final_layernorm.weight"  # TP ranks have replicas; Megatron's norm has the first's
+CPU = torch.device("cpu")
+
+
+def _shard(*elements: float) -> torch.Tensor:
+    shard = torch.zeros(len(elements))
+    shard.grad = torch.tensor(elements)
+    return shard
+
+
+def _grads(*shards: torch.Tensor) -> list[torch.Tensor]:
+    return [shard.grad for shard in shards if shard.grad is not None]
+
+
+def test_finite_gradients_leave_the_norm_as_it_was() -> None:
+    large, small, left_out = _shard(1.0, 2.0, -0.0), _shard(-3.0), _shard(1e30, 5.0)
+    counted = _grads(large, small)
+    assert norm_grads(counted, [large, small], CPU) is counted
+    with_all = norm_grads(counted, [large, small, left_out], CPU)
+    assert with_all[0] is counted[0] and torch.equal(with_all[1], counted[1])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_gradient_that_is_left_out_is_in_the_norm(bad: float) -> None:
+    here, left_out = _shard(1.0), _shard(2.0, bad)
+    (grad,) = norm_grads(_grads(here), [here, left_out], CPU)
+    assert grad.isnan().all()
+    (alone,) = norm_grads([], [left_out], CPU)
+    assert alone.isnan().all()
+
+
+def test_a_missing_gradient_is_in_the_norm() -> None:
+    here, missing = _shard(1.0), torch.zeros(3)
+    (grad,) = norm_grads(_grads(here), [here, missing], CPU)
+    assert grad.isnan().all()
+
+
+def _bad_replica(topology: Topology) -> str:
+    built = start(CASE, topology)
+    take_step(built, 0)
+    set_schedule(built, 1)
+    write_grads(built, 1)
+    if built.tp_rank == 1:
+        built.params[NORM].main_grad.view(-1)[0] = math.nan
+    try:
+        built.optimizer.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_bad_replica_on_one_tp_rank_is_an_error_on_all() -> None:
+    first, second = run(_bad_replica, 2, Topology(tp=2))
+    assert second.startswith("FloatingPointError: ") and "final_layernorm" in second
+    assert first.startswith("RuntimeError: rank 1") and "final_layernorm" in first
+
+
+def _steps_with_a_late_norm(bad: float) -> dict[str, Any]:
+    """Megatron's norm is a tensor, as where Transformer Engine's kernels clip by one."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    of_megatron = ChainedOptimizer.get_grad_norm
+    built = start(replace(CASE, clip=0.0), Topology(dp=2))
+    said: dict[str, Any] = {}
+    with mock.patch.object(
+        ChainedOptimizer, "get_grad_norm", lambda self: torch.tensor([of_megatron(self)])
+    ):
+        take_step(built, 0)
+        said["first"] = bool(held(built)["shards"])
+        set_schedule(built, 1)
+        write_grads(built, 1)
+        next(iter(built.params.values())).main_grad.view(-1)[0] = bad
+        said["second"] = built.optimizer.step()[0]
+        for name, call in (
+            ("saved", built.optimizer.state_dict),
+            ("third", lambda: take_step(built, 2)),
+        ):
+            try:
+                call()
+                said[name] = "no error"
+            except FloatingPointError as error:
+                said[name] = str(error)
+    return said
+
+
+def test_a_late_norm_is_an_error_before_anything_is_saved() -> None:
+    for said in run(_steps_with_a_late_norm, 2, math.nan):
+        assert said["second"]
+        assert said["saved"].startswith("the gradients' norm of the step before was nan")
+        assert "go on from the last checkpoint" in said["saved"]
+    for said in run(_steps_with_a_late_norm, 2, 1.0):
+        assert said["saved"] == said["third"] == "no error"
+
+
+def test_a_late_norm_is_not_waited_for() -> None:
+    norm = torch.tensor([2.0])
+    late = LateNorm(norm)
+    norm.fill_(math.nan)  # of a later step
+    late.require_finite()

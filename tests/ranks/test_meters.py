@@ -1,0 +1,216 @@
+"""Bytes and flops, counted from outside, equal the meters and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from support.models.gpt import (
+    Case,
+    Topology,
+    distributed_optimizers,
+    set_schedule,
+    start,
+    take_step,
+    write_grads,
+)
+from support.ranks import run
+
+CASE = Case(layers=2, steps=2)
+MOE = Case(layers=2, steps=2, moe=True)
+RUNS = [
+    (CASE, Topology(1, 1, 1)),
+    (CASE, Topology(1, 1, 3)),
+    (CASE, Topology(2, 1, 2)),
+    (CASE, Topology(2, 1, 2, overlap=True)),
+    (CASE, Topology(2, 2, 2)),
+    (CASE, Topology(2, 1, 1, cp=2)),
+    (CASE, Topology(dp=6, instances=2)),
+    (Case(layers=4, steps=2), Topology(pp=2, chunks=2)),
+    (MOE, Topology(2, 1, 1, ep=2, etp=1, sequence_parallel=True)),
+    (MOE, Topology(2, 1, 2, ep=2, etp=1, instances=2, sequence_parallel=True)),
+    (Case(layers=2, steps=2, moe=True, grouped="legacy"), Topology(dp=4, ep=2)),
+    (Case(layers=2, steps=2, mla="duplicated"), Topology(2, 1, 2)),
+    (replace(CASE, muon=(("ns_iteration", "gram"),)), Topology(2, 1, 2)),
+    (
+        replace(MOE, muon=(("ns_iteration", "auto"), ("ns_dtype", "fp16"))),
+        Topology(2, 1, 1, ep=2, etp=1, sequence_parallel=True),
+    ),
+]
+
+
+SENDS = {"isend", "irecv"}  # what an exchange over gloo is made of
+
+
+@contextmanager
+def counted_collectives() -> Iterator[list[tuple[str, int, int]]]:
+    """Every call of torch.distributed: (name, bytes of the input to other ranks, group size)."""
+    calls: list[tuple[str, int, int]] = []
+    originals = {}
+
+    def count(name: str, original: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group")
+            size, rank = dist.get_world_size(group), dist.get_rank(group)
+            sent = 0
+            if name == "isend":
+                out, target = args
+                assert dist.get_group_rank(group, target) != rank, "what is home must not move"
+                assert out.numel(), "ranks send only where there are bytes"
+                sent = out.nbytes
+            calls.append((name, sent, size))
+            return original(*args, **kwargs)
+
+        return counted
+
+    starts = ("all_", "reduce", "broadcast", "barrier", "new_", "batch_", "gather", "scatter")
+    names = [n for n in dir(dist) if n.startswith(starts) and callable(getattr(dist, n))]
+    names += ["send", "recv", "isend", "irecv"]
+    for name in names:
+        originals[name] = getattr(dist, name)
+        setattr(dist, name, count(name, originals[name]))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
+    """Two steps with everything counted; the inner step alone, so that all of it is Muon's."""
+    import megatron_muon
+
+    built = start(case, topology)
+    take_step(built, 0)
+    megatrons = distributed_optimizers(built.optimizer)
+    take_step(built, 1)  # leaves the meter of a whole step
+    whole_step = megatron_muon.meter(built.optimizer)
+    for megatron in megatrons:
+        for shard in megatron.get_parameters():
+            shard.grad = torch.ones_like(shard)
+    with counted_collectives() as calls, FlopCounterMode(display=False) as flops:
+        for megatron in megatrons:
+            megatron.optimizer.step()
+    meter = megatron_muon.meter(built.optimizer)
+    plans = [megatron.muon.plan for megatron in megatrons]
+    rank = dist.get_rank(megatrons[0].stage_group)
+    states = [_state_bytes(megatron) for megatron in megatrons]
+    return {
+        "steps": meter.steps,
+        "calls": calls,
+        "flops": flops.get_total_flops(),
+        "meter": (meter.matrices, meter.ns_flops, meter.sent_bytes),
+        "whole_step": (whole_step.matrices, whole_step.ns_flops, whole_step.sent_bytes),
+        "plan": (
+            sum(len(plan.homes(rank)) for plan in plans),
+            sum(plan.ns_flops()[rank] for plan in plans),
+            sum(plan.sent_bytes()[rank] for plan in plans),
+        ),
+        "stage_matrices": sum(len(plan.matrices) for plan in plans),
+        "state": tuple(map(sum, zip(*states, strict=True))),
+        "stage": (built.pp_rank, megatrons[0].distributed_optimizer_instance_id),
+        "optimizers": len(megatrons),
+    }
+
+
+def _state_bytes(megatron: Any) -> tuple[int, int, int, int]:
+    """(Muon elements, their bytes, AdamW elements, their bytes): main parameters and state."""
+    totals = [0, 0, 0, 0]
+    for shard in megatron.get_parameters():
+        state = [t for t in megatron.optimizer.state[shard].values() if torch.is_tensor(t)]
+        at = 0 if megatron.muon.owns(shard) else 2
+        totals[at] += shard.numel()
+        totals[at + 1] += shard.nbytes + sum(tensor.nbytes for tensor in state)
+    return tuple(totals)
+
+
+def _first_step(case: Case, topology: Topology) -> list[str]:
+    """Every collective of a run's first optimizer step, Megatron's own with them."""
+    built = start(case, topology)
+    set_schedule(built, 0)
+    write_grads(built, 0)
+    with counted_collectives() as calls:
+        built.optimizer.step()
+    return [name for name, _, _ in calls]
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        (CASE, Topology(dp=3)),
+        (CASE, Topology(2, 2, 2)),
+        (CASE, Topology(dp=6, instances=2)),
+        (MOE, Topology(2, 1, 2, ep=2, sequence_parallel=True)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Topology) else "",
+)
+def test_the_first_step_makes_no_group_and_gathers_no_object(
+    case: Case, topology: Topology
+) -> None:
+    """Communicators exist before it, and all ranks call the same collectives in one order."""
+    every = run(_first_step, topology.world_size, case, topology)
+    for names in every:
+        assert not [n for n in names if "object" in n or n in ("new_group", "barrier")]
+    assert sum(names.count("isend") for names in every) > 0
+    together = [[name for name in names if name not in SENDS] for names in every]
+    assert all(names == together[0] for names in together)
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[1]}")
+def counted(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    case, topology = request.param
+    return run(_step_counted, topology.world_size, case, topology)
+
+
+def test_bytes_on_the_wire_are_the_meters_and_the_plans(counted: list[dict[str, Any]]) -> None:
+    for rank in counted:
+        sent = sum(sent for name, sent, _ in rank["calls"] if name == "isend")
+        assert sent == rank["meter"][2] == rank["plan"][2]
+    several = len(counted) > 2
+    assert not several or sum(rank["meter"][2] for rank in counted) > 0
+
+
+def test_the_inner_step_calls_nothing_but_the_exchange(counted: list[dict[str, Any]]) -> None:
+    """There and back over the stage, at most once to each other rank; no object, no world."""
+    for rank in counted:
+        names = [name for name, _, _ in rank["calls"]]
+        assert set(names) <= SENDS
+        others = max((size for _, _, size in rank["calls"]), default=1) - 1
+        assert names.count("isend") <= 2 * others * rank["optimizers"]
+    if len(counted) > 2:
+        assert any(rank["calls"] for rank in counted)
+
+
+def test_flops_are_torchs_count_and_every_matrix_is_done_once(
+    counted: list[dict[str, Any]],
+) -> None:
+    for rank in counted:
+        assert rank["flops"] == rank["meter"][1] == rank["plan"][1]
+    for stage in {rank["stage"] for rank in counted}:
+        ranks = [rank for rank in counted if rank["stage"] == stage]
+        assert sum(rank["meter"][0] for rank in ranks) == ranks[0]["stage_matrices"]
+        assert all(rank["meter"][0] == rank["plan"][0] for rank in ranks)
+
+
+def test_the_meter_is_of_one_step(counted: list[dict[str, Any]]) -> None:
+    for rank in counted:
+        assert rank["steps"] == 3
+        assert rank["whole_step"] == rank["meter"]
+
+
+def test_state_is_8_bytes_per_muon_element_and_12_per_adamw_element(
+    counted: list[dict[str, Any]],
+) -> None:
+    totals = [sum(rank["state"][i] for rank in counted) for i in range(4)]
+    assert totals[1] == 8 * totals[0] > 0
+    assert totals[3] == 12 * totals[2] > 0
+    for rank in counted:
+        elements, muon_bytes, others, adamw_bytes = rank["state"]
+        assert (muon_bytes, adamw_bytes) == (8 * elements, 12 * others)

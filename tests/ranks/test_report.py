@@ -1,0 +1,237 @@
+"""The lines that a run prints at its start, against what Megatron's buffers really hold."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.planning.describe import Share, share_lines, start_line
+from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.planning.plan import make_plan
+from support.models import gpt
+from support.models.gpt import Case, Topology, muon_weights, start, truth
+from support.ranks import run
+
+
+def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        built = start(case, topology)
+    shards_of: dict[str, set[int]] = {}  # Muon parameter -> shards of its bucket that hold some
+    elements = {}
+    for buffer in built.ddp.buffers:
+        for name, param in built.params.items():
+            if param.dim() == 2 and "embedding" not in name and "output" not in name:
+                begin, end, bucket_id = buffer.param_index_map[param]
+                bucket = buffer.buckets[bucket_id]
+                size = bucket.grad_data.numel() // topology.dp
+                places = range(begin - bucket.offset, end - bucket.offset)
+                shards_of[name] = {place // size for place in places}
+                elements[name] = param.numel()
+    cut = [name for name, shards in shards_of.items() if len(shards) > 1]
+    return {
+        "printed": printed.getvalue(),
+        "buckets": sum(len(buffer.buckets) for buffer in built.ddp.buffers),
+        "boundary": len(cut),
+        "bytes": 2 * sum(elements[name] for name in cut),  # they travel in bf16
+        "parameters": len(shards_of),
+        "first of its stage": built.tp_rank == built.dp_rank == 0,
+    }
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_each_stage_says_its_buckets_and_boundary_parameters_once(overlap: bool) -> None:
+    topology = Topology(tp=2, pp=2, dp=2, overlap=overlap)
+    for rank in run(_start_line, topology.world_size, Case(layers=2), topology):
+        lines = [x for x in rank["printed"].splitlines() if "pipeline stage" in x]
+        assert len(lines) == int(rank["first of its stage"])
+        for line in lines:
+            assert f"in {rank['parameters']} parameters" in line
+            assert f" {rank['buckets']} bucket(s), {rank['boundary']} boundary parameter(s)" in line
+            assert f"({rank['bytes'] / 1000:.3g} kB per TP rank)" in line
+    assert rank["boundary"] <= rank["buckets"] * (topology.dp - 1)
+
+
+def _printed(case: Case, topology: Topology, mixer: bool = False) -> str:
+    """All that a rank prints; with ``mixer``, of a model with a matrix in a module of its own."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), _with_mixer() if mixer else nullcontext():
+        start(case, topology)
+    return printed.getvalue()
+
+
+class Mixer(torch.nn.Module):
+    """A module type that Muon's table does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = torch.nn.Parameter(torch.zeros(8, 8))
+
+
+@contextmanager
+def _with_mixer() -> Iterator[None]:
+    """Models built here get one more module, on the first stage only."""
+    original = gpt.gpt
+
+    def with_mixer(case: Case, config: Any, vp_stage: int | None) -> Any:
+        model = original(case, config, vp_stage)
+        if model.pre_process:
+            model.decoder.mixer = Mixer()
+        return model
+
+    gpt.gpt = with_mixer
+    try:
+        yield
+    finally:
+        gpt.gpt = original
+
+
+def _shares(case: Case) -> tuple[int, int, int, int]:
+    """Elements of all, of Muon's, and of those that a token activates, of one process' model."""
+    weights = {
+        name: tensor.numel() for name, tensor in truth(replace(case, steps=0))["main"].items()
+    }
+    weights = {name: n for name, n in weights.items() if not name.startswith("unused")}
+    muon = muon_weights(case)
+    used = {
+        name: n * 2 // 4 if ".experts." in name else n  # the router picks 2 of 4
+        for name, n in weights.items()
+    }
+    return (
+        sum(weights.values()),
+        sum(n for name, n in weights.items() if name in muon),
+        sum(used.values()),
+        sum(n for name, n in used.items() if name in muon),
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        (Case(), Topology(tp=2, pp=2, dp=1)),
+        (Case(tied=True), Topology(pp=2)),
+        (Case(moe=True), Topology(tp=2, ep=2, etp=1, sequence_parallel=True)),
+        (Case(moe=True, grouped="te"), Topology(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True)),
+        (Case(mla="duplicated"), Topology(tp=2, dp=1)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Topology) else "",
+)
+def test_the_share_of_all_and_of_activated_parameters_is_the_models(
+    case: Case, topology: Topology
+) -> None:
+    total, muon, active, active_muon = _shares(case)
+    first, *others = run(_printed, topology.world_size, case, topology)
+    (line,) = [x for x in first.splitlines() if "Muon has" in x]
+    assert f"Muon has {muon / total:.1%} of the model's {total / 1000:.3g} k" in line
+    assert f"and {active_muon / active:.1%} of the {active / 1000:.3g} k" in line
+    assert ("projections are one matrix each, not split" in line) == bool(case.mla)
+    assert not any("Muon has" in other for other in others)
+    assert "warning" not in first
+
+
+def test_a_model_of_embeddings_gets_a_warning() -> None:
+    share = Share(total=100, muon=60, active=80, active_muon=39)
+    assert len(share_lines([share], [])) == 2
+    assert "warning: less than half" in share_lines([share], [])[1]
+    assert len(share_lines([share, Share(10, 10, 10, 10)], [])) == 1
+
+
+def test_a_matrix_of_an_unknown_module_is_named_once_by_its_stage() -> None:
+    texts = run(_printed, 4, Case(), Topology(pp=2, dp=2), True)
+    found = [text.count("decoder.mixer.mixing (Mixer)") for text in texts]
+    assert found == [1, 0, 0, 0]
+
+
+def test_several_buffers_are_counted_one_by_one() -> None:
+    """As with virtual pipeline stages: each chunk of the model has buffers of its own."""
+
+    def parameter(name: str, buffer: int, start: int, bucket: Span) -> Parameter:
+        matrices, blocks = whole_matrix(name, (10, 10), 0, 1)
+        span = Span(start, start + 100)
+        return Parameter(name, (10, 10), 0, bucket, span, buffer, matrices, blocks)
+
+    held_whole = [parameter(f"a{i}", 0, 100 * i, Span(0, 200)) for i in (0, 1)]
+    cut = parameter("b", 1, 0, Span(0, 100))
+    plan = make_plan([*held_whole, cut], (((0, 1),),), MuonConfig())
+    line = start_line(plan, stage=0, experts=False, buckets=[1, 3])
+    assert "4 bucket(s), 1 boundary parameter(s) (200 B per TP rank), by buffer: " in line
+    assert ": 1 bucket(s), 0 boundary parameter(s) (0 B per TP rank); " in line
+    assert "; 3 bucket(s), 1 boundary parameter(s) (200 B per TP rank); the exchange" in line
+    assert "by buffer" not in start_line(plan, stage=0, experts=False, buckets=[2])
+
+
+def _theory(case: Case, topology: Topology) -> tuple[float, int]:
+    """Elements that are said to be Muon's on a rank, and those that are."""
+    from megatron_muon.mcore.integrity import registry
+    from megatron_muon.mcore.state_size import muon_elements
+
+    registry.forget()
+    built = start(case, topology)
+    muons = [part.muon for part in gpt.distributed_optimizers(built.optimizer)]
+    return muon_elements(), sum(p.numel() for muon in muons for p in muon.main_params.values())
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [(Case(layers=2), Topology(tp=2, dp=2)), (Case(layers=2, moe=True), Topology(dp=4, ep=2))],
+    ids=str,
+)
+def test_what_theoretical_memory_is_told_of_muon_is_the_mean_over_ranks(
+    case: Case, topology: Topology
+) -> None:
+    said, held = zip(*run(_theory, 4, case, topology), strict=True)
+    assert said[0] * 4 == sum(held) and len(set(said)) == 1
+
+
+def _said_active() -> tuple[str, str]:
+    """What is printed of it where an optimizer is built, and where another one is then."""
+    from megatron_muon.mcore import build as plugin
+
+    printed = []
+    plugin._has_said_active = False  # as in a new process
+    for _ in range(2):
+        with redirect_stdout(io.StringIO()) as out:
+            start(Case(layers=1), Topology(dp=2))
+        printed.append("\n".join(x for x in out.getvalue().splitlines() if "is active" in x))
+    return printed[0], printed[1]
+
+
+def test_a_log_says_once_on_rank_0_that_the_plugin_is_active() -> None:
+    import megatron.core
+
+    import megatron_muon
+
+    first, other = run(_said_active, 2)
+    line = f"[megatron_muon] megatron-muon {megatron_muon.__version__} is active: Distributed Muon"
+    core = f"over the DistributedOptimizer of megatron-core {megatron.core.__version__}"
+    assert first == (f"{line} {core}", "") and other == ("", "")
+
+
+def test_the_start_line_says_in_how_many_rounds_the_exchange_is() -> None:
+    matrices, blocks = whole_matrix("a", (10, 10), 0, 1)
+    held = [
+        Parameter("a", (10, 10), 0, Span(0, 300), Span(at, at + 100), 0, matrices, blocks)
+        for at in (0, 100, 200)
+    ]
+    for round_bytes, rounds in ((1 << 20, 1), (1, 3)):
+        plan = make_plan(held, (((0, 1),),), MuonConfig(round_bytes=round_bytes))
+        line = start_line(plan, stage=0, experts=False, buckets=[1])
+        assert f"B on the busiest rank, in {rounds} round(s); " in line
+
+
+def test_the_start_line_says_which_bytes_are_the_mean_and_which_the_busiest_ranks() -> None:
+    """A matrix whose home has 75 of its 100 elements: 25 come, with one that says whether they
+    have a gradient, and 25 go back: 52 B and 50 B."""
+    matrices, blocks = whole_matrix("a", (10, 10), 0, 1)
+    held = [Parameter("a", (10, 10), 0, Span(0, 400), Span(25, 125), 0, matrices, blocks)]
+    plan = make_plan(held, (((0, 1, 2, 3),),), MuonConfig())
+    assert plan.sent_bytes() == [50, 52, 0, 0]
+    line = start_line(plan, stage=0, experts=False, buckets=[1])
+    assert "the exchange sends 25.5 B a step on the mean rank and 52 B on the busiest rank" in line

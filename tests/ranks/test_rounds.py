@@ -1,0 +1,259 @@
+"""Rounds of the exchange: bounded, the same result as without, and really beside compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from test_meters import counted_collectives
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_muon.bench.step.meter import peak_bytes
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.planning.round_table import round_tables
+from megatron_muon.planning.rounds import make_rounds
+from megatron_muon.runtime import collectives
+from support.models.gpt import (
+    Case,
+    Topology,
+    check,
+    distributed_optimizers,
+    start,
+    take_step,
+    truth,
+)
+from support.ranks import run
+from support.whole import differences
+
+CASE = Case(layers=2, steps=2)
+SMALL = replace(CASE, muon=(("round_bytes", 20_000),))  # a fc1 has 98 kB, a projection 11 kB
+ALONE = replace(CASE, muon=(("round_bytes", 1),))
+
+LOADS = st.dictionaries(st.integers(0, 3), st.integers(1, 50), min_size=1, max_size=4)
+
+
+@given(st.lists(st.tuples(LOADS, LOADS), max_size=12), st.integers(1, 200))
+def test_every_parameter_is_in_one_round_within_the_limit(
+    loads: list[tuple[dict[int, int], dict[int, int]]], limit: int
+) -> None:
+    homed, taken = [one for one, _ in loads], [two for _, two in loads]
+    rounds = make_rounds(homed, taken, limit)
+    assert sorted(index for round in rounds for index in round) == list(range(len(loads)))
+    for round in rounds:
+        for rank in range(4):
+            of_rank = sum(taken[i].get(rank, 0) for i in round)
+            there = [i for i in round if rank in taken[i]]
+            assert of_rank <= limit or len(there) == 1
+    assert make_rounds(homed, taken, 12 * 200) == ((tuple(range(len(loads))),) if loads else ())
+
+
+def test_every_rank_has_work_in_every_round() -> None:
+    """Each of 4 ranks is home to 5 matrices in a row, as with contiguous shards."""
+    loads = [{index // 5: 10} for index in range(20)]
+    rounds = make_rounds(loads, loads, 10)
+    assert rounds == tuple((k, 5 + k, 10 + k, 15 + k) for k in range(5))
+
+
+@given(st.lists(st.tuples(LOADS, LOADS), max_size=12), st.integers(1, 200))
+def test_no_parameter_waits_for_a_round_that_it_could_have_been_in_before(
+    loads: list[tuple[dict[int, int], dict[int, int]]], limit: int
+) -> None:
+    homed, taken = [one for one, _ in loads], [two for _, two in loads]
+    rounds = make_rounds(homed, taken, limit)
+    for number, round in enumerate(rounds):
+        for index in round:
+            for before in rounds[:number]:
+                of_rank = {rank: sum(taken[i].get(rank, 0) for i in before) for rank in range(4)}
+                assert any(of_rank[r] and of_rank[r] + n > limit for r, n in taken[index].items())
+
+
+def test_what_one_rank_has_too_much_of_closes_no_others_round() -> None:
+    alone = [{rank: 10} for rank in range(4)]
+    assert make_rounds(alone, alone, 5) == ((0, 1, 2, 3),)
+    # Rank 0 has a large one and three small ones; the others go on beside them.
+    loads = [{0: 10}, {0: 1}, {0: 1}, {0: 1}, {1: 4}, {1: 4}, {2: 5}, {2: 5}]
+    assert make_rounds(loads, loads, 5) == ((0, 4, 6), (1, 2, 3, 5, 7))
+
+
+def test_by_default_a_round_has_room_for_the_largest_parameter_twice() -> None:
+    small, large = {0: 1 << 20}, {0: 300 << 20}
+    assert len(make_rounds([small] * 256, [small] * 256, None)) == 1
+    assert len(make_rounds([small] * 257, [small] * 257, None)) == 2
+    assert make_rounds([large] * 3, [large] * 3, None) == ((0, 1), (2,))
+    assert make_rounds([], [], None) == ()
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="allowed more than 0 bytes"):
+        make_rounds([{0: 1}], [{0: 1}], 0)
+
+
+@pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
+@pytest.mark.parametrize(
+    "topology", [Topology(dp=3), Topology(2, 1, 2), Topology(2, 2, 2, overlap=True)], ids=str
+)
+def test_rounds_change_no_bit(case: Case, topology: Topology) -> None:
+    assert differences(truth(CASE), check(case, topology)) == []
+
+
+@pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
+def test_rounds_of_experts_change_no_bit(case: Case) -> None:
+    moe = replace(case, moe=True)
+    topology = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
+    assert differences(truth(replace(CASE, moe=True)), check(moe, topology)) == []
+
+
+def _counted(case: Case, topology: Topology) -> dict[str, Any]:
+    built = start(case, topology)
+    take_step(built, 0)
+    (megatron,) = distributed_optimizers(built.optimizer)
+    for shard in megatron.get_parameters():
+        shard.grad = torch.ones_like(shard)
+    start_messages = mock.patch.object(
+        collectives, "start_messages", wraps=collectives.start_messages
+    )
+    with start_messages as started, counted_collectives() as calls:
+        megatron.optimizer.step()
+    muon = megatron.muon
+    return {
+        "started": sum(bool(call.args[2].messages) for call in started.call_args_list),
+        "calls": calls,
+        "meter": muon.meter.sent_bytes,
+        "plan": muon.plan,
+    }
+
+
+@pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
+def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(case: Case) -> None:
+    topology = Topology(dp=3)
+    for rank, found in enumerate(run(_counted, 3, case, topology)):
+        plan = found["plan"]
+        silent = plan.silent_rounds()
+        assert len(silent) > 2 and any(silent) and not all(silent), silent
+        tables = round_tables(plan, rank)
+        gathers = sum(bool(table.sent_to or table.received_from) for table in tables)
+        scatters = sum(bool(table.directions_to or table.directions_from) for table in tables)
+        assert found["started"] == gathers + scatters <= 2 * silent.count(False)
+        sent = sum(sent for _, sent, _ in found["calls"])
+        assert sent == found["meter"] == plan.sent_bytes()[rank]
+
+
+def _peak(case: Case, topology: Topology) -> tuple[int, int, int]:
+    """(peak of an inner step, of the largest matrix's orthogonalization alone, parameters)."""
+    built = start(case, topology)
+    take_step(built, 0)
+    (megatron,) = distributed_optimizers(built.optimizer)
+    for shard in megatron.get_parameters():
+        shard.grad = torch.ones_like(shard)
+    muon, cpu = megatron.muon, torch.device("cpu")
+    step = peak_bytes(cpu, megatron.optimizer.step)
+    matrices = [torch.ones(m.rows, m.cols, dtype=torch.bfloat16) for m in muon.plan.matrices]
+    alone = max(peak_bytes(cpu, lambda m=m: orthogonalize(m, muon.config)) for m in matrices)
+    return step, alone, len(muon.plan.rounds)
+
+
+@pytest.mark.parametrize(
+    ("limit", "topology"),
+    [
+        (60_000, Topology(tp=2, dp=2)),
+        (90_000, Topology(tp=2, dp=2)),
+        (90_000, Topology(tp=2, dp=3, overlap=True)),
+        (90_000, Topology(dp=4, overlap=True, bucket_size=20_000)),
+    ],
+    ids=str,
+)
+def test_a_step_needs_two_rounds_and_the_workspace_of_one_matrix(
+    limit: int, topology: Topology
+) -> None:
+    case = replace(CASE, layers=4, muon=(("round_bytes", limit),))
+    whole = replace(CASE, layers=4)
+    for (step, alone, rounds), (without, _, one) in zip(
+        run(_peak, 4, case, topology), run(_peak, 4, whole, topology), strict=True
+    ):
+        assert rounds > 2 and one == 1
+        assert step <= 2 * limit + alone
+        assert without > step, "the bound would hold without rounds"
+
+
+def _peers(topology: Topology) -> tuple[int, int]:
+    """How many it connects to, and with how many it then shares a message."""
+    built = start(replace(CASE, moe=True), topology)
+    counts = []
+    for megatron in distributed_optimizers(built.optimizer):
+        plan, rank = megatron.muon.plan, dist.get_rank(megatron.stage_group)
+        shared = set().union(*(table.peers for table in round_tables(plan, rank)))
+        counts.append((megatron.muon.connect(), len(shared)))
+    take_step(built, 0)
+    return sum(made for made, _ in counts), sum(shared for _, shared in counts)
+
+
+def test_connections_are_made_to_the_plans_peers_before_the_first_step() -> None:
+    """As on a GPU, whose library makes them in the first message else; here gloo has them."""
+    results = run(_peers, 4, Topology(dp=4, ep=2))
+    assert all(made == shared for made, shared in results) and sum(m for m, _ in results) > 0
+
+
+Event = tuple[str, float, float]
+
+
+def _traced(case: Case) -> list[Event]:
+    """Of a step: what is called, and when it starts and ends in µs."""
+    built = start(case, Topology(tp=2))
+    take_step(built, 0)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        take_step(built, 1)
+    events: list[Any] = sorted(trace.events(), key=lambda event: event.time_range.start)
+    times = ((event.name, event.time_range.start, event.time_range.end) for event in events)
+    return [time for time in times if time[0].startswith("muon/")]
+
+
+def _named(events: list[Event], name: str) -> list[Event]:
+    return [event for event in events if event[0] == name]
+
+
+def test_neighbours_are_under_way_while_a_round_is_orthogonalized() -> None:
+    """Of each round but the first and last, which have one neighbour."""
+    for events in run(_traced, 2, ALONE):
+        work = _named(events, "muon/newton_schulz")
+        for half in ("gather", "scatter"):
+            starts = _named(events, f"muon/{half}/collective")
+            waits = _named(events, f"muon/{half}/wait")
+            assert len(work) == len(starts) == len(waits) > 4
+            for number in range(len(work)):  # the gather of round k + 1, the scatter of k - 1
+                beside = number + 1 if half == "gather" else number - 1
+                if 0 <= beside < len(work):
+                    _, begun, ended = work[number]
+                    assert starts[beside][2] <= begun and ended <= waits[beside][1]
+
+
+def _traced_experts() -> list[str]:
+    """Experts on three ranks each, whose shards cut some."""
+    built = start(replace(CASE, moe=True), Topology(dp=6, ep=2))
+    take_step(built, 0)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        take_step(built, 1)
+    events: list[Any] = sorted(trace.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("muon/")]
+
+
+def test_experts_first_round_is_under_way_before_the_last_dense_scatter_is_waited_for() -> None:
+    """On ranks that share something in it; the others begin it in its turn."""
+    early = []
+    for names in run(_traced_experts, 6):
+        momentum = [at for at, name in enumerate(names) if name == "muon/momentum"]
+        early.append(momentum[1] < names.index("muon/update"))
+    assert any(early)
+
+
+def test_adamw_runs_while_the_first_round_travels() -> None:
+    for events in run(_traced, 2, CASE):
+        names = [name for name, *_ in events]
+        order = ["muon/gather/collective", "muon/adamw", "muon/gather/wait"]
+        places = [names.index(name) for name in order]
+        assert places == sorted(places)

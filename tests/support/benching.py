@@ -1,0 +1,34 @@
+"""What tests of ``megatron-muon bench step`` share: a small model, and the command itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+
+from support import ROOT
+
+SMALL = "--hidden 64 --layers 1 --heads 4 --vocab 512 --seq 16"
+OURS = ["muon-contiguous", "muon-bucketed", "muon-paper"]
+
+
+def environment() -> dict[str, str]:
+    """In which a command imports what this process does."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+def bench_step(arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command."""
+    command = [sys.executable, "-m", "megatron_muon.cli", "bench", "step", *arguments.split()]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280
+    )
+
+
+def model_and_ranks(arguments: str) -> Namespace:
+    """Megatron's flags of ``SMALL``, as the command reads them."""
+    from megatron_muon.bench.step.flags import command_parser, model_flags
+
+    given, rest = command_parser().parse_known_args(f"{SMALL} {arguments}".split())
+    return model_flags("bench", given, rest)

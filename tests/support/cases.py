@@ -1,0 +1,201 @@
+"""What a run of the tiny GPT computes and on which ranks, and its whole weights and gradients."""
+
+from __future__ import annotations
+
+import fnmatch
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from support.installed import VERSION
+
+HIDDEN, HEADS, GROUPS, FFN, VOCAB, SEQUENCE = 96, 6, 2, 260, 128, 32
+HEAD_SIZE = HIDDEN // HEADS
+EXPERTS, MOE_FFN, SHARED_FFN = 4, 68, 100
+Q_RANK, KV_RANK, ROPE_HEAD = 48, 40, 8  # multi-latent attention
+TIED = "embedding.word_embeddings.weight"
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How the ranks are laid out; none of it may change a result.
+
+    ``dp`` is the pure data-parallel size and ``etp`` the experts' TP size, that of the others if
+    None. ``chunks`` are model chunks per pipeline stage, ``instances`` those of the distributed
+    optimizer; ``step_overlap`` is Megatron's overlap_param_gather_with_optimizer_step; with
+    ``overlap`` a bucket is closed when it has ``bucket_size`` elements. ``first_layers`` are the
+    layers of the first stage, where it has not as many as the others.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    overlap: bool = False
+    sequence_parallel: bool = False
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    chunks: int = 1
+    instances: int = 1
+    step_overlap: bool = False
+    bucket_size: int = 5_000  # several buckets on the first stage
+    first_layers: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    def __str__(self) -> str:
+        text = f"{self.tp}x{self.pp}x{self.dp}"
+        for name, value in (
+            ("cp", self.cp),
+            ("ep", self.ep),
+            ("chunks", self.chunks),
+            ("instances", self.instances),
+        ):
+            text += f"-{name}{value}" * (value > 1)
+        text += f"-etp{self.etp}" * (self.etp is not None)
+        text += f"-first{self.first_layers}" * (self.first_layers is not None)
+        text += f"-buckets{self.bucket_size}" * (self.bucket_size != 5_000)
+        text += "-stepoverlap" if self.step_overlap else "-overlap" * self.overlap
+        return text + "-sp" * self.sequence_parallel
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed. ``muon`` and the patterns are tuples so that a case can be a cache key.
+
+    Patterns are fnmatch patterns of TP 1 names with the layer number over all stages and the expert
+    number over all expert-parallel ranks. ``faster`` names parameters that get groups of their own
+    with 3 × lr and, if 2-D, half the weight decay. ``moe`` makes every MLP a mixture of experts
+    with a shared one, but those of the first ``dense_layers``; by ``grouped`` they are Megatron's
+    SequentialMLP, its legacy GroupedMLP or Transformer Engine's grouped linears. The down
+    projections of ``mla`` are column-parallel or, as Transformer Engine's are, duplicated.
+    ``zero_grads`` have no gradient from step ``zero_from`` on. ``overflow`` are
+    ``(step, pattern)``: an inf in that step's gradient. ``output_gate`` is Megatron's
+    attention_output_gate.
+    """
+
+    bf16: bool = True
+    layers: int = 2
+    steps: int = 10
+    optimizer: str = "muon"
+    lr: float = 0.02
+    weight_decay: float = 0.1
+    clip: float = 0.0
+    tied: bool = False
+    gated: bool = False
+    faster: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    zero_grads: tuple[str, ...] = ()
+    zero_from: int = 0
+    muon: tuple[tuple[str, Any], ...] = ()
+    seed: int = 1
+    fp16: bool = False
+    fp32_grads: bool = True
+    moe: bool = False
+    dense_layers: int = 0
+    grouped: Literal["", "legacy", "te"] = ""
+    mla: Literal["", "column", "duplicated"] = ""
+    mtp: bool = False
+    overflow: tuple[tuple[int, str], ...] = ()
+    heads: int = HEADS
+    groups: int = GROUPS
+    output_gate: bool = False
+    ffn: int = FFN
+
+    @property
+    def head_size(self) -> int:
+        return HIDDEN // self.heads
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.fp16:
+            assert not self.bf16, "choose one of bf16 and fp16"
+            return torch.float16
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    def overflows(self, step: int) -> bool:
+        return any(at == step for at, _ in self.overflow)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def lr_at(case: Case, step: int, name: str) -> float:
+    """lr of a parameter in step 0, 1, …: it moves, so a value read only at the start is found."""
+    return case.lr * (3.0 if matches(name, case.faster) else 1.0) * (1 - 0.03 * step)
+
+
+def muon_weights(case: Case) -> set[str]:
+    """The names of all that Muon must have, from the model's plan alone."""
+    names = {
+        f"decoder.layers.{layer}.{weight}"
+        for layer in range(case.layers)
+        for weight in _layer_matrices(case, case.moe and layer >= case.dense_layers)
+    }
+    if case.mtp:
+        names.add("mtp.layers.0.eh_proj.weight")
+        inner = "transformer_layer" if VERSION < (0, 17) else "mtp_model_layer"
+        names |= {f"mtp.layers.0.{inner}.{weight}" for weight in _layer_matrices(case, case.moe)}
+    return names
+
+
+def _layer_matrices(case: Case, moe: bool) -> Iterator[str]:
+    if case.mla:
+        for end in ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj"):
+            yield f"self_attention.linear_{end}.weight"
+    else:
+        yield from ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
+    if not moe:
+        yield from ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+        return
+    yield "mlp.router.weight"
+    yield from ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight")
+    if case.grouped == "legacy":
+        yield from ("mlp.experts.weight1", "mlp.experts.weight2")
+        return
+    for expert in range(EXPERTS):
+        for fc in ("linear_fc1", "linear_fc2"):
+            te, sequential = f"{fc}.weight{expert}", f"local_experts.{expert}.{fc}.weight"
+            yield f"mlp.experts.{te if case.grouped else sequential}"
+
+
+# --- whole tensors, the same in every topology -----------------------------------------------
+
+
+def _normal(shape: tuple[int, ...], *key: object) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def whole_weight(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
+    """The initial TP 1 weight, fp32, already rounded to the model's dtype."""
+    noise = 0.05 * _normal(shape, case.seed, name)
+    one = 1.0 if "norm.weight" in name else 0.0
+    return (one + noise).to(case.dtype).float()
+
+
+def whole_grad(case: Case, name: str, shape: tuple[int, ...], step: int) -> Tensor:
+    """The reduced TP 1 gradient of a step, fp32.
+
+    Scales differ by powers of ten between parameters, and between steps: Muon and AdamW ignore a
+    scale that never changes, so a clip that always divides by about the same would not be seen.
+    """
+    if step >= case.zero_from and matches(name, case.zero_grads):
+        return torch.zeros(shape)
+    scale = 10.0 ** -(zlib.crc32(name.encode()) % 4) * (1.0, 3.0, 0.3, 2.0, 0.5)[step % 5]
+    grad = scale * _normal(shape, case.seed, name, step)
+    if any(at == step and matches(name, (pattern,)) for at, pattern in case.overflow):
+        grad.view(-1)[0] = float("inf")
+    return grad

@@ -1,0 +1,1 @@
+"""Saving, loading, damaging and killing."""

@@ -1,0 +1,84 @@
+"""Checkpoints of real runs, digests of them, what ``megatron-muon checkpoint inspect`` says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon.cli import main
+from megatron_muon.files import digest
+from megatron_muon.files.checksum import checksum
+from support.checkpoints.saving import formats, save
+from support.installed import lacks
+from support.models.gpt import Case, Topology, held, muon_weights, start, take_step
+from support.ranks import run
+from support.whole import Whole, whole
+
+CASE = Case(steps=2)
+DEFAULT, *_ = EVERY = formats()
+DP2 = Topology(dp=2)
+NAME = "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+def inspect(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+    """(exit status, the report)."""
+    status = main(["checkpoint", "inspect", str(path), "--json", *options])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def faults(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """All that is not complete, which must be the exit status, too."""
+    status, report = inspect(path, capsys, *options)
+    assert status == bool(report["faults"])
+    return "\n".join(report["faults"])
+
+
+def save_and_hold(
+    case: Case, topology: Topology, format: str, folder: str, change: Callable[[Any], None] | None
+) -> dict[str, Any]:
+    """On a rank: save a run that has taken the case's steps; what it held."""
+    built = start(case, topology)
+    for step in range(case.steps):
+        take_step(built, step)
+    if change is not None:
+        change(built)
+    save(built, folder, format)
+    return held(built)
+
+
+def saved(
+    folder: Path,
+    format: str,
+    topology: Topology = DP2,
+    case: Case = CASE,
+    change: Callable[[Any], None] | None = None,
+) -> Whole:
+    """A checkpoint of a run; what the run held, nothing where it was changed before the save."""
+    if lacking := lacks(case, topology):
+        pytest.skip(lacking)
+    args = (case, topology, format, str(folder), change)
+    results = run(save_and_hold, topology.world_size, *args)
+    return whole(results) if change is None else {}
+
+
+def seal(folder: Path, truth: Whole, **other: Any) -> None:
+    """A digest of what is there, as a save writes it."""
+    names = [path.name for path in folder.iterdir() if not digest.own_file(path.name)]
+    said = {
+        "wrote": {"megatron_muon": "9.8.7", "world_size": 2},
+        "optimizer": "muon",
+        "settings": {"momentum": 0.5},
+        "parameters": {
+            name: {
+                "shape": list(tensor.shape),
+                "optimizer": "muon" if name in muon_weights(CASE) else "adamw",
+            }
+            for name, tensor in truth["main"].items()
+        },
+        "files": {name: digest.describe(folder / name, checksum) for name in names},
+    }
+    digest.finish(folder, {**said, **other})

@@ -1,0 +1,251 @@
+"""A process that forks ranks again and again; each time they load, check, save, and are killed.
+
+``python killed_saves.py SPEC`` with SPEC a ``Spec`` as JSON; a line of JSON for each time is
+printed. With ``through`` "training" the ranks call a checkout's own save_checkpoint and
+load_checkpoint, the checkout being first on PYTHONPATH; with "core" dist_checkpointing's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from support.checkpoints.killed_ranks import (
+    AFTER,
+    BEFORE,
+    LIMIT,
+    METADATA,
+    PHASES,
+    SHARDS,
+    TRACKER,
+    Plan,
+    Spec,
+    Watch,
+    rank_main,
+    say,
+)
+
+
+def import_everything(through: str) -> None:
+    import typing_override  # noqa: F401
+
+    import megatron_muon.cpu.on  # noqa: F401
+
+    if through == "training":
+        import megatron_muon.cpu.training as training
+        from megatron_muon.megatron_lm.install import install_training
+
+        training.enable()
+        install_training()
+    from megatron.core import dist_checkpointing  # noqa: F401
+    from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401
+
+    from support.checkpoints import saving
+    from support.models import gpt  # noqa: F401
+
+    saving._as_in_its_day()
+
+
+def fork_ranks(spec: Spec, plan: Plan, folder: str, log: Path) -> tuple[list[int], int, int]:
+    """The ranks, where they speak, and what lets them go on when it is closed."""
+    heard, tell = os.pipe()
+    wait, go = os.pipe()
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        store = file.name
+    os.unlink(store)
+    pids = []
+    for rank in range(spec.tp * spec.dp):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.close(heard)
+                os.close(go)
+                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                watch = Watch(plan, rank, tell, wait)
+                rank_main(spec, plan, folder, rank, store, watch)
+                code = 0
+            except BaseException as error:
+                traceback.print_exc()
+                with contextlib.suppress(OSError):
+                    say(tell, error=f"{type(error).__name__}: {error}", rank=rank)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    os.close(tell)
+    os.close(wait)
+    return pids, heard, go
+
+
+class Heard:
+    """What the ranks have said, line by line."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe, self.rest, self.lines, self.open = pipe, b"", [], True
+
+    def listen(self, seconds: float) -> None:
+        if not self.open or not select.select([self.pipe], [], [], max(0.0, seconds))[0]:
+            return
+        data = os.read(self.pipe, 65536)
+        self.open = bool(data)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        self.lines += [json.loads(line) for line in lines]
+
+    def all(self, key: str) -> list[Any]:
+        return [line for line in self.lines if key in line]
+
+
+def one_time(spec: Spec, plan: Plan, folder: str, log: Path) -> dict[str, Any]:
+    """Fork, listen, kill; returns what was loaded and what was killed."""
+    pids, pipe, go = fork_ranks(spec, plan, folder, log)
+    heard = Heard(pipe)
+    end = time.monotonic() + LIMIT
+    while heard.open and time.monotonic() < end:
+        heard.listen(0.2)
+        if heard.all("at") or heard.all("error"):
+            break
+        if len(heard.all("saved")) == len(pids):
+            break
+    killed = bool(heard.all("at"))
+    stuck = heard.open and time.monotonic() >= end
+    if killed:
+        time.sleep(plan.late)
+        kill(plan, pids, heard.all("at")[0])
+    os.close(go)
+    if killed and plan.victim != "all":  # the others go on, as far as they get
+        end = time.monotonic() + random.Random(plan.late).choice([0.05, 0.5, 2.0])
+        while heard.open and time.monotonic() < end:
+            heard.listen(0.1)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    os.close(pipe)
+    loads = heard.all("loaded")
+    errors = [f"neither saved nor there within {LIMIT:g} s"] if stuck else []
+    if not killed:
+        errors += [line["error"] for line in heard.all("error")]
+    return {
+        **asdict(plan),
+        "killed": killed,
+        "loaded": [line["loaded"] for line in loads],
+        "wrong": [wrong for line in loads for wrong in line["wrong"]],
+        "finished": bool(heard.all("saved")),
+        "errors": errors,
+    }
+
+
+def kill(plan: Plan, pids: list[int], at: dict[str, Any]) -> None:
+    if plan.victim == "worker":
+        victims = [pid for pid in (at["pid"], at["parent"]) if pid not in (*pids, os.getpid())]
+    elif plan.victim == "all":
+        for pid in pids:
+            os.killpg(pid, signal.SIGKILL)
+        return
+    else:
+        victims = [pids[int(plan.victim)]]
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def plans(spec: Spec) -> Iterator[Plan]:
+    """Without end; phases in turn."""
+    choice = random.Random(spec.seed)
+    phases = [phase for phase in PHASES if spec.format != "torch" or phase != METADATA]
+    if spec.through == "core":
+        phases = [phase for phase in phases if phase not in (BEFORE, AFTER)]
+    while True:
+        for phase in choice.sample(phases, len(phases)):
+            victims = ["all", *map(str, range(spec.tp * spec.dp))]
+            if spec.background and phase == SHARDS:
+                victims = ["worker", *victims]
+            yield Plan(
+                phase=phase,
+                nth=0 if phase == AFTER else choice.randrange(2),
+                victim=choice.choice(victims),
+                late=choice.choice([0.0, 0.0, choice.uniform(0.001, 0.05)]),
+                again=choice.random() < 0.2,
+            )
+
+
+def tracker_of(folder: Path) -> int | None:
+    path = folder / TRACKER
+    return int(path.read_text()) if path.exists() else None
+
+
+def to_load(folder: Path) -> int | None:
+    """The iteration that the next start must load: one that was being saved anew is put back."""
+    for mark in folder.glob("iter_*.anew"):
+        return int(mark.name.removeprefix("iter_").removesuffix(".anew"))
+    return tracker_of(folder)
+
+
+def lost(result: dict[str, Any], before: int | None, folder: Path) -> list[str]:
+    """What is wrong with what is there after a kill, and with what was loaded before it."""
+    from megatron_muon.files import digest
+
+    now, named = to_load(folder), result["tracker"]
+    found = []
+    if before is not None and set(result["loaded"]) != {before}:
+        found.append(f"loaded {result['loaded']}, to load was {before}")
+    (last,) = {*result["loaded"]} or {None}
+    if last and (now is None or now < last):
+        found.append(f"{last} was loaded, to load is {now} then")
+    if named is not None and not (digest.read(folder / f"iter_{named:07d}") or {}).get("complete"):
+        found.append(f"the tracker names {named}, which is not complete")
+    return found
+
+
+def main(spec: Spec) -> None:
+    import_everything(spec.through)
+    folder = Path(tempfile.mkdtemp(prefix="killed"))
+    log = folder.with_suffix(".log")
+    saves = folder / "saves"
+    saves.mkdir()
+    count, before = 0, None
+    try:
+        for plan in plans(spec):
+            result = one_time(spec, plan, str(saves), log)
+            result |= {"tracker": tracker_of(saves), "log": ""}
+            if spec.through == "training" and not result["errors"]:
+                result["wrong"] += lost(result, before, saves)
+                before = to_load(saves)
+            if result["wrong"] or result["errors"]:
+                result["log"] = log.read_text()[-6000:]
+            print(json.dumps(result), flush=True)
+            if result["wrong"] or result["errors"]:
+                break
+            count += result["killed"]
+            log.unlink(missing_ok=True)
+            for old in sorted(path for path in saves.glob("iter_*") if path.suffix == "")[:-3]:
+                if old.name != f"iter_{result['tracker'] or 0:07d}":  # nor one that is set aside
+                    shutil.rmtree(old)
+            if count >= spec.kills + 1:  # the last is followed by a load, too
+                break
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        log.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main(Spec(**json.loads(sys.argv[1])))

@@ -1,0 +1,96 @@
+"""Save a run at one topology and go on with it at another; the functions run on ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from support.cases import Case, Topology
+from support.checkpoints.saving import load, load_parameter_state, save, spoil
+from support.models.gpt import Built, distributed_optimizers, held, start, take_step
+
+Held = dict[str, Any]
+
+
+def _take(built: Built, steps: range) -> None:
+    for step in steps:
+        take_step(built, step)
+
+
+def _held(built: Built) -> Held:
+    """What ``gpt.held`` says, with the AdamW steps and the loss scales of all groups."""
+    parts = distributed_optimizers(built.optimizer)
+    groups = [group for part in parts for group in part.optimizer.param_groups]
+    scalers = [part.grad_scaler.state_dict() for part in parts if built.case.fp16]
+    # fused Adams leave the step of a group without parameters here behind
+    steps = sorted({int(group["step"]) for group in groups if group["params"] and "step" in group})
+    return {**held(built), "steps": steps, "scalers": scalers}
+
+
+def saved(
+    case: Case,
+    topology: Topology,
+    format: str,
+    folder: str,
+    parallel: bool = False,
+    asynchronous: bool = False,
+) -> tuple[Held, Held]:
+    """What this rank holds after half of the case's steps, when it saves, and after all.
+
+    With ``asynchronous`` the other half is taken while the files are written.
+    """
+    half = case.steps // 2
+    built = start(case, topology)
+    _take(built, range(half))
+    before = _held(built)
+    if asynchronous:
+        save(built, folder, format, parallel, lambda: _take(built, range(half, case.steps)))
+    else:
+        save(built, folder, format, parallel)
+        _take(built, range(half, case.steps))
+    return before, _held(built)
+
+
+def loaded(
+    case: Case,
+    topology: Topology,
+    format: str,
+    folder: str,
+    parallel: bool = False,
+    dirty: bool = False,
+) -> tuple[Held, Held]:
+    """What this rank holds after loading into a new run, and after the other half of the steps.
+
+    Args:
+        dirty: the run has taken a step before, so that its state is made and wrong.
+    """
+    built = start(case, topology)
+    if dirty:
+        take_step(built, case.steps + 1)
+    spoil(built)
+    built.log.clear()
+    load(built, folder, format, parallel)
+    before = _held(built)
+    _take(built, range(case.steps // 2, case.steps))
+    return before, _held(built)
+
+
+def refused(case: Case, topology: Topology, format: str, folder: str) -> tuple[str, bool]:
+    """What loading into a new run raises with the plugin installed, and whether anything was
+    loaded; in the format ``torch`` only what the optimizer itself reads is."""
+    import megatron_muon
+
+    built = start(case, topology)
+    take_step(built, 0)
+    before = _held(built)
+    megatron_muon.install()
+    try:
+        (load_parameter_state if format == "torch" else load)(built, folder, format)
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        text = f"{type(error).__name__}: {error}"
+    else:
+        text = "no error"
+    finally:
+        megatron_muon.uninstall()
+    return text, repr(before) != repr(_held(built))

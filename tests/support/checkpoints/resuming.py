@@ -1,0 +1,30 @@
+"""A run that is saved, loaded and goes on, held to one that does not stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.checkpoints.saving import resumed
+from support.installed import lacks
+from support.models.gpt import Case, Topology
+from support.ranks import run
+
+
+def check(
+    case: Case, topology: Topology, format: str, folder: Path, **options: Any
+) -> list[dict[str, Any]]:
+    """Resuming equals going on, on every rank, and the steps after it did change something."""
+    lacking = lacks(case, topology)
+    if lacking:
+        pytest.skip(lacking)
+    limit = max(120.0, 30.0 * topology.world_size)
+    size = topology.world_size
+    args = (case, topology, format, str(folder), *options.values())
+    results = run(resumed, size, *args, timeout=limit)
+    for rank, result in enumerate(results):
+        assert result["differences"] == [], f"rank {rank}"
+        assert result["moved"] or not result["held"]["shards"], f"rank {rank}"  # none: all frozen
+    return results

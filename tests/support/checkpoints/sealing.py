@@ -1,0 +1,140 @@
+"""Save and load with the digest, and spoil what was saved. The functions run on ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from support.checkpoints import saving
+from support.models.gpt import Built, Case, Topology, start, take_step
+
+
+@contextmanager
+def plugin(built: Built, **settings: Any) -> Iterator[None]:
+    """The hooks are in place, as they are in a run."""
+    import megatron_muon
+
+    megatron_muon.install(megatron_muon.MuonConfig(**{**dict(built.case.muon), **settings}))
+    try:
+        yield
+    finally:
+        megatron_muon.uninstall()
+
+
+def save(built: Built, folder: str, format: str) -> None:
+    """As Megatron-LM does with the plugin."""
+    with plugin(built):
+        if format != "torch":
+            saving.save(built, folder, format)
+            return
+        import torch.distributed as dist
+
+        from megatron_muon.mcore.integrity.recorded import recorded, seal_recorded, voting
+        from megatron_muon.mcore.integrity.registry import owner_of_chunks
+        from megatron_muon.mcore.integrity.save_load import Saving
+        from megatron_muon.mcore.shards import device_of
+
+        trained = owner_of_chunks(built.chunks)
+        with voting(device_of(built.chunks)) as votes:
+            sealing = Saving.of(lambda: trained, folder)
+            assert sealing is not None
+            with recorded(trained, sealing, votes):
+                saving.save(built, folder, format)  # ends with a barrier
+                if dist.get_rank() == 0:
+                    seal_recorded(sealing)
+
+
+def load(built: Built, folder: str, format: str) -> None:
+    """As Megatron-LM does with the plugin."""
+    from megatron_muon.mcore.integrity.registry import owner_of_chunks
+    from megatron_muon.mcore.integrity.verify import check
+
+    with plugin(built):
+        if format == "torch":
+            check(lambda: owner_of_chunks(built.chunks), folder, exact=True)
+        saving.load(built, folder, format)
+
+
+def saved(case: Case, topology: Topology, format: str, folder: str) -> None:
+    """Save a run that has taken the case's steps."""
+    built = start(case, topology)
+    for step in range(case.steps):
+        take_step(built, step)
+    save(built, folder, format)
+
+
+def loaded(case: Case, topology: Topology, format: str, folder: str) -> dict[str, Any]:
+    """What this rank holds after loading into a new run, and what that raises, as text."""
+    built = start(case, topology)
+    saving.spoil(built)
+    try:
+        load(built, folder, format)
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": None, "held": saving.held(built)}
+
+
+def errors_of_loads(
+    case: Case, topology: Topology, format: str, folders: list[str]
+) -> list[str | None]:
+    """What loading each of them into one run raises."""
+    built = start(case, topology)
+    errors: list[str | None] = []
+    for folder in folders:
+        try:
+            load(built, folder, format)
+            errors.append(None)
+        except (Exception, CheckpointException) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+# --- what is done to files -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """What was done to a checkpoint: ``kind`` to ``files``, paths in its folder."""
+
+    kind: str
+    files: tuple[str, ...]
+
+
+KINDS = ("flip", "truncate", "delete", "swap", "zero")
+
+
+def corrupt(folder: Path, seed: int) -> Corruption:
+    """Do one random thing to the files of a checkpoint."""
+    choice = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    every = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    every = [path for path in every if path.name != "megatron_muon.json"]
+    large = [path for path in every if path.stat().st_size > 1000]
+    path = choice.choice(every if kind == "delete" else large)
+    content = bytearray(path.read_bytes())
+    names = [str(path.relative_to(folder))]
+    if kind == "delete":
+        path.unlink()
+        return Corruption(kind, tuple(names))
+    if kind == "swap":
+        others = [other for other in large if other.read_bytes() != content]
+        other = choice.choice(others)
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+        return Corruption(kind, (*names, str(other.relative_to(folder))))
+    at = choice.randrange(len(content))
+    if kind == "flip":
+        content[at] ^= 1 << choice.randrange(8)
+    elif kind == "truncate":
+        del content[at:]
+    else:
+        at = max(i for i in range(len(content)) if content[i] and i <= max(at, 600))
+        content[at : at + 512] = bytes(len(content[at : at + 512]))
+    path.write_bytes(content)
+    return Corruption(kind, tuple(names))

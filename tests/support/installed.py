@@ -1,0 +1,31 @@
+"""The megatron-core that the tests run with: any from 0.12 on, first on PYTHONPATH."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import megatron.core
+
+if TYPE_CHECKING:
+    from support.cases import Case, Topology
+
+NAME: str = megatron.core.__version__
+VERSION: tuple[int, int] = tuple(int(part) for part in NAME.split(".")[:2])  # type: ignore[assignment]
+
+
+def lacks(case: Case, topology: Topology) -> str | None:
+    """Why this megatron-core cannot build the case; None where it can."""
+    if case.grouped == "legacy" and VERSION >= (0, 17):
+        return f"megatron-core {NAME} has no legacy GroupedMLP"
+    if case.moe and topology.instances > 1 and VERSION < (0, 13):
+        return f"megatron-core {NAME} has no experts in several optimizer instances"
+    if case.mla == "duplicated" and VERSION < (0, 13):
+        return f"megatron-core {NAME} builds these projections with Transformer Engine's arguments"
+    if case.mtp and VERSION >= (0, 20):
+        return f"megatron-core {NAME} builds MTP with Transformer Engine only"
+    if (topology.tp > case.groups or case.output_gate) and not case.mla and VERSION < (0, 16):
+        return f"megatron-core {NAME} has no query groups on several TP ranks, and no output gate"
+    whole = (topology.tp, topology.pp, topology.dp, topology.overlap) == (2, 2, 2, False)
+    if case.tied and whole and VERSION < (0, 13):
+        return f"megatron-core {NAME} cannot build this model's DistributedOptimizer, AdamW's too"
+    return None

@@ -1,0 +1,135 @@
+"""Bare parsers that declare what each Megatron-LM declares, and what Muon's flags mean on them."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from megatron_muon import MuonConfig
+from megatron_muon.megatron_lm.flags import add_flags, muon_config
+
+# megatron/training/arguments.py at core_v0.12.0 (as until 0.15.3), 0.16.1, 0.17.1, 0.19.0 (as
+# 0.18.2), and after it; what is new in each.
+_SCALE_MODES = ["spectral", "unit_rms_norm", "shape_scaling"]
+_TP_MODES = ["blockwise", "duplicated", "distributed"]
+_V16: dict[str, dict[str, Any]] = {
+    "--muon-momentum": {"type": float, "default": 0.9},
+    "--muon-no-split-qkv": {"action": "store_false", "default": True, "dest": "muon_split_qkv"},
+    "--muon-use-nesterov": {"action": "store_true"},
+    "--muon-scale-mode": {"type": str, "default": "spectral", "choices": _SCALE_MODES},
+    "--muon-fp32-matmul-prec": {
+        **{"type": str, "default": "medium"},
+        "choices": ["low", "medium", "high"],
+    },
+    "--muon-num-ns-steps": {"type": int, "default": 5},
+    "--muon-tp-mode": {"type": str, "default": "blockwise", "choices": _TP_MODES},
+    "--muon-extra-scale-factor": {"type": float, "default": 1.0},
+}
+_V17 = {
+    **_V16,
+    "--muon-coefficient-type": {"type": str, "default": "quintic"},
+    "--muon-scalar-optimizer": {"type": str, "default": "adam", "choices": ["adam", "lion"]},
+}
+_V19 = {
+    **{option: keywords for option, keywords in _V17.items() if option != "--muon-use-nesterov"},
+    "--muon-nesterov": {"action": "store_true"},
+}
+_LATER = {
+    **_V19,
+    "--muon-use-syrk": {"action": "store_true"},
+    "--muon-tp-mode": {"type": str, "default": "duplicated", "choices": _TP_MODES},
+}
+DECLARED = {"0.12": {}, "0.16": _V16, "0.17": _V17, "0.19": _V19, "later": _LATER}
+OPTIMIZERS = {
+    "0.12": ["adam", "sgd"],
+    "0.16": ["adam", "sgd", "muon", "dist_muon"],
+    "0.17": ["adam", "sgd", "muon", "dist_muon", "lion"],
+}
+EVERY = pytest.mark.parametrize("version", DECLARED)
+WITH_MUON = pytest.mark.parametrize("version", ["0.16", "0.17", "0.19", "later"])
+# What is given, and the settings that it stands for.
+MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
+    "matched-rms": (["--muon-matched-adamw-rms", "0.4"], {"matched_adamw_rms": 0.4}),
+    "extra-factor": (["--muon-extra-scale-factor", "0.4"], {"matched_adamw_rms": 0.4}),
+    "momentum": (["--muon-momentum", "0.9"], {"momentum": 0.9}),
+    "ns-steps": (["--muon-ns-steps", "7"], {"ns_steps": 7}),
+    "num-ns-steps": (["--muon-num-ns-steps", "7"], {"ns_steps": 7}),
+    "no-nesterov": (["--no-muon-nesterov"], {"nesterov": False}),
+    "nesterov": (["--muon-nesterov"], {"nesterov": True}),
+    "use-nesterov": (["--muon-use-nesterov"], {"nesterov": True}),
+    "spectral": (["--muon-scale-mode", "spectral"], {"scale_mode": "spectral"}),
+    "unit-rms": (
+        ["--muon-scale-mode", "unit_rms_norm"],
+        {"scale_mode": "unit_rms_norm", "matched_adamw_rms": 1.0},
+    ),
+    "shape-scaling": (
+        ["--muon-scale-mode", "shape_scaling", "--muon-extra-scale-factor", "0.3"],
+        {"scale_mode": "shape_scaling", "matched_adamw_rms": 0.3},
+    ),
+    "simple": (["--muon-coefficient-type", "simple"], {}),
+    "quintic": (["--muon-coefficient-type", "quintic"], {"ns_coefficients": "quintic"}),
+    "polar-express": (
+        ["--muon-ns-coefficients", "polar_express", "--muon-coefficient-type", "polar_express"],
+        {"ns_coefficients": "polar_express"},
+    ),
+    "numbers": (
+        ["--muon-ns-coefficients", "3.4445,-4.775,2.0315;2,-1.5,0.5"],
+        {"ns_coefficients": ((3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5))},
+    ),
+    "one triple": (["--muon-ns-coefficients", "3.4445,-4.775,2.0315"], {}),
+    "iteration": (["--muon-ns-iteration", "auto"], {"ns_iteration": "auto"}),
+    "batch": (["--muon-ns-batch", "4"], {"ns_batch": 4}),
+    "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
+    "medium": (["--muon-fp32-matmul-prec", "medium"], {"ns_dtype": "bf16"}),
+    "no-split-qkv": (["--muon-no-split-qkv"], {"split_qkv": False}),
+    "duplicated": (
+        ["--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2"],
+        {},
+    ),
+    "blockwise, TP 1": (["--muon-tp-mode", "blockwise"], {}),
+    "distributed, TP 1": (["--muon-tp-mode", "distributed"], {}),
+    "scalar-adam": (["--muon-scalar-optimizer", "adam"], {}),
+    "decay-all": (["--weight-decay-all-params"], {"weight_decay_all_params": True}),
+    "include": (
+        ["--muon-include", "a.*", "--muon-include", "b"],
+        {"muon_include": ("a.*", "b")},
+    ),
+    "exclude": (["--muon-exclude", "*.router.weight"], {"muon_exclude": ("*.router.weight",)}),
+    "homes": (["--muon-homes", "local"], {"homes": "local"}),
+    "rank-tflops": (["--muon-rank-tflops", "300"], {"rank_tflops": 300.0}),
+    "link-gbytes": (["--muon-link-gbytes", "12.5"], {"link_gbytes": 12.5}),
+    "layout": (["--muon-dp-layout", "bucketed"], {}),
+    "rounds": (["--muon-round-mib", "64"], {"round_bytes": 64 << 20}),
+    "ns-dtype": (["--muon-ns-dtype", "fp32"], {"ns_dtype": "fp32"}),
+    "no-digest": (["--no-muon-checkpoint-digest"], {"checkpoint_digest": False}),
+    "from-adamw": (["--muon-from-adamw", "momentum"], {}),
+    "moonlight": (["--muon-defaults", "moonlight"], {}),
+    "backend": (["--muon-backend", "plugin"], {}),
+    "cpu": (["--muon-cpu"], {}),
+    "twice the same": (["--muon-ns-steps", "7", "--muon-num-ns-steps", "7"], {"ns_steps": 7}),
+}
+
+
+def parser_of(version: str, **more: dict[str, Any]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    choices = OPTIMIZERS.get(version, [*OPTIMIZERS["0.17"], "soap", "adaptive_muon"])
+    parser.add_argument("--optimizer", default="adam", choices=choices)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--expert-tensor-parallel-size", type=int, default=None)
+    for option, keywords in {**DECLARED[version], **more}.items():
+        parser.add_argument(option, **keywords)
+    return parser
+
+
+def parsed(version: str, *given: str) -> Namespace:
+    parser = parser_of(version)
+    add_flags(parser)
+    return parser.parse_args(given)
+
+
+def config_of(version: str, *given: str) -> MuonConfig:
+    return muon_config(parsed(version, *given))

@@ -1,0 +1,1 @@
+"""Small models, and stand-ins for what they may be made of."""

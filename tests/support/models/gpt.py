@@ -1,0 +1,401 @@
+"""A tiny megatron-core GPT whose weights and gradients are known in TP 1, EP 1 coordinates.
+
+``train`` runs on every rank of a topology; ``whole.py`` puts what the ranks return together again.
+Gradients are written after the reduction, so no forward or backward pass is needed and every
+topology gets bit for bit the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from support.cases import (
+    FFN,
+    GROUPS,
+    HEAD_SIZE,
+    HEADS,
+    HIDDEN,
+    SEQUENCE,
+    TIED,
+    VOCAB,
+    Case,
+    Topology,
+    lr_at,
+    matches,
+    muon_weights,
+    whole_grad,
+    whole_weight,
+)
+from support.installed import VERSION, lacks
+from support.models.gpt_model import (
+    UNUSED,
+    Place,
+    global_names,
+    gpt,
+    initialize_parallel_state,
+    piece_of,
+    this_place,
+    transformer_config,
+)
+from support.ranks import run
+from support.whole import Piece, Whole, cut, differences, whole
+
+__all__ = [
+    "FFN",
+    "GROUPS",
+    "HEADS",
+    "HEAD_SIZE",
+    "HIDDEN",
+    "SEQUENCE",
+    "TIED",
+    "VOCAB",
+    "Built",
+    "Case",
+    "Topology",
+    "build",
+    "check",
+    "distributed_optimizers",
+    "error_of_optimizer",
+    "held",
+    "inner_optimizers",
+    "lr_at",
+    "make_optimizer",
+    "matches",
+    "muon_weights",
+    "set_schedule",
+    "start",
+    "take_step",
+    "train",
+    "trained",
+    "truth",
+    "whole_grad",
+    "whole_weight",
+    "write_grads",
+]
+
+Tensor = torch.Tensor
+MEGATRONS = "megatron's muon"  # a case's optimizer: see megatrons_muon
+VERIFIED: list[tuple[Case, Topology]] = []  # by ``check``, for the table
+
+# --- on every rank ---------------------------------------------------------------------------
+
+
+@dataclass
+class Built:
+    """The model chunks of one rank, each in its DDP, with their parameters by TP 1 name."""
+
+    case: Case
+    topology: Topology
+    place: Place
+    chunks: list[Any]
+    params: dict[str, torch.nn.Parameter]
+    pieces: dict[str, Piece]
+    optimizer: Any = None
+    log: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ddp(self) -> Any:
+        (only,) = self.chunks
+        return only
+
+    @property
+    def tp_rank(self) -> int:
+        return self.place.tp_rank
+
+    @property
+    def pp_rank(self) -> int:
+        return self.place.pp_rank
+
+    @property
+    def dp_rank(self) -> int:
+        return self.place.dp_rank
+
+    def buffers(self) -> Iterator[Any]:
+        """Megatron's grad buffers, the experts' too; each is sharded over a group of its own."""
+        for chunk in self.chunks:
+            yield from chunk.buffers
+            yield from chunk.expert_parallel_buffers
+
+    def local(self, name: str, whole_tensor: Callable[..., Tensor], *args: Any) -> Tensor:
+        """This rank's part of ``whole_tensor(case, name, whole shape, *args)``."""
+        piece, param = self.pieces[name], self.params[name]
+        if name.startswith(UNUSED):
+            return torch.zeros(param.shape)
+        full = whole_tensor(self.case, name, piece.whole_shape, *args)
+        return cut(full, piece).reshape(param.shape)
+
+
+def build(case: Case, topology: Topology) -> Built:
+    """Make the model and its DDP buffers on this rank, from slices of the whole weights."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    initialize_parallel_state(topology)
+    model_parallel_cuda_manual_seed(case.seed)
+    config = transformer_config(case, topology)
+    built = Built(case, topology, this_place(), [], {}, {})
+    stages = range(topology.chunks) if topology.chunks > 1 else [None]
+    models = [gpt(case, config, vp_stage) for vp_stage in stages]
+    for model in models:
+        names = global_names(model, built.place, topology)
+        for local, param in model.named_parameters():
+            name = names[local]
+            assert name not in built.params, f"two parameters are {name}"
+            built.params[name] = param
+            built.pieces[name] = piece_of(name, param, case, built.place, topology)
+            param.data.copy_(built.local(name, whole_weight))
+            param.requires_grad_(not matches(name, case.frozen))
+    built.chunks = [_in_ddp(model, index, case, topology) for index, model in enumerate(models)]
+    return built
+
+
+def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
+    """The model wrapped as Megatron-LM's get_model does."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    half = case.dtype != torch.float32
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=case.fp32_grads,
+        use_distributed_optimizer=case.optimizer != MEGATRONS,
+        overlap_grad_reduce=topology.overlap,
+        overlap_param_gather=topology.overlap,
+        bucket_size=topology.bucket_size if topology.overlap else None,
+        num_distributed_optimizer_instances=topology.instances,
+    )
+    return DistributedDataParallel(
+        model.config,
+        ddp_config,
+        Float16Module(model.config, model) if half else model,
+        disable_bucketing=index > 0 or topology.step_overlap,
+    )
+
+
+def make_optimizer(built: Built) -> Any:
+    """Megatron's optimizer over the model, by Megatron's own factory."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    case = built.case
+    said_twice = {"overlap_param_gather": built.topology.overlap}
+    if "overlap_param_gather" not in OptimizerConfig.__dataclass_fields__:
+        said_twice = {}  # to DDP alone in older ones
+    config = OptimizerConfig(
+        optimizer=case.optimizer,
+        lr=case.lr,
+        min_lr=0.0,
+        weight_decay=case.weight_decay,
+        clip_grad=case.clip,
+        bf16=case.dtype == torch.bfloat16,
+        fp16=case.dtype == torch.float16,
+        initial_loss_scale=2.0**12,
+        min_loss_scale=1.0,
+        loss_scale_window=3,  # so that the scale grows within the steps of a case
+        hysteresis=1,
+        params_dtype=case.dtype,
+        use_distributed_optimizer=True,
+        **said_twice,
+        overlap_param_gather_with_optimizer_step=built.topology.step_overlap,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_eps=1e-8,
+    )
+    fast = {id(p) for name, p in built.params.items() if matches(name, case.faster)}
+    groups = _conditions(fast) if VERSION < (0, 16) else _overrides(config, fast)
+    optimizer = get_megatron_optimizer(config, built.chunks, **groups)
+    if VERSION < (0, 16):
+        _halve_decay(optimizer)
+    return optimizer
+
+
+def _overrides(config: Any, fast: set[int]) -> dict[str, Any]:
+    """Three times the rate and half the decay for some, as core 0.16 and later are told."""
+    from megatron.core.optimizer import get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+    overrides = get_standard_config_overrides(config)
+    if fast:
+        faster = ParamPredicate(name="faster", fn=lambda p: id(p) in fast)
+        decayed = ParamPredicate(name="decayed", fn=lambda p: id(p) in fast and p.dim() > 1)
+        overrides[ParamKey(predicate=faster)] = {"max_lr": 3 * config.lr}
+        overrides[ParamKey(predicate=decayed)] = {"wd_mult": 0.5}
+    return {"config_overrides": overrides}
+
+
+def _conditions(fast: set[int]) -> dict[str, Any]:
+    """As earlier ones are told, which have no other decay than all and none."""
+    if not fast:
+        return {}
+    return {"scale_lr_cond": lambda name, param: id(param) in fast, "lr_mult": 3.0}
+
+
+def _halve_decay(optimizer: Any) -> None:
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            if group["lr_mult"] == 3.0 and group["wd_mult"] == 1.0:
+                group["wd_mult"] = 0.5
+
+
+def set_schedule(built: Built, step: int) -> None:
+    """What OptimizerParamScheduler does before a step, with the decay of ``lr_at``."""
+    for inner in inner_optimizers(built.optimizer):
+        for group in inner.param_groups:
+            group["lr"] = group["max_lr"] * group["lr_mult"] * (1 - 0.03 * step)
+            group["weight_decay"] = built.case.weight_decay * group["wd_mult"]
+
+
+def distributed_optimizers(optimizer: Any) -> list[Any]:
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each for each in chained if not each.is_stub_optimizer]
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    return [each.optimizer for each in distributed_optimizers(optimizer)]
+
+
+@torch.no_grad()
+def write_grads(built: Built, step: int) -> None:
+    """Write this step's reduced gradients, times the loss scale, a power of two; what other DP
+    ranks own is spoilt, as it is in a run."""
+    scale = float(built.optimizer.get_loss_scale()) if built.case.fp16 else 1.0
+    for chunk in built.chunks:
+        chunk.zero_grad_buffer()
+    for name, param in built.params.items():
+        if param.requires_grad:
+            param.main_grad.copy_(built.local(name, whole_grad, step) * scale)
+    for buffer in built.buffers():
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            for owner, shard in enumerate(bucket.grad_data.view(group.size(), -1)):
+                if owner != group.rank():
+                    shard.mul_(-3.0)
+
+
+def take_step(built: Built, step: int) -> None:
+    set_schedule(built, step)
+    write_grads(built, step)
+    if built.case.fp16:
+        scale = float(built.optimizer.get_loss_scale())
+        built.log.setdefault("loss_scales", []).append(scale)
+    ok, norm, _ = built.optimizer.step()
+    assert ok is not built.case.overflows(step), f"step {step}: successful is {ok}"
+    built.log.setdefault("norms", []).append(float(norm) if ok else None)
+    if built.topology.overlap:
+        for chunk in built.chunks:
+            chunk.start_param_sync(force_sync=True)
+    built.optimizer.zero_grad()
+
+
+def start(case: Case, topology: Topology) -> Built:
+    """Model and optimizer, with the plugin installed if the case asks for Muon."""
+    import megatron_muon
+
+    if case.optimizer == "muon":
+        megatron_muon.install(megatron_muon.MuonConfig(**dict(case.muon)))
+    try:
+        built = build(case, topology)
+        built.optimizer = make_optimizer(built)
+    finally:
+        if case.optimizer == "muon":
+            megatron_muon.uninstall()
+    return built
+
+
+def error_of_optimizer(built: Built, **settings: Any) -> str:
+    """What making the optimizer with the plugin and these settings raises, as text."""
+    import megatron_muon
+
+    megatron_muon.install(megatron_muon.MuonConfig(**settings))
+    try:
+        make_optimizer(built)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        megatron_muon.uninstall()
+    return "no error"
+
+
+def train(
+    case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext
+) -> dict[str, Any]:
+    """Take the case's steps on this rank, inside ``mutation()``, and return what it holds then."""
+    with mutation():
+        built = start(case, topology)
+        for step in range(case.steps):
+            take_step(built, step)
+        return held(built)
+
+
+def held(built: Built) -> dict[str, Any]:
+    """Everything this rank holds, as numpy: whole parameters and the shards it owns."""
+    names = {id(param): name for name, param in built.params.items()}
+    result: dict[str, Any] = {
+        "rank": (built.tp_rank, built.pp_rank, built.dp_rank),
+        "pieces": built.pieces,
+        "buckets": [len(buffer.buckets) for buffer in built.buffers()],
+        "log": built.log,
+        "params": {n: p.detach().float().numpy().copy() for n, p in built.params.items()},
+        "owners": {
+            names[id(param)]: tuple(torch.distributed.get_process_group_ranks(group))
+            for buffer in built.buffers()
+            for group in [buffer.data_parallel_group]
+            for param in buffer.param_index_map
+        },
+        "shards": {},
+        "optimizers": len(distributed_optimizers(built.optimizer)),
+    }
+    for dist in distributed_optimizers(built.optimizer):
+        for param, shard in _owned(dist):
+            at = dist._get_model_param_range_map(param)["param"]
+            assert shard.numel() == at.end - at.start
+            state = {k: v for k, v in dist.optimizer.state[shard].items() if torch.is_tensor(v)}
+            kept = {"main": shard, **{k: v for k, v in state.items() if v.numel() == at.size}}
+            arrays = {kind: t.detach().float().numpy().copy() for kind, t in kept.items()}
+            assert names[id(param)] not in result["shards"], "two optimizers own a parameter"
+            result["shards"][names[id(param)]] = (at.start, at.end, arrays)
+    for kind in ("params", "owners", "shards"):
+        result[kind] = {n: v for n, v in result[kind].items() if not n.startswith(UNUSED)}
+    return result
+
+
+def _owned(dist: Any) -> Iterable[tuple[Any, Tensor]]:
+    """(model parameter, fp32 shard) of a DistributedOptimizer, paired by position as it does."""
+    for models, shards in (
+        (dist.model_float16_groups, dist.shard_fp32_from_float16_groups),
+        (dist.model_fp32_groups, dist.shard_fp32_groups),
+    ):
+        for model_group, shard_group in zip(models, shards, strict=True):
+            yield from zip(model_group, shard_group, strict=True)
+
+
+# --- from the test's process -----------------------------------------------------------------
+
+
+def trained(case: Case, topology: Topology, mutation: Callable[[], Any] = nullcontext) -> Whole:
+    """Run ``train`` on real ranks and put the results together."""
+    lacking = lacks(case, topology)
+    if lacking:
+        pytest.skip(lacking)
+    limit = max(120.0, 15.0 * topology.world_size)
+    return whole(run(train, topology.world_size, case, topology, mutation, timeout=limit))
+
+
+@cache
+def truth(case: Case) -> Whole:
+    """What one process computes for the case."""
+    return trained(case, Topology())
+
+
+def check(case: Case, topology: Topology) -> Whole:
+    """Compare with one process; what was computed is returned for further looks."""
+    found = trained(case, topology)
+    if case.optimizer == "muon" and case.steps:  # they have Muon's state and not Adam's
+        assert found["main"].keys() - found["exp_avg_sq"].keys() == muon_weights(case)
+    assert differences(truth(case), found) == []
+    VERIFIED.append((case, topology))
+    return found

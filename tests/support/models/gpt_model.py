@@ -1,0 +1,308 @@
+"""Build the model chunks of a rank, and say which part of which whole parameter each one holds.
+
+The parts are known from the model's plan, not from the marks on the parameters: those of
+Transformer Engine are wrong, and telling so is the optimizer's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_muon.dry_run.versions import having
+from support.cases import (
+    EXPERTS,
+    HEAD_SIZE,
+    HIDDEN,
+    KV_RANK,
+    MOE_FFN,
+    Q_RANK,
+    ROPE_HEAD,
+    SEQUENCE,
+    SHARED_FFN,
+    TIED,
+    VOCAB,
+    Case,
+    Topology,
+)
+from support.installed import VERSION
+from support.whole import Cut, Piece
+
+LAYERS_PREFIX = "decoder.layers."
+DOWN_PROJECTIONS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+# With tied embeddings Megatron gives a last stage that has MTP's copy of the embedding an output
+# layer of its own, which nothing uses: one process has none, and no gradient ever comes.
+UNUSED = "unused."
+MLA_OPTIONS = {
+    "num_query_groups": None,
+    "q_lora_rank": Q_RANK,
+    "kv_lora_rank": KV_RANK,
+    "qk_head_dim": HEAD_SIZE,
+    "qk_pos_emb_head_dim": ROPE_HEAD,
+    "v_head_dim": HEAD_SIZE,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    etp_rank: int
+    ep_rank: int
+
+
+def this_place() -> Place:
+    from megatron.core import parallel_state as ps
+
+    return Place(
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        dp_rank=ps.get_data_parallel_rank(),
+        etp_rank=ps.get_expert_tensor_parallel_rank(),
+        ep_rank=ps.get_expert_model_parallel_rank(),
+    )
+
+
+# --- construction ----------------------------------------------------------------------------
+
+
+def initialize_parallel_state(topology: Topology) -> None:
+    from megatron.core import parallel_state as ps
+
+    ps.destroy_model_parallel()
+    ps.initialize_model_parallel(
+        topology.tp,
+        topology.pp,
+        virtual_pipeline_model_parallel_size=topology.chunks if topology.chunks > 1 else None,
+        context_parallel_size=topology.cp,
+        expert_model_parallel_size=topology.ep,
+        num_distributed_optimizer_instances=topology.instances,
+        expert_tensor_parallel_size=topology.etp,
+    )
+
+
+def transformer_config(case: Case, topology: Topology) -> Any:
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    options: dict[str, Any] = {
+        "num_layers": case.layers,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": case.heads,
+        "num_query_groups": case.groups,
+        "attention_output_gate": case.output_gate,
+        "ffn_hidden_size": case.ffn,
+        "gated_linear_unit": case.gated,
+        "activation_func": torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+        "virtual_pipeline_model_parallel_size": topology.chunks if topology.chunks > 1 else None,
+        "num_layers_in_first_pipeline_stage": topology.first_layers,
+        "context_parallel_size": topology.cp,
+        "sequence_parallel": topology.sequence_parallel,
+        "pipeline_dtype": case.dtype,
+        "params_dtype": case.dtype,
+        "bf16": case.dtype == torch.bfloat16,
+        "fp16": case.dtype == torch.float16,
+        "add_bias_linear": not case.moe,  # grouped and shared experts have no bias
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "mtp_num_layers": 1 if case.mtp else None,
+    }
+    if case.moe:
+        options |= _moe_options(case, topology)
+    if not case.mla:
+        return TransformerConfig(**having(TransformerConfig, **options))
+    return MLATransformerConfig(**having(MLATransformerConfig, **options | MLA_OPTIONS))
+
+
+def _moe_options(case: Case, topology: Topology) -> dict[str, Any]:
+    return {
+        "num_moe_experts": EXPERTS,
+        "moe_layer_freq": [0] * case.dense_layers + [1] * (case.layers - case.dense_layers),
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": MOE_FFN,
+        "moe_shared_expert_intermediate_size": SHARED_FFN,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": bool(case.grouped),
+        "moe_use_legacy_grouped_gemm": case.grouped == "legacy",
+        "expert_model_parallel_size": topology.ep,
+        "expert_tensor_parallel_size": topology.expert_tp,
+    }
+
+
+def layer_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
+    """Megatron's own modules, with stand-ins for Transformer Engine's where the case has them."""
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
+
+    if case.dense_layers:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, **chunk)
+    options = {
+        "num_experts": EXPERTS if case.moe else None,
+        "moe_grouped_gemm": case.grouped == "legacy",
+        "multi_latent_attention": bool(case.mla),
+        "qk_layernorm": bool(case.mla),
+    }
+    if case.grouped == "legacy":
+        options["moe_use_legacy_grouped_gemm"] = True
+    spec = get_gpt_layer_local_spec(**options)
+    if case.mla == "duplicated":
+        from support.models import te_standin
+
+        attention = spec.submodules.self_attention.submodules
+        attention.linear_q_down_proj = te_standin.TELinear
+        attention.linear_kv_down_proj = te_standin.TELinear
+    if case.grouped == "te":
+        _take_te_experts(spec.submodules.mlp)
+    return spec
+
+
+def _take_te_experts(moe: Any) -> None:
+    from megatron.core.transformer.moe import experts
+
+    from support.models import te_standin
+
+    linears = {
+        "linear_fc1": te_standin.TEColumnParallelGroupedLinear,
+        "linear_fc2": te_standin.TERowParallelGroupedLinear,
+    }
+    if VERSION >= (0, 17):  # a ModuleSpec there, a partial in later ones
+        layer = moe.submodules if hasattr(moe, "submodules") else moe.keywords["submodules"]
+        submodules = experts.GroupedMLPSubmodules(**linears)
+        layer.experts = partial(experts.TEGroupedMLP, submodules=submodules)
+        return
+    from megatron.core.transformer.mlp import MLPSubmodules
+
+    moe.submodules.experts.module = experts.TEGroupedMLP
+    moe.submodules.experts.submodules = MLPSubmodules(**linears)
+
+
+@contextmanager
+def _as_if_te_were_installed() -> Iterator[None]:
+    """MLASelfAttention asks what is a TELinear, and makes down projections of it 'duplicated';
+    without Transformer Engine that name is a mock, and core 0.12 does not ask."""
+    from megatron.core.transformer import multi_latent_attention
+
+    from support.models import te_standin
+
+    with mock.patch.object(multi_latent_attention, "TELinear", te_standin.TELinear, create=True):
+        yield
+
+
+def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
+    """A model chunk: of this pipeline stage, or the given one of several chunks on it."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    if vp_stage is not None:
+        ps.set_virtual_pipeline_model_parallel_rank(vp_stage)  # core 0.12 knows no other way
+    chunk = {} if VERSION < (0, 13) else {"vp_stage": vp_stage}
+    spec = layer_spec(case, config, chunk)
+    mtp = None
+    if case.mtp:
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **chunk)
+    with _as_if_te_were_installed() if case.mla else nullcontext():
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=VOCAB,
+            max_sequence_length=SEQUENCE,
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, **chunk),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, **chunk),
+            share_embeddings_and_output_weights=case.tied,
+            position_embedding_type="rope",
+            mtp_block_spec=mtp,
+            **chunk,
+        )
+
+
+# --- names and parts -------------------------------------------------------------------------
+
+
+def global_names(model: Any, place: Place, topology: Topology) -> dict[str, str]:
+    """Local name to the name in one process: layers count over all stages and chunks, experts over
+    all expert-parallel ranks, and a tied copy has the name of its original."""
+    first_layer = model.decoder.layers[0].layer_number - 1
+    first_expert = place.ep_rank * (EXPERTS // topology.ep)
+    names = {}
+    for local, _ in model.named_parameters():
+        name = local
+        if local.startswith(LAYERS_PREFIX):
+            number, rest = local.removeprefix(LAYERS_PREFIX).split(".", 1)
+            name = f"{LAYERS_PREFIX}{int(number) + first_layer}.{rest}"
+        elif local == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            name = UNUSED + local if hasattr(model, "embedding") else TIED
+        names[local] = _global_expert(name, first_expert)
+    return names
+
+
+def _global_expert(name: str, first_expert: int) -> str:
+    """``…local_experts.{i}.…`` and ``…experts.linear_fc1.weight{i}`` with the number over all."""
+    before, mark, after = name.partition(".experts.local_experts.")
+    if mark:
+        number, rest = after.split(".", 1)
+        return f"{before}{mark}{int(number) + first_expert}.{rest}"
+    before, mark, after = name.partition(".experts.linear_fc")
+    if mark:
+        which, number = after.split(".weight")
+        return f"{before}{mark}{which}.weight{int(number) + first_expert}"
+    return name
+
+
+def piece_of(
+    name: str, param: torch.nn.Parameter, case: Case, place: Place, topology: Topology
+) -> Piece:
+    """What of the whole parameter this rank holds."""
+    if name.endswith((".experts.weight1", ".experts.weight2")):
+        return _batch_of_transposed(name, case, place, topology)
+    dim = _split_dim(name, param, case)
+    if dim is None:
+        return Piece(tuple(param.shape))
+    gated = case.gated and ".linear_fc1." in name
+    cut = Cut(dim, place.tp_rank, topology.tp, halves=gated)
+    if ".mlp.experts." in name:
+        cut = replace(cut, index=place.etp_rank, count=topology.expert_tp)
+    return Piece(tuple(param.shape), (cut,))
+
+
+def _split_dim(name: str, param: torch.nn.Parameter, case: Case) -> int | None:
+    if case.grouped == "te" and ".mlp.experts." in name:
+        return 0 if ".linear_fc1." in name else 1
+    if case.mla == "duplicated" and name.endswith(DOWN_PROJECTIONS):
+        return None
+    if not getattr(param, "tensor_model_parallel", False):
+        return None
+    return int(param.partition_dim)  # Megatron's own modules mark what they cut
+
+
+def _batch_of_transposed(name: str, case: Case, place: Place, topology: Topology) -> Piece:
+    """Megatron's legacy GroupedMLP: memory is [experts, in, out], whatever the parameter's shape
+    says (megatron/core/transformer/moe/experts.py, GroupedMLP.forward)."""
+    experts, ffn = EXPERTS // topology.ep, MOE_FFN // topology.expert_tp
+    over_experts = Cut(0, place.ep_rank, topology.ep)
+    if name.endswith("weight1"):
+        shape = (experts, HIDDEN, ffn * (2 if case.gated else 1))
+        over_ffn = Cut(2, place.etp_rank, topology.expert_tp, halves=case.gated)
+    else:
+        shape = (experts, ffn, HIDDEN)
+        over_ffn = Cut(1, place.etp_rank, topology.expert_tp)
+    return Piece(shape, (over_experts, over_ffn))

@@ -1,0 +1,113 @@
+"""Wrong plans and wrong models, as context managers that ``gpt.train`` enters on every rank.
+
+Each leaves the run legal: nothing raises, only the result may tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+
+@contextmanager
+def _changed_plan(change: Callable[..., Any]) -> Iterator[None]:
+    """Within it the package makes its plan with ``change(make_plan, and what that takes)``."""
+    import megatron_muon.planning.plan as plans
+
+    original = plans.make_plan
+    plans.make_plan = partial(change, original)
+    try:
+        yield
+    finally:
+        plans.make_plan = original
+
+
+def _with_segments(plan: Any, segments: list[Any]) -> Any:
+    changed = replace(plan, segments=tuple(segments))
+    changed.validate()
+    return changed
+
+
+def _is_of_experts(parameters: Any) -> bool:
+    return any(".experts." in parameter.name for parameter in parameters)
+
+
+def wrong_piece(of_experts: bool = False) -> AbstractContextManager[None]:
+    """Two pieces of one parameter, equally long, on one rank, go to each other's place: the plan
+    still covers every element once, and its own check accepts it."""
+
+    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, device: Any) -> Any:
+        plan = make_plan(parameters, grid, config, device)
+        if _is_of_experts(parameters) is not of_experts:
+            return plan
+        segments = list(plan.segments)
+        for a, one in enumerate(segments):
+            for b in range(a + 1, len(segments)):
+                two = segments[b]
+                same = (one.parameter, one.rank, one.elements.size)
+                if same == (two.parameter, two.rank, two.elements.size):
+                    segments[a] = replace(one, matrix=two.matrix, start=two.start)
+                    segments[b] = replace(two, matrix=one.matrix, start=one.start)
+                    return _with_segments(plan, segments)
+        raise AssertionError("the plan has no two pieces to swap")
+
+    return _changed_plan(change)
+
+
+def wrong_expert_piece() -> AbstractContextManager[None]:
+    """As ``wrong_piece``, in the plan of the experts' optimizer."""
+    return wrong_piece(of_experts=True)
+
+
+def swapped_tp_order() -> AbstractContextManager[None]:
+    """Every rank takes its TP slice for the other TP rank's."""
+
+    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, device: Any) -> Any:
+        return make_plan(parameters, tuple(plane[::-1] for plane in grid), config, device)
+
+    return _changed_plan(change)
+
+
+def swapped_ep_ranks() -> AbstractContextManager[None]:
+    """The first rank that has a part of EP rank 0's experts and the first one of EP rank 1's send
+    them to each other's matrices, while the ranks with the other parts do not."""
+
+    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, device: Any) -> Any:
+        plan = make_plan(parameters, grid, config, device)
+        if not _is_of_experts(parameters):
+            return plan
+        (first, *others), *_ = grid[0]
+        second = grid[1][0][0]
+        assert others or len(grid[0]) > 1, "one rank has all of an expert: renaming changes nothing"
+        count = len(plan.parameters) // len(grid)
+        place = {
+            (s.rank, s.parameter % count, s.elements.start, s.start): index
+            for index, s in enumerate(plan.segments)
+            if s.rank in (first, second)
+        }
+        segments = list(plan.segments)
+        for (rank, *rest), index in place.items():
+            other = plan.segments[place[(second if rank == first else first, *rest)]]
+            segments[index] = replace(segments[index], matrix=other.matrix)
+        return _with_segments(plan, segments)
+
+    return _changed_plan(change)
+
+
+@contextmanager
+def believed_marks() -> Iterator[None]:
+    """Duplicated linears do not tell that they are: the marks on their weights are believed."""
+    from support.models import te_standin
+
+    original = te_standin.TELinear.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        del self.parallel_mode
+
+    with mock.patch.object(te_standin.TELinear, "__init__", init):
+        yield

@@ -1,0 +1,164 @@
+"""Ranks compared: one order of collectives, matching messages, and no deadlock."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from support.virtual_gpu.races import Clock, collectives_and_clocks
+from support.virtual_gpu.recording import Recording
+from support.virtual_gpu.trace import Collective, Message
+
+Node = tuple[int, int]  # a rank of the world, and the number of a collective among its own
+
+
+@dataclass(slots=True)
+class _Calls:
+    """Every rank's collectives, with what must be done before each, and who takes part."""
+
+    of_rank: dict[int, list[tuple[Collective, Clock]]]
+    partners: dict[Node, set[Node]] = field(default_factory=lambda: defaultdict(set))
+    faults: list[str] = field(default_factory=list)
+
+
+def check_stage(recordings: Mapping[int, Recording]) -> list[str]:
+    """Faults between ranks; none where the step can run on all of them together.
+
+    1. Over a group every rank calls the same collectives in one order, with the same dtype, size,
+       reduction and root.
+    2. What rank i sends to rank j in an all-to-all is what j receives from i: dtype and bytes.
+    3. The sends from i to j are the receives of j from i in number, order, dtype and bytes.
+    4. All of them end, where each waits for what its stream has before it and for its partners.
+
+    Args:
+        recordings: by rank of the world; every rank of every group that communicates.
+
+    Raises:
+        ValueError: a rank of a group is not among them.
+    """
+    calls = _Calls({rank: collectives_and_clocks(r.trace) for rank, r in recordings.items()})
+    for rank, own in calls.of_rank.items():
+        for call, _ in own:
+            missing = set(call.group.ranks) - set(recordings)
+            if missing:
+                raise ValueError(f"rank {rank} communicates with {sorted(missing)}: not recorded")
+    _match_collectives(calls)
+    _match_messages(calls)
+    return calls.faults or _stuck(calls)
+
+
+def _match_collectives(calls: _Calls) -> None:
+    over: dict[str, dict[int, list[Node]]] = defaultdict(lambda: defaultdict(list))
+    for rank, own in calls.of_rank.items():
+        for number, (call, _) in enumerate(own):
+            if not call.point_to_point:
+                over[call.group.name][rank].append((rank, number))
+    for name, by_rank in over.items():
+        first = next(iter(by_rank.values()))
+        ranks = _call(calls, first[0]).group.ranks
+        counts = {rank: len(by_rank.get(rank, [])) for rank in ranks}
+        if len(set(counts.values())) > 1:
+            calls.faults.append(f"group {name}: collectives by rank {counts}")
+        for position, nodes in enumerate(zip(*(by_rank.get(r, []) for r in ranks), strict=False)):
+            _compare(calls, f"group {name}, collective {position}", nodes)
+
+
+def _compare(calls: _Calls, where: str, nodes: Sequence[Node]) -> None:
+    every = [_call(calls, node) for node in nodes]
+    for node, call in zip(nodes, every, strict=True):
+        calls.partners[node] |= set(nodes)
+        if call.agreed != every[0].agreed:
+            calls.faults.append(
+                f"{where}: rank {node[0]} calls {_said(call)}, rank {nodes[0][0]} {_said(every[0])}"
+            )
+            return
+    for i, sender in enumerate(every):
+        for j, receiver in enumerate(every):
+            sent, taken = _with(sender.sends, j), _with(receiver.receives, i)
+            if sent != taken:
+                calls.faults.append(
+                    f"{where}: {i} sends {j} {_sizes(sent)}, {j} takes {_sizes(taken)}"
+                )
+
+
+def _match_messages(calls: _Calls) -> None:
+    """Sends and receives, on each ordered pair of ranks and stream in order."""
+    sends: dict[tuple[str, int, int], list[tuple[Node, Message]]] = defaultdict(list)
+    receives: dict[tuple[str, int, int], list[tuple[Node, Message]]] = defaultdict(list)
+    for rank, own in calls.of_rank.items():
+        for number, (call, _) in enumerate(own):
+            if call.point_to_point:
+                calls.partners[rank, number].add((rank, number))
+                for m in call.sends:
+                    sends[call.own_stream, call.rank, m.peer].append(((rank, number), m))
+                for m in call.receives:
+                    receives[call.own_stream, m.peer, call.rank].append(((rank, number), m))
+    for channel in sorted(set(sends) | set(receives)):
+        sent, taken = sends[channel], receives[channel]
+        stream, i, j = channel
+        if [_what(m) for _, m in sent] != [_what(m) for _, m in taken]:
+            calls.faults.append(
+                f"{stream}: {i} sends {j} {_sizes([m for _, m in sent])}, {j} takes "
+                f"{_sizes([m for _, m in taken])}"
+            )
+        for (sender, _), (receiver, _) in zip(sent, taken, strict=False):
+            calls.partners[sender].add(receiver)
+            calls.partners[receiver].add(sender)
+
+
+def _stuck(calls: _Calls) -> list[str]:
+    """Run them all; where nothing moves any more, what each rank waits in."""
+    done: dict[int, dict[str, int]] = {rank: defaultdict(int) for rank in calls.of_rank}
+    waiting = {rank: list(range(len(own))) for rank, own in calls.of_rank.items()}
+    nccl = {call.own_stream for own in calls.of_rank.values() for call, _ in own}
+
+    def ready(node: Node) -> bool:
+        rank, number = node
+        _, clock = calls.of_rank[rank][number]
+        return all(done[rank][s] >= time for s, time in clock.items() if s in nccl)
+
+    ended: set[Node] = set()
+    moved = True
+    while moved:
+        moved = False
+        started: set[Node] = set()
+        for rank, numbers in waiting.items():
+            heads: set[str] = set()
+            for number in numbers:
+                stream = _call(calls, (rank, number)).own_stream
+                if stream not in heads and ready((rank, number)):
+                    started.add((rank, number))
+                heads.add(stream)
+        for node in started:
+            if calls.partners[node] <= started | ended:
+                ended.add(node)
+                waiting[node[0]].remove(node[1])
+                done[node[0]][_call(calls, node).own_stream] += 1
+                moved = True
+    return [
+        f"deadlock: rank {rank} waits in {_said(_call(calls, (rank, numbers[0])))}"
+        for rank, numbers in waiting.items()
+        if numbers
+    ]
+
+
+def _call(calls: _Calls, node: Node) -> Collective:
+    return calls.of_rank[node[0]][node[1]][0]
+
+
+def _with(messages: Sequence[Message], peer: int) -> list[tuple[object, int]]:
+    return [_what(m) for m in messages if m.peer == peer]
+
+
+def _what(message: Message) -> tuple[object, int]:
+    return message.dtype, message.nbytes
+
+
+def _sizes(messages: Sequence[Message | tuple[object, int]]) -> str:
+    said = [_what(m) if isinstance(m, Message) else m for m in messages]
+    return ", ".join(f"{nbytes} B of {dtype}" for dtype, nbytes in said) or "nothing"
+
+
+def _said(call: Collective) -> str:
+    return f"{call.name} {call.agreed} over {call.group.name} in {call.phase} ({call.place})"

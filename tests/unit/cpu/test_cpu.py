@@ -1,0 +1,343 @@
+"""Megatron without a GPU: the switch, the half-precision products and the Adam."""
+
+import io
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import megatron_muon.cpu as cpu
+from megatron_muon.cpu import fused_adam
+from megatron_muon.cpu.fused_adam import FusedAdam
+from megatron_muon.orthogonalize.matmul import multiplies_bf16
+from support import ROOT
+
+PATHS = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+U = 2.0**-24  # fp32 unit roundoff
+needs_products = pytest.mark.skipif(
+    multiplies_bf16(), reason="this CPU has bf16 instructions; nothing is replaced"
+)
+needs_enabled = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so cpu is not enabled")
+
+# ---------------------------------------------------------------- the switch
+
+
+def _python(code: str) -> str:
+    """Run ``code`` in a fresh interpreter and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_enabled
+def test_enable_refuses_once_megatron_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron.core  # noqa: F401
+
+    cpu.enable()  # enabled already: nothing happens
+    monkeypatch.setattr(cpu, "_patches", None)
+    with pytest.raises(RuntimeError, match="before anything imports Megatron"):
+        cpu.enable()
+
+
+def test_import_is_light_and_enable_refuses_a_gpu() -> None:
+    out = _python(
+        "import sys, torch, megatron_muon.cpu as cpu\n"
+        "assert not any(m.startswith('megatron.') for m in sys.modules)\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "try: cpu.enable()\n"
+        "except RuntimeError as e: print(e)\n"
+        "assert not cpu.enabled()\n"
+        "cpu.enable(allow_cuda=True)\n"
+        "print(cpu.enabled(), torch.zeros(1, device='cuda').device)\n"
+    )
+    assert "allow_cuda=True" in out and "True cpu" in out
+
+
+ROUND_TRIP = """
+import torch, torch.cuda.nvtx, itertools
+import megatron_muon.cpu as cpu
+OWNERS = [torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor,
+          torch.distributed.ProcessGroup]
+OPS = ["aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"]
+def state(): return [dict(vars(o)) for o in OWNERS]
+def kernels(): return [torch._C._dispatch_dump(op) for op in OPS]
+def products():
+    out = []
+    for dtype, n, transposed in itertools.product(
+        (torch.float32, torch.float64, torch.int64, torch.complex64), (0, 1, 5, 67), (0, 1)):
+        g = torch.Generator().manual_seed(n)
+        a, b = torch.randn(2, 3, n, n, generator=g, dtype=torch.float64).mul(9).to(dtype)
+        c = b.transpose(1, 2) if transposed else b
+        out += [a[0] @ c[0], a @ c, torch.addmm(b[1], a[0], c[0], beta=2, alpha=3),
+                torch.baddbmm(b, a, c, beta=2, alpha=3), torch.addmm(b[1, :1], a[0], c[0])]
+    return out
+def same(x, y): return all(torch.equal(p, q) and p.stride() == q.stride() for p, q in zip(x, y))
+before, table, values = state(), kernels(), products()
+cpu.enable()
+import megatron.core.optimizer as o, megatron.core.optimizer.distrib_optimizer as d
+from megatron.core.transformer.torch_norm import WrappedTorchNorm as W
+import megatron.core.tensor_parallel.random as r
+assert torch.zeros(1, device="cuda", pin_memory=True).type() == "torch.cuda.FloatTensor"
+assert o.Adam is d.Adam is cpu.FusedAdam and not getattr(o, "USING_PYTORCH_OPTIMIZER", False)
+assert d.HAVE_APEX_OR_TE and getattr(d, "USING_TE_OPTIMIZER", True)  # since 0.14, as the first's
+assert same(values, products())
+half = kernels()
+assert matmul_is_native or all(x != y for x, y in zip(half, table))
+absent = cpu._patches.ABSENT
+megatron_patches = [(w, n, v) for w, n, v in cpu._patches.changed if w not in OWNERS]
+cpu.disable()
+for owner, old in zip(OWNERS, before):
+    for name in old: assert vars(owner)[name] is old[name], (owner, name)
+    new = {n for n in vars(owner) if n not in old and not hasattr(vars(owner)[n], "__path__")}
+    assert not new & {"cuda", "to", "type", "pin_memory", "record_stream"}, (owner, new)
+assert kernels() == table and same(values, products())
+assert o.Adam is torch.optim.AdamW and getattr(o, "USING_PYTORCH_OPTIMIZER", True) is True
+assert d.Adam in (torch.optim.Adam, torch.optim.AdamW)
+assert d.HAVE_APEX_OR_TE is getattr(d, "USING_TE_OPTIMIZER", False) is False
+import megatron.core.transformer.multi_latent_attention as l
+import megatron.core.tensor_parallel.mappings as m
+from megatron.core.transformer.dot_product_attention import DotProductAttention as A
+import importlib.util, inspect, megatron.core.fp8_utils as f
+import megatron.core.transformer.moe.moe_utils as u
+import megatron.core.transformer.moe.token_dispatcher as t
+expected = {o, d, r, W, A, m, u, t}
+expected |= {l} if hasattr(l, "HAVE_TE") else set()  # since core 0.14
+cast = f._quantize_param_shard_impl  # of core 0.12, which raises
+expected |= set() if "model_params" in inspect.signature(cast).parameters else {f}
+if importlib.util.find_spec("megatron.core.transformer.moe.grouped_gemm_util"):  # until 0.16
+    expected.add(importlib.import_module("megatron.core.transformer.moe.grouped_gemm_util"))
+assert {w for w, _, _ in megatron_patches} == expected
+for owner, name, old in reversed(megatron_patches):  # the value before the first change counts
+    first = next(v for w, n, v in megatron_patches if (w, n) == (owner, name))
+    if first is absent: assert name not in vars(owner), (owner, name)
+    else: assert vars(owner)[name] is first, (owner, name)
+assert torch.zeros(1).type() == "torch.FloatTensor"
+cpu.disable()
+print("as before")
+"""
+
+
+def test_disable_puts_everything_back_and_other_types_are_bitwise_unchanged() -> None:
+    native = f"matmul_is_native = {multiplies_bf16()}\n"
+    assert _python(native + ROUND_TRIP) == "as before\n"
+
+
+def test_a_device_context_works_after_disable() -> None:
+    """torch keeps what it acts on; one that was entered while enabled must not decide it."""
+    code = (
+        "import torch\nfrom megatron_muon import cpu\ncpu.enable(allow_cuda=True)\n"
+        "with torch.device('cpu'): torch.empty(1)\n"
+        "cpu.disable()\n"
+        "with torch.device('meta'): print(torch.empty(1).is_meta)\n"
+    )
+    assert _python(code).splitlines()[-1] == "True"
+
+
+def test_table_gives_a_reason_for_each_replacement() -> None:
+    names = [r.name for r in cpu.REPLACEMENTS]
+    assert len(set(names)) == len(names)
+    assert all(len(r.why) > 40 for r in cpu.REPLACEMENTS)
+
+
+# ---------------------------------------------------------------- half-precision products
+
+
+@needs_enabled
+@needs_products
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> None:
+    a, b, c = (torch.randn(3, 17, 17).to(dtype) for _ in range(3))
+    A, B, C = a.float(), b.float(), c.float()
+    assert torch.equal(a[0] @ b[0].t(), (A[0] @ B[0].t()).to(dtype))
+    assert torch.equal(a @ b, (A @ B).to(dtype))
+    got = torch.addmm(c[0], a[0], b[0], beta=0.5, alpha=2.0)
+    assert got.dtype is dtype
+    assert torch.equal(got, torch.addmm(C[0], A[0], B[0], beta=0.5, alpha=2.0).to(dtype))
+    got = torch.baddbmm(c, a, b, beta=0.5, alpha=2.0)
+    assert torch.equal(got, torch.baddbmm(C, A, B, beta=0.5, alpha=2.0).to(dtype))
+    nan = torch.full_like(c, float("nan"))  # Megatron hands an uninitialised buffer with beta=0
+    assert torch.equal(torch.baddbmm(nan, a, b, beta=0.0, alpha=0.5), ((A @ B) * 0.5).to(dtype))
+
+
+@needs_enabled
+@needs_products
+def test_half_products_error_is_one_rounding_of_the_exact_product() -> None:
+    n = 256
+    a, b = torch.randn(n, n).bfloat16(), torch.randn(n, n).bfloat16()
+    exact = a.double() @ b.double()
+    sums = a.double().abs() @ b.double().abs()
+    # half a unit in the last place of 8 bits, plus fp32 summation of n terms (n * u, any order)
+    bound = exact.abs() * 2.0**-8 + sums * n * U * 1.01
+    assert ((a @ b).double() - exact).abs().le(bound).all()
+
+
+@needs_enabled
+@needs_products
+def test_backward_uses_the_replaced_products() -> None:
+    x, w, g = (torch.randn(33, 33).bfloat16() for _ in range(3))
+    x.requires_grad_(), w.requires_grad_()
+    torch.nn.functional.linear(x, w).backward(g)
+    assert x.grad is not None and w.grad is not None
+    assert torch.equal(x.grad, (g.float() @ w.detach().float()).bfloat16())
+    assert torch.equal(w.grad, (g.float().t() @ x.detach().float()).bfloat16())
+
+
+@needs_enabled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_flops_are_counted_once(dtype: torch.dtype) -> None:
+    a, b = torch.randn(2, 8, 16).to(dtype), torch.randn(2, 16, 4).to(dtype)
+    with FlopCounterMode(display=False) as counter:
+        _ = a[0] @ b[0]
+        _ = a @ b
+        torch.addmm(torch.zeros(4, dtype=dtype), a[0], b[0])
+        torch.baddbmm(torch.zeros(4, dtype=dtype), a, b)
+    assert counter.get_total_flops() == (1 + 2 + 1 + 2) * 2 * 8 * 16 * 4
+
+
+# ---------------------------------------------------------------- FusedAdam
+
+NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+STEPS = 5
+
+
+def _gradients(n: int, steps: int = STEPS) -> list[torch.Tensor]:
+    """Of magnitude 0.5 to 1, so that sqrt(vhat) >= 0.5 and the bound below holds."""
+    g = torch.Generator().manual_seed(n)
+    signs = (torch.rand(steps, n, generator=g) < 0.5).float() * 2 - 1
+    return list(signs * (0.5 + 0.5 * torch.rand(steps, n, generator=g)))
+
+
+def _reference(p: torch.Tensor, grads: list[torch.Tensor], decoupled: bool) -> torch.Tensor:
+    """Adam from the paper, in float64."""
+    b1, b2 = NUMBERS["betas"]
+    lr, eps, wd = NUMBERS["lr"], NUMBERS["eps"], NUMBERS["weight_decay"]
+    p = p.double()
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for t, grad in enumerate(grads, 1):
+        g = grad.double() if decoupled else grad.double() + wd * p
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g**2
+        step = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps)
+        p = p - lr * (step + (wd * p if decoupled else 0))
+    return p
+
+
+def _trained(
+    p: torch.Tensor, grads: list[torch.Tensor], make: Any = FusedAdam, **options: Any
+) -> torch.Tensor:
+    param = torch.nn.Parameter(p.clone())
+    optimizer = make([param], **{**NUMBERS, **options})
+    for g in grads:
+        param.grad = g.clone()
+        optimizer.step()
+    return param.detach()
+
+
+def _bound(p: torch.Tensor) -> torch.Tensor:
+    """Rounding of STEPS steps: each rounds p twice (decay, subtraction) and its update.
+
+    Four roundings of m's terms, |g| <= 1.5, are an absolute error of at most 6u per step, 10 times
+    that after the division by 1 - b1^t, divided by sqrt(vhat) >= 0.5: 120u. v has no cancellation:
+    4u per step, and |update| <= 3: 8u. Together 128u, times lr.
+    """
+    return STEPS * U * (2 * p.double().abs() + 2 * STEPS * NUMBERS["lr"] * 3 + NUMBERS["lr"] * 128)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_follows_the_formula_and_torch(decoupled: bool) -> None:
+    # with L2 decay the gradient is g + 0.1 p: |p| <= 1 keeps it within 0.4 to 1.1
+    p, grads = torch.rand(1000) * 2 - 1, _gradients(1000)
+    ours = _trained(p, grads, adam_w_mode=decoupled).double()
+    bound = _bound(p)
+    assert (ours - _reference(p, grads, decoupled)).abs().le(bound).all()
+    theirs = _trained(p, grads, torch.optim.AdamW if decoupled else torch.optim.Adam).double()
+    assert (ours - theirs).abs().le(2 * bound).all()  # both are within it of the exact result
+    assert (ours - p).abs().min() > 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(n=st.integers(2, 300), data=st.data())
+def test_adam_does_not_depend_on_where_a_shard_is_cut(n: int, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=6)))
+    p, grads = torch.linspace(-1.7, 2.3, n), _gradients(n)
+    edges = [0, *cuts, n]
+    parts = [_trained(p[i:j], [g[i:j] for g in grads]) for i, j in itertools.pairwise(edges)]
+    assert torch.equal(torch.cat(parts), _trained(p, grads))
+
+
+def test_adam_in_chunks_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, grads = torch.randn(100), _gradients(100)
+    whole = _trained(p, grads)
+    monkeypatch.setattr(fused_adam, "_CHUNK", 7)
+    assert torch.equal(_trained(p, grads), whole)
+
+
+def test_step_is_an_int_in_each_group_that_has_parameters() -> None:
+    a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2).bfloat16())
+    optimizer = FusedAdam([{"params": [a, b]}, {"params": []}], lr=0.1)
+    a.grad = torch.ones(3)
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 2 and "step" not in optimizer.param_groups[1]
+    assert torch.equal(b.detach(), torch.ones(2, 2).bfloat16())  # no gradient: state, no move
+    assert set(optimizer.state[b]) == {"exp_avg", "exp_avg_sq"}
+    assert optimizer.state[b]["exp_avg"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adam_goes_on_bitwise_after_a_load(dtype: torch.dtype) -> None:
+    grads = [g.view(8, 8).to(dtype) for g in _gradients(64, 5)]
+
+    def go(param: torch.nn.Parameter, optimizer: FusedAdam, some: list[torch.Tensor]) -> None:
+        for g in some:
+            param.grad = g.clone()
+            optimizer.step()
+
+    p = torch.nn.Parameter(torch.randn(8, 8).to(dtype))
+    optimizer = FusedAdam([p], **NUMBERS)
+    go(p, optimizer, grads[:3])
+    file = io.BytesIO()
+    torch.save((p.detach(), optimizer.state_dict()), file)
+    file.seek(0)
+    go(p, optimizer, grads[3:])
+    value, saved = torch.load(file)
+    q = torch.nn.Parameter(value)
+    again = FusedAdam([q], lr=123.0)
+    again.load_state_dict(saved)
+    assert again.param_groups[0]["step"] == 3
+    assert again.state[q]["exp_avg"].dtype is torch.float32
+    assert again.state[q]["exp_avg"] is not saved["state"][0]["exp_avg"]
+    go(q, again, grads[3:])
+    assert torch.equal(p, q)
+    assert torch.equal(optimizer.state[p]["exp_avg_sq"], again.state[q]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"amsgrad": True},
+        {"capturable": True},
+        {"master_weights": True},
+        {"use_decoupled_grad": True},
+        {"store_param_remainders": True},
+        {"exp_avg_dtype": torch.bfloat16},
+    ],
+)
+def test_options_of_the_gpu_version_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=next(iter(option))):
+        FusedAdam([torch.nn.Parameter(torch.ones(1))], **option)
+    with pytest.raises(TypeError, match="no option 'fused'"):
+        FusedAdam([torch.nn.Parameter(torch.ones(1))], fused=True)

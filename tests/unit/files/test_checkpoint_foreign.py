@@ -1,0 +1,204 @@
+"""Muon checkpoints of others: who wrote one, and where in it is what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.checkpoint.foreign import (
+    Source,
+    as_ours,
+    converted,
+    moonshot_owner,
+    refuse,
+    renamed,
+    states_of,
+    writer_of,
+)
+
+FC1 = "decoder.layers.mlp.linear_fc1.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+KEYS = [
+    FC1,
+    EMBEDDING,
+    f"optimizer.state.fp32_param.{FC1}",
+    f"optimizer.state.momentum_buffer.{FC1}",
+    f"chained_1.optimizer.state.fp32_param.{EMBEDDING}",
+    f"chained_1.optimizer.state.exp_avg.{EMBEDDING}",
+    f"chained_1.optimizer.state.exp_avg_sq.{EMBEDDING}",
+]
+COMMON = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "wd_mult": 1.0}
+ADAMW = {**COMMON, "betas": (0.8, 0.9), "eps": 1e-7, "step": 3}
+STATES = {
+    0: {"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9}]}},
+    1: {"optimizer": {"param_groups": [ADAMW]}},
+}
+MOONSHOT = {
+    "optimizer": {
+        "param_groups": [
+            {**COMMON, "adamw_betas": (0.8, 0.9), "adamw_eps": 1e-7, "step": 3, "momentum": 0.95},
+            {
+                **COMMON,
+                "use_muon": True,
+                "adamw_betas": (0.8, 0.9),
+                "adamw_eps": 1e-7,
+                "momentum": 0.95,
+                "nesterov": True,
+                "ns_steps": 5,
+                "matched_adamw_rms": 0.3,
+            },
+        ]
+    }
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a ShardedTensor and its factory have in common here."""
+
+    key: str
+
+
+def test_each_writer_is_known() -> None:
+    assert writer_of(KEYS, states_of(STATES), []) == "megatron"
+    assert writer_of([], states_of(MOONSHOT), ["distrib_optim.pt"]) == "moonshot"
+    files = ["model_optim_rng.pt", "layer_wise_optimizer_0.pt"]
+    assert writer_of([], states_of(STATES), files) == "megatron_torch"
+    ours = {"optimizer": {"param_groups": [ADAMW]}, "megatron_muon": {}}
+    assert writer_of([f"optimizer.state.muon_momentum.{FC1}"], [ours], ["common.pt"]) is None
+    assert writer_of([f"optimizer.state.exp_avg.{FC1}"], [], []) is None
+    assert writer_of([], states_of(STATES), ["model_optim_rng.pt"]) == "megatron_torch"
+    sgd = [{"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9, "dampening": 0}]}}]
+    assert writer_of(KEYS[:4], sgd, []) is None and writer_of([], sgd, []) is None
+
+
+def test_a_chain_in_a_chain_is_one_list() -> None:
+    """Core 0.18 and later: the layer-wise chain beside a DistributedOptimizer."""
+    assert states_of({0: STATES, 1: STATES[1]}) == [STATES[0], STATES[1], STATES[1]]
+
+
+@pytest.mark.parametrize("mu", ["momentum", "momentum_beta"])
+def test_where_megatrons_own_muon_has_it(mu: str) -> None:
+    source = Source(KEYS, [{"optimizer": {"param_groups": [{**COMMON, mu: 0.75}, ADAMW]}}])
+    assert source.of(f"optimizer.state.muon_momentum.{FC1}") == (KEYS[3], 4.0)
+    for main in ("param", "fp32_param"):  # fully_reshardable, fully_sharded_model_space
+        assert source.of(f"optimizer.state.{main}.{FC1}") == (KEYS[2], 1.0)
+    assert source.of(f"optimizer.state.exp_avg_sq.{EMBEDDING}") == (KEYS[6], 1.0)
+    assert source.of(f"chained_3.optimizer.state.exp_avg.{EMBEDDING}") == (KEYS[5], 1.0)
+
+
+def test_the_main_parameter_of_an_fp32_model_is_left_to_the_model() -> None:
+    source = Source([key for key in KEYS if "fp32_param" not in key], states_of(STATES))
+    assert source.is_fp32 and not Source(KEYS, states_of(STATES)).is_fp32
+    for main in ("param", "fp32_param"):
+        momentum = Wanted(f"optimizer.state.muon_momentum.{FC1}")
+        wanted = {0: {main: Wanted(f"optimizer.state.{main}.{FC1}"), "muon_momentum": momentum}}
+        assert renamed(wanted, source) == {0: {"muon_momentum": Wanted(KEYS[3])}}
+
+
+@pytest.mark.parametrize(
+    ("key", "lacking", "there"),
+    [
+        (f"optimizer.state.muon_momentum.{EMBEDDING}", "momentum_buffer", "exp_avg, exp_avg_sq"),
+        (f"optimizer.state.exp_avg.{FC1}", "exp_avg", "fp32_param, momentum_buffer"),
+        ("optimizer.state.exp_avg.other", "exp_avg", "nothing"),
+    ],
+)
+def test_what_is_not_there_is_named(key: str, lacking: str, there: str) -> None:
+    with pytest.raises(ValueError, match=f"has no {lacking} of .*only: {there}.*muon_include"):
+        Source(KEYS, states_of(STATES)).of(key)
+
+
+def test_adamws_in_buckets_is_named() -> None:
+    """As core 0.18 and later have it by default; without a main parameter the weight is none."""
+    buckets = "chained_1.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"
+    source = Source([*KEYS[:4], buckets], states_of(STATES))
+    for what in ("param", "exp_avg"):
+        with pytest.raises(ValueError, match=r"flat buckets.*--dist-ckpt-optim-fully-reshardable"):
+            source.of(f"optimizer.state.{what}.{EMBEDDING}")
+
+
+def test_a_distributed_optimizers_main_parameter_has_another_name() -> None:
+    keys = [*KEYS[:4], f"chained_1.chained_0.optimizer.state.param.{EMBEDDING}"]
+    source = Source(keys, states_of(STATES))
+    assert source.of(f"optimizer.state.param.{EMBEDDING}") == (keys[4], 1.0)
+
+
+def test_state_of_another_optimizers_is_refused() -> None:
+    keys = [*KEYS, f"optimizer.state.moment2_buffer.{FC1}"]
+    with pytest.raises(ValueError, match=f"has moment2_buffer of {FC1}, which neither Muon here"):
+        Source(keys, states_of(STATES))
+
+
+@pytest.mark.parametrize("found", [(), (0.9, 0.95)])
+def test_one_momentum_coefficient_must_be_said(found: tuple[float, ...]) -> None:
+    groups = [{**COMMON, "momentum": mu} for mu in found]
+    with pytest.raises(ValueError, match="must say one momentum coefficient"):
+        Source(KEYS, [{"optimizer": {"param_groups": groups}}])
+
+
+def test_files_without_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer_wise_optimizer_N.* by number and not by name"):
+        refuse("megatron_torch")
+    refuse("megatron")
+    refuse("moonshot")
+
+
+def test_moonshots_groups_and_settings_are_ours() -> None:
+    ours = as_ours(states_of(MOONSHOT), MuonConfig(split_qkv=False))
+    settings = ours["megatron_muon"]["settings"]
+    assert settings["matched_adamw_rms"] == 0.3 and settings["split_qkv"] is False
+    for group in ours["optimizer"]["param_groups"]:
+        assert group == {
+            **COMMON,
+            "bias_correction": True,
+            "betas": (0.8, 0.9),
+            "eps": 1e-7,
+            "step": 3,
+        }
+
+
+def test_an_fp32_models_state_dict_is_torchs_own() -> None:
+    states = [state["optimizer"] for state in states_of(STATES)]
+    assert writer_of([], states, []) == "megatron_torch"
+    first, _ = as_ours(states, MuonConfig())["optimizer"]["param_groups"]
+    assert first["step"] == 3 and Source(KEYS, states).mu == 0.9
+
+
+def test_torchs_adamw_has_its_step_elsewhere() -> None:
+    states = [{"optimizer": {"param_groups": [{**COMMON, "momentum": 0.9}], "state": {}}}]
+    states[0]["optimizer"]["state"] = {"common_step": 12}  # type: ignore[assignment]
+    (group,) = as_ours(states, MuonConfig())["optimizer"]["param_groups"]
+    assert group["step"] == 12
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_load_by_other_names(chain: bool) -> None:
+    source = Source(KEYS, states_of(STATES))
+    wanted = {0: {"param": Wanted(f"optimizer.state.param.{FC1}")}}
+    wanted[0]["muon_momentum"] = Wanted(f"optimizer.state.muon_momentum.{FC1}")
+    assert renamed(wanted, source) == {
+        0: {"param": Wanted(KEYS[2]), "muon_momentum": Wanted(KEYS[3])}
+    }
+    state = {0: {"param": torch.ones(2), "muon_momentum": torch.ones(2)}}
+    loaded: dict[Any, Any] = {**STATES, "param_state": state, "param_state_sharding_type": "x"}
+    if chain:
+        loaded = {0: {**STATES[0], "param_state": state}, 1: STATES[1]}
+    ours = converted(loaded, source, MuonConfig(momentum=0.9), "whole")
+    part = ours[0] if chain else ours
+    assert (ours.keys() == {0}) if chain else (0 not in ours)
+    assert part["param_state_sharding_type"] == "whole"
+    assert part["param_state"][0]["param"].tolist() == [1, 1]
+    assert part["param_state"][0]["muon_momentum"].tolist() == pytest.approx([10, 10], rel=1e-6)
+    assert len(part["optimizer"]["param_groups"]) == 2
+    assert part["megatron_muon"]["settings"]["momentum"] == 0.9
+
+
+def test_whose_moonshots_weight_was() -> None:
+    assert moonshot_owner(momentum_is_zero=False, second_moment_is_zero=True) == "muon"
+    assert moonshot_owner(momentum_is_zero=False, second_moment_is_zero=False) == "adamw"
+    assert moonshot_owner(momentum_is_zero=True, second_moment_is_zero=True) is None

@@ -1,0 +1,399 @@
+"""Which parameters are Muon's, by mark, module, name and pattern, and which matrices they hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.params.param_routing import Weight, is_unknown, weights, why_adamw
+from megatron_muon.mcore.params.placement import muon_parameters, on_every_ep_rank
+from megatron_muon.planning.layout import Parameter
+
+QKV = "module.module.decoder.layers.0.self_attention.linear_qkv.weight"
+SIZES = {"num_query_groups": 2, "num_attention_heads": 6, "kv_channels": 4}
+
+
+def _weight(*shape: int, **marks: Any) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    for name, value in marks.items():
+        setattr(weight, name, value)
+    return weight
+
+
+def _module(class_name: str, **attributes: Any) -> torch.nn.Module:
+    """A module of a class that may not be importable here; only its name counts."""
+    module: torch.nn.Module = type(class_name, (torch.nn.Module,), {})()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+class _Chunk(torch.nn.Module):
+    """Parameters by names of Megatron's, in modules of a type, with the model's sizes."""
+
+    def __init__(
+        self,
+        weights_by_name: dict[str, torch.nn.Parameter],
+        class_name: str = "ColumnParallelLinear",
+        attributes: dict[str, Any] | None = None,
+        **sizes: Any,
+    ) -> None:
+        super().__init__()
+        for name, weight in weights_by_name.items():
+            module: torch.nn.Module = self
+            *folders, leaf, last = name.split(".")
+            for folder in folders:
+                if not hasattr(module, folder):
+                    module.add_module(folder, torch.nn.Module())
+                module = getattr(module, folder)
+            if not hasattr(module, leaf):
+                module.add_module(leaf, _module(class_name, **(attributes or {})))
+            getattr(module, leaf).register_parameter(last, weight)
+        self.config = SimpleNamespace(**{"gated_linear_unit": False, **sizes})
+
+
+def _routed(chunk: torch.nn.Module, tp_size: int = 1, **settings: Any) -> list[Parameter]:
+    """All of a chunk's parameters in one bucket, as muon_parameters sees them."""
+    places, position = {}, 0
+    for param in chunk.parameters():
+        places[param] = (position, position + param.numel(), 0)
+        position += param.numel()
+    bucket = SimpleNamespace(offset=0, grad_data=torch.zeros(position))
+    buffer = SimpleNamespace(param_index_map=places, buckets=[bucket])
+    expert_tp_size = settings.pop("expert_tp_size", tp_size)
+    config = MuonConfig(**settings)
+    return [p for _, p in muon_parameters([chunk], [buffer], tp_size, expert_tp_size, config)]
+
+
+def _one(name: str, weight: torch.nn.Parameter, class_name: str = "ColumnParallelLinear") -> Weight:
+    (found,) = weights([_Chunk({name: weight}, class_name)])
+    return found
+
+
+def _is_muons(name: str, weight: torch.nn.Parameter, class_name: str = "Linear") -> bool:
+    return why_adamw(_one(name, weight, class_name), 1, MuonConfig()) is None
+
+
+def test_two_dims_that_are_no_embedding_and_no_output_are_muons() -> None:
+    assert _is_muons("decoder.layers.0.mlp.linear_fc1.weight", _weight(4, 4))
+    assert not _is_muons("decoder.layers.0.mlp.linear_fc1.bias", _weight(4))
+    assert not _is_muons("decoder.layers.0.conv.weight", _weight(4, 4, 4))
+    marked = _weight(4, 4, is_embedding_or_output_parameter=True)
+    assert not _is_muons("decoder.head.weight", marked)
+    # Megatron does not mark a pipeline stage's copy of a tied embedding: the name decides.
+    assert not _is_muons("embedding.word_embeddings.weight", _weight(4, 4))
+    assert not _is_muons("embedding.position_embeddings.weight", _weight(4, 4))
+    assert not _is_muons("output_layer.weight", _weight(4, 4))
+    assert not _is_muons("tied.weight", _weight(4, 4, shared_embedding=True))
+    # heads and patch embeddings of other models that Megatron does not mark
+    assert not _is_muons("model.lm_head.weight", _weight(4, 4))
+    assert not _is_muons("model.binary_head.weight", _weight(2, 4))
+    assert not _is_muons("vision_model.embedder.weight", _weight(4, 4))
+
+
+def test_a_vector_with_two_dims_is_adamws() -> None:
+    """E.g. the gate of shared experts, (1, hidden)."""
+    assert not _is_muons("mlp.shared_experts.gate_weight", _weight(1, 4), "SharedExpertMLP")
+    assert not _is_muons("mlp.gate.weight", _weight(1, 4), "Linear")
+
+
+@pytest.mark.parametrize(
+    ("shape", "partition_dim", "at_tp_2"),
+    [
+        ((1, 4), 0, True),  # (2, 4) at TP 1
+        ((4, 1), 1, True),
+        ((1, 4), 1, False),  # (1, 8) at TP 1
+        ((1, 4), -1, False),  # replicas
+    ],
+)
+def test_the_whole_matrix_says_whether_it_is_a_vector(
+    shape: tuple[int, int], partition_dim: int, at_tp_2: bool
+) -> None:
+    marks = {"tensor_model_parallel": partition_dim >= 0, "partition_dim": partition_dim}
+    weight = _one("decoder.layers.0.mlp.linear.weight", _weight(*shape, **marks))
+    assert why_adamw(weight, 1, MuonConfig()) == "a vector"
+    assert (why_adamw(weight, 2, MuonConfig()) is None) == at_tp_2
+
+
+def test_a_weight_without_elements_is_adamws_and_no_patterns() -> None:
+    empty = _one("decoder.layers.0.mlp.linear_fc1.weight", _weight(0, 4), "ColumnParallelLinear")
+    assert why_adamw(empty, 1, MuonConfig()) == "no elements"
+    with pytest.raises(ValueError, match=r"shape \(0, 4\), but Muon updates matrices"):
+        why_adamw(empty, 1, MuonConfig(muon_include=("*fc1*",)))
+
+
+def test_an_experts_matrix_is_whole_over_expert_tp_ranks() -> None:
+    fc2 = _one(f"{EXPERTS}local_experts.0.linear_fc2.weight", _weight(4, 1))
+    assert why_adamw(fc2, 2, MuonConfig()) is None
+    other = _one(f"{EXPERTS}local_experts.0.gate.weight", _weight(1, 4), "Whatever")
+    assert not is_unknown(other, 1, MuonConfig())  # a vector
+    assert is_unknown(other, 2, MuonConfig())  # how TP splits it is not known: it is named
+
+
+@pytest.mark.parametrize("local", [1, 4])
+def test_legacy_experts_are_vectors_by_one_experts_matrix(local: int) -> None:
+    """However many experts a rank has beside one another."""
+    sizes = {**MOE, "num_moe_experts": 4, "expert_model_parallel_size": 4 // local}
+    shapes = {"weight1": (5, local), "weight2": (local, 5)}
+    for name, shape in shapes.items():
+        chunk = _Chunk({f"{EXPERTS[:-1]}.{name}": _weight(*shape)}, "GroupedMLP", **sizes)
+        (weight,) = weights([chunk])
+        assert why_adamw(weight, 1, MuonConfig()) == "a vector"
+        assert why_adamw(weight, 2, MuonConfig()) is None
+
+
+def test_megatrons_own_mark_against_muon_is_honoured() -> None:
+    assert not _is_muons("mixer.in_proj.weight", _weight(4, 4, use_muon=False))
+
+
+def test_an_embedding_module_is_adamws_whatever_its_name() -> None:
+    chunk = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4, bias=False))
+    chunk.config = SimpleNamespace(gated_linear_unit=False, **SIZES)
+    assert [parameter.name for parameter in _routed(chunk)] == ["1.weight"]
+
+
+@pytest.mark.parametrize(
+    "class_name", ["TELinear", "TopKRouter", "RowParallelLinear", "TELayerNormColumnParallelLinear"]
+)
+def test_a_subclass_of_a_known_module_is_known(class_name: str) -> None:
+    """Transformer Engine's classes go by name, since they cannot be imported everywhere."""
+    base = "Router" if class_name == "TopKRouter" else class_name
+    subclass = type("Mine", (type(_module(base)),), {})()
+    subclass.register_parameter("weight", _weight(4, 4))
+    chunk = torch.nn.Module()
+    chunk.add_module("here", subclass)
+    chunk.config = SimpleNamespace(gated_linear_unit=False)
+    (found,) = weights([chunk])
+    assert why_adamw(found, 1, MuonConfig()) is None
+
+
+def test_a_matrix_of_an_unknown_module_is_adamws_and_reported() -> None:
+    unknown = _one("decoder.layers.0.mixer.weight", _weight(4, 4), "Whatever")
+    why = why_adamw(unknown, 1, MuonConfig())
+    assert why is not None and "Whatever is not in Muon's table" in why
+    assert is_unknown(unknown, 1, MuonConfig())
+    assert not is_unknown(unknown, 1, MuonConfig(muon_include=("*.mixer.*",)))
+    assert not is_unknown(unknown, 1, MuonConfig(muon_exclude=("*.mixer.*",)))
+    assert not is_unknown(_one("a.b.bias", _weight(4), "Whatever"), 1, MuonConfig())
+    assert not is_unknown(_one("embedding.w", _weight(4, 4), "Whatever"), 1, MuonConfig())
+
+
+def test_patterns_overrule_the_table() -> None:
+    names = ["decoder.layers.0.mixer.weight", "decoder.layers.0.mlp.linear_fc2.weight"]
+    chunk = _Chunk({names[0]: _weight(4, 4)}, "Whatever")
+    assert [p.name for p in _routed(chunk)] == []
+    assert [p.name for p in _routed(chunk, muon_include=("*mixer*",))] == names[:1]
+    chunk = _Chunk({names[1]: _weight(4, 4)})
+    assert [p.name for p in _routed(chunk)] == names[1:]
+    assert [p.name for p in _routed(chunk, muon_exclude=("*.linear_fc?.*",))] == []
+    chunk = _Chunk({"output_layer.weight": _weight(4, 4)})
+    assert [p.name for p in _routed(chunk, muon_include=("output_layer.*",))] == [
+        "output_layer.weight"
+    ]
+
+
+def test_impossible_patterns_are_errors() -> None:
+    fc2 = _one("mlp.linear_fc2.weight", _weight(4, 4))
+    both = MuonConfig(muon_include=("*fc2*",), muon_exclude=("mlp.*",))
+    with pytest.raises(ValueError, match=r"-include\) '\*fc2\*' and .*-muon-exclude\) 'mlp"):
+        why_adamw(fc2, 1, both)
+    bias = _one("mlp.linear_fc2.bias", _weight(4))
+    with pytest.raises(ValueError, match=r"mlp.linear_fc2.bias of shape \(4,\), but Muon updates"):
+        why_adamw(bias, 1, MuonConfig(muon_include=("mlp.*",)))
+
+
+def test_an_adapter_is_an_error_until_a_pattern_decides() -> None:
+    lora = _one("decoder.layers.0.mlp.linear_fc1.lora_a.weight", _weight(4, 16), "Linear")
+    with pytest.raises(
+        NotImplementedError, match=r"decide by naming it in muon_include .* muon_ex"
+    ):
+        why_adamw(lora, 1, MuonConfig())
+    assert why_adamw(lora, 1, MuonConfig(muon_include=("*.lora_?.*",))) is None
+    assert why_adamw(lora, 1, MuonConfig(muon_exclude=("*.lora_?.*",))) is not None
+    norm = _one("decoder.lora_norm.weight", _weight(4), "Linear")
+    assert why_adamw(norm, 1, MuonConfig()) == "1-D"
+
+
+def test_a_fused_qkv_is_three_matrices_or_one() -> None:
+    rows = 2 * (3 + 2) * 4
+    weight = _weight(rows // 2, 24, tensor_model_parallel=True, partition_dim=0)
+    (found,) = _routed(_Chunk({QKV: weight}, **SIZES), 2)
+    assert found.name == QKV.removeprefix("module.module.")
+    assert [(m.rows, m.cols) for m in found.matrices] == [(24, 24), (8, 24), (8, 24)]
+    (found,) = _routed(_Chunk({QKV: weight}, **SIZES), 2, split_qkv=False)
+    assert [(m.rows, m.cols) for m in found.matrices] == [(rows, 24)]
+
+
+def test_gated_attention_has_a_fourth_matrix() -> None:
+    rows = 2 * (3 + 3 + 2) * 4
+    weight = _weight(rows // 2, 24, tensor_model_parallel=True, partition_dim=0)
+    (found,) = _routed(_Chunk({QKV: weight}, attention_output_gate=True, **SIZES), 2)
+    assert [(m.name[-6:], m.rows) for m in found.matrices] == [
+        ("ght[q]", 24),
+        ("[gate]", 24),
+        ("ght[k]", 8),
+        ("ght[v]", 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("local_rows", "tp_size"),
+    [
+        (28, 2),  # neither gated nor not
+        (11, 4),
+    ],
+)
+def test_a_qkv_of_another_shape_is_refused(local_rows: int, tp_size: int) -> None:
+    weight = _weight(local_rows, 24, tensor_model_parallel=True, partition_dim=0)
+    with pytest.raises(NotImplementedError, match=r"set split_qkv=False .*-no-split-qkv"):
+        _routed(_Chunk({QKV: weight}, **SIZES), tp_size)
+
+
+def test_a_query_group_over_several_tp_ranks_is_split_into_the_same_matrices() -> None:
+    """Two groups of q q q k v, 4 rows each, on 4 ranks of 10 rows: q q q' | q' k v | …"""
+    weight = _weight(10, 24, tensor_model_parallel=True, partition_dim=0)
+    (cut,) = _routed(_Chunk({QKV: weight}, **SIZES), 4)
+    whole = _weight(40, 24, tensor_model_parallel=True, partition_dim=0)
+    (one,) = _routed(_Chunk({QKV: whole}, **SIZES), 1)
+    assert cut.matrices == one.matrices
+    runs = [[(b.matrix, b.rows.start, b.rows.stop, b.matrix_row) for b in r] for r in cut.blocks]
+    assert runs == [
+        [(0, 0, 10, 0)],
+        [(0, 0, 2, 10), (1, 2, 6, 0), (2, 6, 10, 0)],
+        [(0, 0, 10, 12)],
+        [(0, 0, 2, 22), (1, 2, 6, 4), (2, 6, 10, 4)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("marks", "shape"),
+    [
+        ({"tensor_model_parallel": True, "partition_dim": 0}, (12, 5)),
+        ({"tensor_model_parallel": True, "partition_dim": 1}, (6, 10)),
+        ({"tensor_model_parallel": False, "partition_dim": -1}, (6, 5)),
+        ({}, (6, 5)),
+    ],
+)
+def test_the_whole_matrix_follows_the_partition_dim(
+    marks: dict[str, Any], shape: tuple[int, int]
+) -> None:
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    (found,) = _routed(_Chunk({name: _weight(6, 5, **marks)}, **SIZES), 2)
+    (matrix,) = found.matrices
+    assert (matrix.rows, matrix.cols) == shape
+    assert found.replicated == (shape == (6, 5))
+
+
+@pytest.mark.parametrize(
+    ("parallel_mode", "te_tp_size", "replicated"),
+    [
+        (None, 1, True),
+        ("duplicated", 1, True),
+        ("column", 2, False),
+        (None, 2, False),  # Megatron's shared experts that overlap are split all the same
+    ],
+)
+def test_a_replicated_linear_is_known_by_its_module_not_by_its_marks(
+    parallel_mode: str | None, te_tp_size: int, replicated: bool
+) -> None:
+    """Transformer Engine marks MLA's down-projections as partitioned."""
+    name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
+    weight = _weight(6, 5, tensor_model_parallel=True, partition_dim=0)
+    attributes = {"parallel_mode": parallel_mode, "tp_size": te_tp_size}
+    (found,) = _routed(_Chunk({name: weight}, "TELinear", attributes, **SIZES), 2)
+    assert found.replicated == replicated
+
+
+@pytest.mark.parametrize("name", [QKV, "decoder.layers.0.mlp.linear_fc1.weight"])
+def test_a_fused_weight_that_tp_does_not_split_by_rows_is_refused(name: str) -> None:
+    chunk = _Chunk({name: _weight(40, 24)}, **SIZES)
+    chunk.config.gated_linear_unit = True
+    with pytest.raises(NotImplementedError, match="partition_dim is None: put it in muon_exclude"):
+        _routed(chunk, 2)
+    assert len(_routed(chunk, 1)) == 1
+
+
+def test_an_experts_weight_by_another_name_is_refused() -> None:
+    name = "decoder.layers.0.mlp.experts.local_experts.0.linear_in.weight"
+    with pytest.raises(NotImplementedError, match=r"linear_in\.weight: how expert TP splits it is"):
+        _routed(_Chunk({name: _weight(4, 5)}, **MOE))
+
+
+def test_copies_of_a_tied_embedding_share_a_pattern() -> None:
+    """Else one stage would give it to Muon and another to AdamW."""
+    first, last = (
+        _one(name, _weight(4, 4, shared_embedding=True))
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    )
+    for pattern in ("embedding.*", "output_layer.weight"):
+        config = MuonConfig(muon_include=(pattern,))
+        assert why_adamw(first, 1, config) is None and why_adamw(last, 1, config) is None
+    alone = _one("output_layer.weight", _weight(4, 4))
+    assert why_adamw(alone, 1, MuonConfig(muon_include=("embedding.*",))) is not None
+
+
+MOE = {"num_moe_experts": 4, "expert_model_parallel_size": 2, "hidden_size": 5, **SIZES}
+EXPERTS = "decoder.layers.0.mlp.experts."
+
+
+def test_experts_second_layers_are_partitioned_by_columns_whatever_te_says() -> None:
+    """With explicit expert communication it stamps partition_dim 0 on both."""
+    chunk = _Chunk(
+        {
+            f"{EXPERTS}linear_fc1.weight1": _weight(6, 5, tensor_model_parallel=True),
+            f"{EXPERTS}linear_fc2.weight1": _weight(
+                5, 6, tensor_model_parallel=True, partition_dim=0
+            ),
+        },
+        "TEColumnParallelGroupedLinear",
+        {"parallel_mode": None},
+        **MOE,
+    )
+    found = _routed(chunk, tp_size=1, expert_tp_size=2)
+    assert [[(m.rows, m.cols) for m in p.matrices] for p in found] == [[(12, 5)], [(5, 12)]]
+    assert [p.partition_dim for p in found] == [0, 1]
+
+
+def test_legacy_grouped_experts_are_a_batch_of_transposed_matrices() -> None:
+    chunk = _Chunk(
+        {
+            f"{EXPERTS[:-1]}.weight1": _weight(5, 2 * 6),
+            f"{EXPERTS[:-1]}.weight2": _weight(2 * 3, 5),
+        },
+        "GroupedMLP",
+        **{**MOE, "gated_linear_unit": True},
+    )
+    first, second = _routed(chunk, tp_size=1, expert_tp_size=2)
+    assert first.shape == (2 * 5, 6) and second.shape == (2 * 3, 5)
+    assert [(m.rows, m.cols, m.column_blocks) for m in first.matrices] == [(5, 12, 2)] * 2
+    assert [(m.rows, m.cols, m.column_blocks) for m in second.matrices] == [(6, 5, 1)] * 2
+    names = [m.name for p in on_every_ep_rank([first], 2, 2) for m in p.matrices]
+    assert names == [f"{EXPERTS}weight1[expert {number}]" for number in range(4)]
+
+
+@pytest.mark.parametrize("leaf", ["local_experts.1.linear_fc1.weight", "linear_fc1.weight1"])
+def test_experts_are_numbered_over_all_ep_ranks(leaf: str) -> None:
+    (found,) = _routed(_Chunk({EXPERTS + leaf: _weight(4, 5)}, **MOE))
+    everywhere = on_every_ep_rank([found], ep_size=3, local_experts=2)
+    assert [p.ep_rank for p in everywhere] == [0, 1, 2]
+    wanted = [f"{EXPERTS}{leaf.replace('1', str(n), 1)}" for n in (1, 3, 5)]
+    if leaf.endswith("weight1"):
+        wanted = [f"{EXPERTS}linear_fc1.weight{n}" for n in (1, 3, 5)]
+    assert [p.name for p in everywhere] == wanted
+    assert [m.name for p in everywhere for m in p.matrices] == wanted
+
+
+def test_layers_are_numbered_over_all_stages_and_chunks() -> None:
+    chunks = []
+    for number in (3, 7):
+        chunk = _Chunk({"module.decoder.layers.0.linear_proj.weight": _weight(2, 2)}, **SIZES)
+        chunk.module.decoder.layers.get_submodule("0").layer_number = number
+        chunks.append(chunk)
+    assert [w.name for w in weights(chunks)] == [
+        "decoder.layers.2.linear_proj.weight",
+        "decoder.layers.6.linear_proj.weight",
+    ]

@@ -1,0 +1,273 @@
+"""Muon's flags on a bare parser that declares what each Megatron-LM declares."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_muon import MuonConfig
+from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flags import (
+    add_flags,
+    differences,
+    muon_backend,
+    muon_config,
+    restore_defaults,
+)
+from support.megatron_lm.flag_parsers import (
+    EVERY,
+    MEANINGS,
+    WITH_MUON,
+    config_of,
+    parsed,
+    parser_of,
+)
+
+# Upstream's defaults, but for the coefficients.
+MEANT = ("--muon-defaults", "upstream", "--muon-coefficient-type", "simple")
+
+# --- what the parser has ---------------------------------------------------------------------
+
+
+@EVERY
+def test_muon_is_an_optimizer_once_beside_megatrons(version: str) -> None:
+    parser = parser_of(version)
+    before = list(parser._option_string_actions["--optimizer"].choices or ())
+    add_flags(parser)
+    after = list(parser._option_string_actions["--optimizer"].choices or ())
+    assert parser.parse_args(["--optimizer", "muon"]).optimizer == "muon"
+    assert [name for name in after if name != "muon"] == [n for n in before if n != "muon"]
+    assert after.count("muon") == 1
+
+
+@EVERY
+def test_every_flag_is_known_and_says_what_it_is_and_its_default(version: str) -> None:
+    parser = parser_of(version)
+    add_flags(parser)
+    for flag in FLAGS:
+        action = parser._option_string_actions[flag.option]
+        assert action.help and "default" in action.help, flag.option
+        assert action.default is None, flag.option
+        assert any(said in action.help for said in ("arXiv", "Megatron's own", "megatron_muon"))
+    assert "--muon-homes" in parser.format_help()  # its text has no stray %
+
+
+def test_no_help_of_a_switch_says_on_or_off() -> None:
+    """A switch takes no value, so nobody can write one of the two."""
+    parser = parser_of("0.12")
+    add_flags(parser)
+    actions = [parser._option_string_actions[flag.option] for flag in FLAGS]
+    switches = [action for action in actions if action.nargs == 0]
+    assert len(switches) > 5
+    for action in switches:
+        assert "a switch" in str(action.help), action.option_strings
+        assert not re.search(r"on or off|default:? (on|off)", str(action.help))
+
+
+@EVERY
+def test_megatrons_own_actions_stay(version: str) -> None:
+    parser = parser_of(version)
+    before = dict(parser._option_string_actions)
+    add_flags(parser)
+    assert before.items() <= parser._option_string_actions.items()
+
+
+@EVERY
+def test_megatrons_defaults_come_back_and_what_was_given_stays(version: str) -> None:
+    before = vars(parser_of(version).parse_args([]))
+    args = parsed(version)
+    restore_defaults(args)
+    assert before.items() <= vars(args).items()
+    args = parsed(version, "--muon-momentum", "0.5", "--muon-no-split-qkv")
+    restore_defaults(args)
+    assert args.muon_momentum == 0.5 and args.muon_split_qkv is False
+
+
+# --- meanings --------------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize("which", MEANINGS)
+def test_a_flag_keeps_its_meaning(version: str, which: str) -> None:
+    given, settings = MEANINGS[which]
+    assert config_of(version, *given) == MuonConfig(**settings)  # type: ignore[arg-type]
+
+
+REFUSED = {
+    "high": (["--muon-fp32-matmul-prec", "high"], "--muon-fp32-matmul-prec high .*ns-dtype"),
+    "low": (["--muon-fp32-matmul-prec", "low"], "--muon-fp32-matmul-prec low .*ns-dtype"),
+    "septic": (["--muon-coefficient-type", "septic"], "one of simple, quintic.*got 'septic'"),
+    "custom": (["--muon-coefficient-type", "custom"], "custom: give the numbers, --muon-ns-coeff"),
+    "two numbers": (["--muon-ns-coefficients", "1,2"], "a name or a,b,c;a,b,c;..., got '1,2'"),
+    "two sets": (
+        ["--muon-ns-coefficients", "aol", "--muon-coefficient-type", "simple"],
+        "aol and --muon-coefficient-type simple contradict each other",
+    ),
+    "gram, untested": (["--muon-ns-iteration", "gram", "--muon-ns-steps", "7"], r"ns_steps .* 7, "),
+    "lion": (["--muon-scalar-optimizer", "lion"], "--muon-scalar-optimizer lion .*leave it out"),
+    "syrk": (["--muon-use-syrk"], "--muon-use-syrk has no meaning .*leave it out"),
+    "blockwise": (
+        ["--muon-tp-mode", "blockwise", "--tensor-model-parallel-size", "2"],
+        "--muon-tp-mode blockwise .*slice by itself.*give --muon-tp-mode duplicated",
+    ),
+    "distributed": (
+        ["--muon-tp-mode", "distributed", "--tensor-model-parallel-size", "2"],
+        "--muon-tp-mode distributed .*give --muon-tp-mode duplicated",
+    ),
+    "blockwise, expert TP": (
+        ["--muon-tp-mode", "blockwise", "--expert-tensor-parallel-size", "2"],
+        "--muon-tp-mode blockwise ",
+    ),
+    "steps": (
+        ["--muon-ns-steps", "5", "--muon-num-ns-steps", "6"],
+        "--muon-ns-steps 5 and --muon-num-ns-steps 6 contradict",
+    ),
+    "rms": (
+        ["--muon-matched-adamw-rms", "0.2", "--muon-extra-scale-factor", "1.0"],
+        "--muon-matched-adamw-rms 0.2 and --muon-extra-scale-factor 1.0 contradict",
+    ),
+    "nesterov": (
+        ["--muon-nesterov", "--no-muon-nesterov"],
+        r"--muon-nesterov \(on\) and --no-muon-nesterov \(off\) contradict",
+    ),
+    "use-nesterov": (["--muon-use-nesterov", "--no-muon-nesterov"], "contradict"),
+    "dtype": (
+        ["--muon-ns-dtype", "fp32", "--muon-fp32-matmul-prec", "medium"],
+        "--muon-ns-dtype fp32 and --muon-fp32-matmul-prec medium contradict",
+    ),
+    "rms of another mode": (
+        ["--muon-matched-adamw-rms", "0.2", "--muon-scale-mode", "shape_scaling"],
+        "--muon-matched-adamw-rms 0.2 with --muon-scale-mode shape_scaling",
+    ),
+    "adamw-from-muon": (["--adamw-from-muon"], "is for --optimizer adam"),
+    "rank speed": (["--muon-rank-tflops", "-4"], "must be above 0, got -4.0"),
+    "link speed": (["--muon-link-gbytes", "nan"], "must be finite, got nan"),
+    "out of range": (["--muon-momentum", "1.0"], r"-momentum\) must be in"),
+}
+
+
+@EVERY
+@pytest.mark.parametrize("which", REFUSED)
+def test_a_flag_without_a_meaning_or_against_another_is_refused(version: str, which: str) -> None:
+    given, message = REFUSED[which]
+    with pytest.raises(ValueError, match=message):
+        config_of(version, *given)
+
+
+def test_every_flag_has_a_meaning_or_an_error() -> None:
+    tried = {word for given, _ in [*MEANINGS.values(), *REFUSED.values()] for word in given}
+    assert {flag.option for flag in FLAGS} <= tried
+
+
+def test_a_flag_of_megatrons_own_muon_that_is_not_known_is_refused() -> None:
+    parser = parser_of("0.19", **{"--muon-new": {"type": int, "default": 3}})
+    add_flags(parser)
+    assert muon_config(parser.parse_args([])) == MuonConfig()
+    with pytest.raises(ValueError, match=r"--muon-new 4 .*does not know.*--muon-backend upstream"):
+        muon_config(parser.parse_args(["--muon-new", "4"]))
+
+
+# --- defaults --------------------------------------------------------------------------------
+
+
+@EVERY
+def test_the_defaults_are_moonlights(version: str) -> None:
+    assert config_of(version, "--tensor-model-parallel-size", "8") == MuonConfig()
+
+
+@WITH_MUON
+def test_upstreams_defaults_where_they_have_a_meaning(version: str) -> None:
+    upstreams = MuonConfig(matched_adamw_rms=1.0, momentum=0.9, nesterov=False)
+    assert config_of(version, *MEANT) == upstreams
+    given = config_of(version, *MEANT, "--muon-momentum", "0.8", "--muon-matched-adamw-rms", "0.2")
+    assert given == MuonConfig(momentum=0.8, nesterov=False)
+
+
+@WITH_MUON
+def test_upstreams_default_of_the_coefficients(version: str) -> None:
+    assert config_of(version, "--muon-defaults", "upstream").ns_coefficients == "quintic"
+
+
+@WITH_MUON
+def test_upstreams_default_of_the_tp_mode(version: str) -> None:
+    tp2 = (*MEANT, "--tensor-model-parallel-size", "2")
+    if version == "later":
+        assert config_of(version, *tp2).momentum == 0.9
+        return
+    with pytest.raises(ValueError, match=r"--muon-tp-mode blockwise .*own default"):
+        config_of(version, *tp2)
+    assert config_of(version, *tp2, "--muon-tp-mode", "duplicated").momentum == 0.9
+
+
+def test_upstreams_defaults_need_a_megatron_that_has_them() -> None:
+    with pytest.raises(ValueError, match="--muon-defaults upstream: this Megatron has no Muon"):
+        config_of("0.12", "--muon-defaults", "upstream")
+
+
+# --- what is printed at start ----------------------------------------------------------------
+
+
+@WITH_MUON
+def test_every_value_that_differs_from_megatrons_own_is_told(version: str) -> None:
+    nesterov = "--muon-use-nesterov" if version in ("0.16", "0.17") else "--muon-nesterov"
+    assert differences(parsed(version)) == [
+        "--muon-momentum 0.95 here, Megatron's own default is 0.9",
+        f"{nesterov} True here, Megatron's own default is False",
+        "--muon-extra-scale-factor 0.2 here, Megatron's own default is 1.0",
+        "--muon-coefficient-type simple here, Megatron's own default is quintic",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--muon-scale-mode", "unit_rms_norm"], "--muon-scale-mode unit_rms_norm here, .* spect"),
+        (["--muon-ns-steps", "6"], "--muon-num-ns-steps 6 here, Megatron's own default is 5"),
+        (["--muon-ns-dtype", "fp32"], "--muon-ns-dtype fp32 here, Megatron's own default is bf16"),
+        (["--muon-no-split-qkv"], "no-split-qkv.* False here, Megatron's own default is True"),
+        (["--weight-decay-all-params"], "--weight-decay-all-params True here, .* False"),
+        (["--tensor-model-parallel-size", "2"], "--muon-tp-mode duplicated here, .* blockwise"),
+        (["--muon-tp-mode", "duplicated"], "once and whole, at its home, with the same result"),
+    ],
+)
+def test_a_value_that_differs_is_told_once(given: list[str], told: str) -> None:
+    before = differences(parsed("0.17"))
+    new = [line for line in differences(parsed("0.17", *given)) if line not in before]
+    assert any(re.search(told, line) for line in new)
+
+
+@WITH_MUON
+def test_with_upstreams_defaults_only_what_was_given_differs(version: str) -> None:
+    assert differences(parsed(version, *MEANT)) == [
+        "--muon-coefficient-type simple here, Megatron's own default is quintic"
+    ]
+
+
+def test_a_megatron_without_a_muon_of_its_own_has_no_defaults_to_differ_from() -> None:
+    assert differences(parsed("0.12")) == []
+
+
+# --- Megatron's own Muon ---------------------------------------------------------------------
+
+
+@EVERY
+def test_the_plugin_runs_muon_unless_it_is_told_otherwise(version: str) -> None:
+    assert muon_backend(parsed(version)) == "plugin"
+    assert muon_backend(parsed(version, "--muon-backend", "plugin")) == "plugin"
+
+
+def test_megatrons_own_muon_needs_a_megatron_that_has_one() -> None:
+    with pytest.raises(ValueError, match="--muon-backend upstream: this Megatron has no Muon"):
+        muon_backend(parsed("0.12", "--muon-backend", "upstream"))
+
+
+@WITH_MUON
+def test_megatrons_own_muon_takes_its_own_flags_and_no_other(version: str) -> None:
+    upstream = ("--muon-backend", "upstream")
+    assert muon_backend(parsed(version, *upstream, "--muon-tp-mode", "blockwise")) == "upstream"
+    with pytest.raises(ValueError, match="has no --muon-homes in this version"):
+        muon_backend(parsed(version, *upstream, "--muon-homes", "local"))
+    with pytest.raises(ValueError, match="has no --no-muon-nesterov"):
+        muon_backend(parsed(version, *upstream, "--no-muon-nesterov"))
+    assert muon_backend(parsed(version, *upstream, "--muon-cpu")) == "upstream"

@@ -1,0 +1,132 @@
+"""What the arguments say after the flags are read, for the parsers of ``flag_parsers``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from megatron_muon import MuonConfig
+from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flags import add_flags, muon_backend, muon_config
+from megatron_muon.megatron_lm.install import asks_for_muon
+from megatron_muon.megatron_lm.namespace import given_on, leave_to_megatron, put_in_force
+from support.megatron_lm.flag_parsers import EVERY, MEANINGS, WITH_MUON, parsed, parser_of
+
+# --- a run that is not this package's Muon ---------------------------------------------------
+
+
+@EVERY
+def test_without_muon_the_arguments_are_as_without_the_plugin(version: str) -> None:
+    args = parsed(version)
+    leave_to_megatron(args)
+    assert vars(args) == vars(parser_of(version).parse_args([]))
+    leave_to_megatron(args)  # Megatron may validate a namespace twice
+    assert vars(args) == vars(parser_of(version).parse_args([]))
+
+
+@WITH_MUON
+def test_a_flag_of_megatrons_is_megatrons_with_another_optimizer(version: str) -> None:
+    given = ["--optimizer", "adam", "--muon-momentum", "0.5", "--muon-no-split-qkv"]
+    args = parsed(version, *given)
+    leave_to_megatron(args)
+    assert vars(args) == vars(parser_of(version).parse_args(given))
+
+
+@EVERY
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.option)
+def test_a_flag_of_the_plugins_needs_muon(version: str, flag: object) -> None:
+    option = flag.option  # type: ignore[attr-defined]
+    if option in parser_of(version)._option_string_actions or option == "--muon-cpu":
+        return
+    parser = parser_of(version)
+    add_flags(parser)
+    action = parser._option_string_actions[option]
+    value = [] if action.nargs == 0 else [str((action.choices or ["1"])[0])]  # type: ignore[index]
+    args = parser.parse_args(["--optimizer", "sgd", option, *value])
+    with pytest.raises(ValueError, match=f"{option} is for .*this run has --optimizer sgd"):
+        leave_to_megatron(args)
+
+
+@EVERY
+def test_adamw_after_muon_may_load_without_the_digest(version: str) -> None:
+    args = parsed(
+        version, "--optimizer", "adam", "--adamw-from-muon", "--no-muon-checkpoint-digest"
+    )
+    leave_to_megatron(args)
+    assert args.adamw_from_muon and args.no_muon_checkpoint_digest
+
+
+@EVERY
+def test_adamw_may_decay_every_parameter(version: str) -> None:
+    args = parsed(version, "--optimizer", "adam", "--weight-decay-all-params")
+    leave_to_megatron(args)
+    expected = vars(parser_of(version).parse_args([]))
+    assert vars(args) == {**expected, "weight_decay_all_params": True}
+    args = parsed(version, "--optimizer", "sgd", "--weight-decay-all-params")
+    with pytest.raises(ValueError, match="--weight-decay-all-params is for"):
+        leave_to_megatron(args)
+
+
+@EVERY
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_any_optimizer_may_run_on_the_cpu(version: str, optimizer: str) -> None:
+    args = parsed(version, "--optimizer", optimizer, "--muon-cpu")
+    leave_to_megatron(args)
+    expected = vars(parser_of(version).parse_args(["--optimizer", optimizer]))
+    assert vars(args) == {**expected, "muon_cpu": True}
+
+
+@WITH_MUON
+def test_megatrons_own_muon_keeps_its_flags(version: str) -> None:
+    given = ["--optimizer", "muon", "--muon-tp-mode", "blockwise"]
+    args = parsed(version, *given, "--muon-backend", "upstream")
+    assert not asks_for_muon(args)
+    leave_to_megatron(args)
+    expected = vars(parser_of(version).parse_args(given))
+    assert vars(args) == {**expected, "muon_backend": "upstream"}
+    assert muon_backend(args) == "upstream" and not asks_for_muon(args)
+
+
+# --- a run that is ---------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize("which", MEANINGS)
+def test_what_is_in_force_is_written(version: str, which: str) -> None:
+    args = parsed(version, *MEANINGS[which][0])
+    config = muon_config(args)
+    put_in_force(args, config)
+    before = vars(parser_of(version).parse_args([]))
+    for dest, default in before.items():
+        if "muon" in dest:
+            assert type(getattr(args, dest)) is type(default), dest
+    unset = {flag.dest for flag in FLAGS if getattr(args, flag.dest) is None}
+    spectral = config.scale_mode == "spectral"
+    assert unset == (set() if spectral else {"muon_matched_adamw_rms"})
+    assert args.muon_extra_scale_factor == config.matched_adamw_rms
+    assert (args.muon_nesterov, args.no_muon_nesterov) == (config.nesterov, not config.nesterov)
+    json.dumps(vars(args))  # plain values
+    if config.ns_dtype == "bf16":  # in fp32 a flag of Megatron's says torch's own switch
+        assert muon_config(args) == config
+
+
+def test_a_flag_that_is_not_known_has_megatrons_default() -> None:
+    parser = parser_of("0.19", **{"--muon-new": {"type": int, "default": 3}})
+    add_flags(parser)
+    args = parser.parse_args([])
+    put_in_force(args, MuonConfig())
+    assert args.muon_new == 3
+
+
+# --- a command line --------------------------------------------------------------------------
+
+
+def test_options_of_muons_are_found_on_a_line() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--muon-new", type=int)
+    line = "--lr 1 --optimizer muon --muon-new 3 --muon-momentum=0.9 --weight-decay-all-params"
+    found = ["--optimizer muon", "--muon-new", "--muon-momentum=0.9", "--weight-decay-all-params"]
+    assert given_on(parser, line.split()) == found
+    assert given_on(parser, ["--optimizer", "adam", "muon"]) == []

@@ -1,0 +1,107 @@
+"""Newton-Schulz of one matrix, against float64 and at the edges of the number range."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.newton_schulz import normalize, orthogonalize
+
+SHAPES = [(16, 16), (24, 40), (40, 24), (1, 7), (7, 1), (65, 130)]
+BF16 = MuonConfig(ns_dtype="bf16")
+FP32 = MuonConfig(ns_dtype="fp32")
+
+
+def _matrix(rows: int, cols: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows * 1000 + cols)
+    return torch.randn(rows, cols, generator=generator)
+
+
+def _float64(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """Through the singular values: p(σ) = aσ + bσ³ + cσ⁵, five times, σ normalised first."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / s.square().sum().sqrt()
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    return u @ s.diag() @ v
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp32_equals_float64(shape: tuple[int, int]) -> None:
+    """p amplifies a relative error of a small σ by at most a per step: 3.45⁵ = 486, the rounding
+
+    of a sum of n terms is at most about n·2⁻²⁴ relative to the norm (here at most 1, n <= 130).
+    """
+    bound = 486 * max(shape) * 2.0**-24
+    error = (orthogonalize(_matrix(*shape), FP32).double() - _float64(_matrix(*shape))).norm()
+    assert error <= bound
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bf16_singular_values_are_in_the_band(shape: tuple[int, int]) -> None:
+    """The coefficients keep σ in [0.68, 1.13] from 0.02 of the norm on (the Muon post); bf16
+
+    rounds each entry by 2⁻⁹ relative, which moves a singular value by at most that of the norm.
+    """
+    matrix = _matrix(*shape)
+    s = torch.linalg.svdvals(matrix.double())
+    found = torch.linalg.svdvals(orthogonalize(matrix, BF16).double())[s / s.norm() > 0.02]
+    slack = 5 * 2.0**-9 * min(shape) ** 0.5  # five steps, each rounds a matrix of norm √rank
+    assert found.min() > 0.68 - slack and found.max() < 1.13 + slack
+
+
+@pytest.mark.parametrize("config", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-8, 1e8, 1e30, 1e37])
+def test_the_scale_of_a_matrix_does_not_matter(config: MuonConfig, scale: float) -> None:
+    """Powers of two nearby, so that the scaled entries are exact: the same direction, bitwise."""
+    exact = 2.0 ** round(torch.tensor(scale).log2().item())
+    matrix = _matrix(12, 20).bfloat16().float()
+    matrix = matrix.where(matrix.abs() > 0.01, torch.ones(()))  # stays normal at 1e-38 x 0.01
+    if scale == 1e-38:
+        exact *= 128
+    assert torch.equal(orthogonalize(matrix * exact, config), orthogonalize(matrix, config))
+
+
+@pytest.mark.parametrize("config", [BF16, FP32], ids=["bf16", "fp32"])
+def test_zero_gives_zero(config: MuonConfig) -> None:
+    assert torch.equal(orthogonalize(torch.zeros(3, 5), config).float(), torch.zeros(3, 5))
+
+
+def test_rank_one_and_subnormal_are_finite() -> None:
+    for matrix in (torch.ones(8, 8), torch.full((4, 6), 1e-42), torch.eye(5) * 3e38):
+        for config in (BF16, FP32):
+            assert orthogonalize(matrix, config).isfinite().all()
+
+
+def test_a_row_and_a_column_are_normalised() -> None:
+    row = orthogonalize(torch.tensor([[3.0, 4.0]]), FP32)
+    assert torch.equal(orthogonalize(torch.tensor([[3.0], [4.0]]), FP32), row.mT)
+    assert abs(row.norm().item() - _float64(torch.tensor([[3.0, 4.0]])).norm().item()) < 1e-5
+
+
+def test_normalize_has_unit_norm_even_where_squares_overflow() -> None:
+    for scale in (1.0, 1e-30, 1e30):
+        assert abs(normalize(_matrix(30, 50) * scale).norm().item() - 1) < 1e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("steps", [1, 5])
+def test_flops_are_torchs_own_count(shape: tuple[int, int], steps: int) -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(_matrix(*shape), MuonConfig(ns_steps=steps))
+    assert counter.get_total_flops() == ns_flops(*shape, MuonConfig(ns_steps=steps))
+
+
+def test_only_a_matrix_is_taken() -> None:
+    with pytest.raises(ValueError, match=r"2 dims, got shape \(2, 3, 4\)"):
+        orthogonalize(torch.zeros(2, 3, 4), BF16)
+
+
+def test_the_result_does_not_depend_on_strides() -> None:
+    matrix = _matrix(24, 40)
+    strided = matrix.mT.contiguous().mT
+    assert torch.equal(orthogonalize(strided, BF16), orthogonalize(matrix, BF16))

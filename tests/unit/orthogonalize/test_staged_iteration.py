@@ -1,0 +1,124 @@
+"""Newton-Schulz in place, as a step runs it; a GPU's way of it over a CPU's products, too.
+
+A GPU multiplies tall matrices as they are, and normalises them in their own dtype by a power of two
+first; a CPU turns them over and normalises an fp32 copy. Both are the same iteration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize import newton_schulz
+from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_staged
+
+SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (7, 1), (130, 520)]
+LAYOUTS: list[dict[str, int]] = [
+    *({}, {"column_parts": 2}, {"column_parts": 2, "column_blocks": 3}),
+]
+FP32 = MuonConfig(ns_dtype="fp32")
+ONE = torch.ones(1, dtype=torch.bool)
+# fp32's unit roundoff, 2^-24, through five steps: see test_newton_schulz.test_fp32_equals_float64.
+BOUND = 486 * 2.0**-24
+
+
+@pytest.fixture
+def as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newton_schulz, "_is_cpu", lambda device: False)
+
+
+def _matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+
+
+def _in_place(matrices: list[Tensor], config: MuonConfig, **layout: int) -> list[Tensor]:
+    """What becomes of them where they lie."""
+    rows, cols = matrices[0].shape
+    staged = torch.stack([_staged(matrix, **layout) for matrix in matrices])
+    staged = staged.to(travel_dtype(config)).view(-1)
+    moves = torch.ones(len(matrices), dtype=torch.bool)
+    orthogonalize_staged(staged, moves, config, rows=rows, cols=cols, **layout)
+    return [_in_rows(x, rows, cols, **layout) for x in staged.view(len(matrices), -1)]
+
+
+def _staged(matrix: Tensor, column_parts: int = 1, column_blocks: int = 1) -> Tensor:
+    """Each part has, row by row, its piece of every block of columns."""
+    blocks = matrix.chunk(column_blocks, dim=1)
+    pieces = [block.chunk(column_parts, dim=1) for block in blocks]
+    parts = [torch.cat([own[part] for own in pieces], dim=1) for part in range(column_parts)]
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def _in_rows(
+    staged: Tensor, rows: int, cols: int, column_parts: int = 1, column_blocks: int = 1
+) -> Tensor:
+    parts = [part.view(rows, -1).chunk(column_blocks, dim=1) for part in staged.chunk(column_parts)]
+    return torch.cat([own[block] for block in range(column_blocks) for own in parts], dim=1)
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize(
+    "layout", [{}, {"column_parts": 2}, {"column_parts": 2, "column_blocks": 3}]
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("shape", [(20, 36), (36, 12), (24, 24)])
+def test_in_place_is_bitwise_the_direction(
+    shape: tuple[int, int], dtype: Any, layout: dict[str, int], steps: int
+) -> None:
+    """Whichever of its two buffers the iteration ends in."""
+    config = MuonConfig(ns_dtype=dtype, ns_steps=steps)
+    matrix = _matrix(*shape).to(travel_dtype(config))
+    (made,) = _in_place([matrix], config, **layout)
+    assert torch.equal(made, orthogonalize(matrix, config))
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_gpus_way_is_a_cpus(
+    shape: tuple[int, int], iteration: Any, steps: int, as_a_gpu: None
+) -> None:
+    config = MuonConfig(ns_dtype="fp32", ns_steps=steps)
+    if iteration == "gram":
+        config = MuonConfig(ns_dtype="fp32", ns_iteration="gram")
+    matrices = [_matrix(*shape, seed=seed) for seed in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(newton_schulz, "_is_cpu", lambda device: True)
+        wanted = [orthogonalize(matrix, config) for matrix in matrices]
+    for layout in ({}, {"column_parts": shape[1]}):
+        for made, direction in zip(_in_place(matrices, config, **layout), wanted, strict=True):
+            assert (made - direction).norm() <= 2 * BOUND * max(shape)
+
+
+@pytest.mark.parametrize("config", [MuonConfig(), FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("exponent", [-130, -100, 100, 126])
+def test_a_gpus_way_does_not_depend_on_the_scale(
+    exponent: int, config: MuonConfig, as_a_gpu: None
+) -> None:
+    """Squares of such entries are 0 or Inf in fp32; those that become subnormal round, so that the
+    smallest scale is of entries that are no multiple of much less than its largest."""
+    matrix = _matrix(12, 20).bfloat16().float().clamp(-1.9, 1.9)
+    if exponent < -126:
+        matrix = (matrix * 4).round() / 4
+    scaled = (matrix.double() * 2.0**exponent).float()
+    (made,), (wanted,) = (_in_place([x], config) for x in (scaled, matrix))
+    assert torch.equal(made, wanted)
+
+
+@pytest.mark.parametrize("config", [MuonConfig(), FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_is_zero_or_does_not_move_is_zero(
+    gpu: bool, config: MuonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newton_schulz, "_is_cpu", lambda device: not gpu)
+    matrices = torch.stack([_matrix(6, 10), torch.zeros(6, 10), _matrix(6, 10, seed=1)])
+    staged = matrices.to(travel_dtype(config)).view(-1)
+    moves = torch.tensor([True, True, False])
+    orthogonalize_staged(staged, moves, config, rows=6, cols=10)
+    first, zero, still = staged.view(3, 6, 10)
+    assert first.norm() > 1 and not zero.any() and not still.any()

@@ -1,0 +1,187 @@
+"""Homes: what two speeds make of them, and what they never do. Plain integers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from figures.llama import llama_8b
+from megatron_muon.config import MuonConfig
+from megatron_muon.planning.homes import HOME_LIMIT, HOME_SLACK, Price, Work, choose_homes, prices
+from megatron_muon.planning.plan import ExchangePlan, describe, make_plan
+from support import ROOT
+from support.megatron_lm.flag_parsers import config_of
+
+SPEEDS = st.floats(min_value=1e-6, max_value=1e6)
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> tuple[list[Work], int]:
+    """Matrices with random work, each held by some of a few ranks."""
+    size = draw(st.integers(1, 3))
+    held = st.dictionaries(st.integers(0, size - 1), st.integers(1, 30), min_size=1)
+    found = [(draw(st.integers(1, 30)), draw(held)) for _ in range(draw(st.integers(1, 7)))]
+    return [Work(flops, sum(by_rank.values()), by_rank) for flops, by_rank in found], size
+
+
+def _busiest(matrices: list[Work], homes: tuple[int, ...] | list[int], size: int) -> int:
+    work = [0] * size
+    for matrix, home in zip(matrices, homes, strict=True):
+        work[home] += matrix.flops
+    return max(work)
+
+
+@given(stages(), SPEEDS, SPEEDS)
+def test_whatever_the_speeds_the_busiest_rank_is_near_the_best(
+    stage: tuple[list[Work], int], rank_tflops: float, link_gbytes: float
+) -> None:
+    """Within 4/3 of the best of all homes, or 1.10 × max(mean, largest)."""
+    matrices, size = stage
+    price = prices(MuonConfig(rank_tflops=rank_tflops, link_gbytes=link_gbytes), 2)
+    found = _busiest(matrices, choose_homes(matrices, size, "balanced", price), size)
+    every = itertools.product(range(size), repeat=len(matrices))
+    best = min(_busiest(matrices, homes, size) for homes in every)
+    flops = [matrix.flops for matrix in matrices]
+    ideal = max(Fraction(sum(flops), size), max(flops))
+    assert found <= max(Fraction(4, 3) * best, HOME_LIMIT * ideal)
+
+
+@given(SPEEDS, SPEEDS, st.sampled_from([2, 4]))
+def test_times_are_exact(rank_tflops: float, link_gbytes: float, itemsize: int) -> None:
+    price = prices(MuonConfig(rank_tflops=rank_tflops, link_gbytes=link_gbytes), itemsize)
+    assert isinstance(price.flop, int) and isinstance(price.element, int)
+    flop = 1 / (Fraction(rank_tflops) * 10**12)
+    element = itemsize / (Fraction(link_gbytes) * 10**9)
+    assert Fraction(price.element, price.flop) == element / flop
+
+
+def test_the_default_speeds_are_an_h100s_and_a_400_gbit_ports() -> None:
+    config = MuonConfig()
+    assert (config.rank_tflops, config.link_gbytes) == (400.0, 40.0)
+    assert prices(config, 2) == Price(1, 20_000)  # flops in the time of one bf16 element
+
+
+def _llama(dp_size: int, **settings: float) -> ExchangePlan:
+    grid = ((tuple(range(dp_size)),),)
+    return make_plan(llama_8b(dp_size)[0], grid, MuonConfig(**settings))  # type: ignore[arg-type]
+
+
+def _over_ideal(plan: ExchangePlan) -> Fraction:
+    flops = plan.ns_flops()
+    return max(flops) / max(Fraction(sum(flops), plan.size), max(plan.flops))
+
+
+@pytest.mark.parametrize("dp_size", [8, 64, 512])
+def test_llama_8bs_busiest_rank_is_within_the_limit_and_sends_no_more_for_it(dp_size: int) -> None:
+    plan, by_work = _llama(dp_size), _llama(dp_size, link_gbytes=1e9)
+    assert _over_ideal(plan) <= HOME_LIMIT
+    assert sum(plan.sent_bytes()) <= sum(by_work.sent_bytes())
+
+
+def test_a_slow_link_keeps_holders_and_a_fast_one_balances() -> None:
+    slow, fast = _llama(8, link_gbytes=4.0), _llama(8, link_gbytes=4000.0)
+    assert sum(slow.sent_bytes()) <= 0.85 * sum(fast.sent_bytes())
+    assert _over_ideal(fast) <= HOME_SLACK < _over_ideal(slow) <= HOME_LIMIT
+
+
+def test_slow_ranks_move_as_a_fast_link_does() -> None:
+    """Only the ratio of the two speeds matters."""
+    slow_ranks = _llama(8, rank_tflops=4.0, link_gbytes=40.0)
+    assert slow_ranks.matrices == _llama(8, rank_tflops=400.0, link_gbytes=4000.0).matrices
+
+
+@pytest.mark.parametrize(("full", "home"), [(100, 0), (106, 1)])
+def test_past_the_slack_bytes_decide_among_ranks_within_the_limit(full: int, home: int) -> None:
+    """Ranks 0 and 1 hold 11 and 9 of the last matrix, rank 2 nothing, and it has the least work.
+
+    With 100 the limit, 110, leaves room on rank 0, with 106, 112, it does not.
+    """
+    whole = [Work(full, 20, {0: 20}), Work(97, 20, {1: 20}), Work(96, 20, {2: 20})]
+    matrices = [*whole, Work(8, 20, {0: 11, 1: 9})]
+    assert choose_homes(matrices, 3, "balanced", Price(1, 1)) == [0, 1, 2, home]
+    assert choose_homes(matrices, 3, "balanced", Price(1, 0)) == [0, 1, 2, 2]
+
+
+@given(stages(), SPEEDS)
+def test_local_homes_hold_most_at_any_speed(
+    stage: tuple[list[Work], int], link_gbytes: float
+) -> None:
+    matrices, size = stage
+    price = prices(MuonConfig(link_gbytes=link_gbytes), 2)
+    for matrix, home in zip(matrices, choose_homes(matrices, size, "local", price), strict=True):
+        assert matrix.held[home] == max(matrix.held.values())
+
+
+def test_ranks_with_other_speeds_do_not_agree_about_the_plan() -> None:
+    assert describe([], MuonConfig(rank_tflops=300.0)) != describe([], MuonConfig())
+    assert describe([], MuonConfig(link_gbytes=30.0)) != describe([], MuonConfig())
+
+
+def test_a_plan_is_said_to_follow_from_the_device_where_it_does() -> None:
+    for iteration, kinds in (("standard", 1), ("gram", 3), ("auto", 3)):
+        config = MuonConfig(ns_iteration=iteration)  # type: ignore[arg-type]
+        devices = ("cpu", "cpu_bf16", "cuda")
+        said = {tuple(describe([], config, device)) for device in devices}
+        assert len(said) == kinds, iteration
+
+
+def test_homes_of_ten_thousand_matrices_on_512_ranks_take_a_second_at_most() -> None:
+    """Of processor time; each on two ranks, and the first ranks hold most."""
+    chance = random.Random(0)
+    matrices = []
+    for _ in range(10_000):
+        rank = int(512 * chance.random() ** 2)
+        numel = chance.choice([1, 3, 10, 30]) * 10**6
+        part = chance.randrange(numel)
+        held = {rank: numel - part, (rank + 1) % 512: part}
+        matrices.append(Work(15_000 * numel, numel, held))
+    start = time.process_time()
+    choose_homes(matrices, 512, "balanced", prices(MuonConfig(link_gbytes=12.3), 2))
+    assert time.process_time() - start <= 1.0
+
+
+def test_bench_speeds_prints_both_as_flags_of_a_run() -> None:
+    line = "bench speeds --ranks 2 --threads 1 --rounds 2 --mib 1 --shape 64x128"
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_muon.cli", *line.split()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    *said, flags = done.stdout.splitlines()
+    found = config_of("0.12", *flags.split())
+    assert flags.split()[::2] == ["--muon-rank-tflops", "--muon-link-gbytes"]
+    assert f"{found.rank_tflops:.3g} (" in said[0] and "64x128, standard, 5 steps" in said[0]
+    assert f"{found.link_gbytes:.3g} (" in said[1] and "gloo, 2 ranks" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--ranks 0", "argument --ranks: must be a whole number of at least 1, got '0'"),
+        ("--mib -1", "argument --mib: must be a whole number of at least 1, got '-1'"),
+        ("--shape 64", "a shape is ROWSxCOLS, got '64'"),
+        ("--muon-ns-steps 0", "--muon-num-ns-steps: must be a whole number of at least 1, got '0'"),
+    ],
+)
+def test_bench_speeds_refuses_what_it_cannot_measure(
+    given: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_muon.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "speeds", *given.split()])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

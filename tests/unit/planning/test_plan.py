@@ -1,0 +1,406 @@
+"""The plan over random shapes, cuts and topologies: plain integers, no process group."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from figures.llama import llama_8b
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.planning.homes import HOME_SLACK, Price, Work, choose_homes
+from megatron_muon.planning.layout import (
+    Parameter,
+    Span,
+    batched_matrices,
+    interleaved_rows,
+    stacked_halves,
+    whole_matrix,
+)
+from megatron_muon.planning.plan import ExchangePlan, Grid, describe, digest, make_plan
+
+KINDS = (
+    *("rows", "columns", "replicated", "gated", "qkv", "one group", "batch", "transposed batch"),
+)
+
+
+def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Parameter:
+    """A parameter of some kind at ``start`` in a buffer; its bucket is set later."""
+    rows, cols = 1 + size % 7, 1 + size // 7
+    partition_dim = {"columns": 1, "replicated": None, "transposed batch": 1}.get(kind, 0)
+    if kind == "gated":
+        rows *= 2
+        matrices, blocks = stacked_halves(name, (rows, cols), tp_size)
+    elif kind == "qkv":
+        rows *= 4
+        parts = (("q", 2), ("k", 1), ("v", 1))
+        matrices, blocks = interleaved_rows(name, (rows, cols), tp_size, parts)
+    elif kind == "one group":  # which TP cuts anywhere
+        rows *= 4
+        parts = (("q", rows * tp_size - 3), ("k", 2), ("v", 1))
+        matrices, blocks = interleaved_rows(name, (rows, cols), tp_size, parts)
+    elif "batch" in kind:
+        rows, cols, halves = 3 * rows, 2 * cols, 2 if partition_dim == 1 else 1
+        names = ("a", "b", "c")
+        matrices, blocks = batched_matrices(names, (rows, cols), partition_dim, tp_size, halves)
+    else:
+        matrices, blocks = whole_matrix(name, (rows, cols), partition_dim, tp_size)
+    span = Span(start, start + rows * cols)
+    return Parameter(name, (rows, cols), partition_dim, span, span, 0, matrices, blocks)
+
+
+@st.composite
+def stages(draw: st.DrawFn) -> tuple[list[Parameter], Grid]:
+    """Random parameters with gaps between them, in random buckets, over a shuffled grid.
+
+    With several EP ranks each has parameters of its own in the same places.
+    """
+    ep_size, tp_size = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    dp_size = draw(st.integers(1, 5))
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=6))
+    parameters, bucket, position = [], [], 0
+    for index, kind in enumerate(kinds):
+        position += draw(st.integers(0, 5))
+        size = draw(st.integers(1, 60))
+        parameter = _parameter(kind, f"p{index}", size, tp_size, position)
+        bucket.append(parameter)
+        position = parameter.span.stop
+        if draw(st.booleans()) or index == len(kinds) - 1:
+            start = bucket[0].bucket.start if not parameters else parameters[-1].bucket.stop
+            stop = position + -(position - start) % dp_size
+            parameters += [replace(p, bucket=Span(start, stop)) for p in bucket]
+            bucket, position = [], stop
+    ranks = iter(draw(st.permutations(range(ep_size * tp_size * dp_size))))
+    grid = tuple(
+        tuple(tuple(next(ranks) for _ in range(dp_size)) for _ in range(tp_size))
+        for _ in range(ep_size)
+    )
+    return [replace(p, ep_rank=ep) for ep in range(ep_size) for p in parameters], grid
+
+
+CONFIGS = st.builds(
+    MuonConfig,
+    homes=st.sampled_from(["balanced", "local"]),
+    round_bytes=st.sampled_from([1, 100, 1 << 28]),
+)
+
+
+def _elements(plan: ExchangePlan) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """For each (matrix, staged element): who holds it, as (rank, element of the parameter)."""
+    holders: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for segment in plan.segments:
+        for offset in range(segment.elements.size):
+            holder = (segment.rank, segment.elements.start + offset)
+            holders.setdefault((segment.matrix, segment.start + offset), []).append(holder)
+    return holders
+
+
+@given(stages(), CONFIGS)
+def test_every_element_is_gathered_exactly_once(
+    stage: tuple[list[Parameter], Grid], config: MuonConfig
+) -> None:
+    plan = make_plan(*stage, config)
+    gathered = [
+        (segment.matrix, element)
+        for segment in plan.segments
+        if not segment.replica
+        for element in range(segment.staged.start, segment.staged.stop)
+    ]
+    wanted = [(i, e) for i, m in enumerate(plan.matrices) for e in range(m.numel)]
+    assert sorted(gathered) == wanted
+
+
+@given(stages(), CONFIGS)
+def test_every_piece_gets_each_direction_exactly_once(
+    stage: tuple[list[Parameter], Grid], config: MuonConfig
+) -> None:
+    parameters, grid = stage
+    plan = make_plan(parameters, grid, config)
+    returned = sorted(
+        (segment.parameter, segment.rank, element)
+        for segment in plan.segments
+        for element in range(segment.elements.start, segment.elements.stop)
+    )
+    wanted = []
+    for index, parameter in enumerate(parameters):
+        rows = grid[parameter.ep_rank]
+        shard_size = parameter.bucket.size // len(rows[0])
+        for element in range(parameter.span.size):
+            in_bucket = parameter.span.start - parameter.bucket.start + element
+            wanted += [(index, row[in_bucket // shard_size], element) for row in rows]
+    assert returned == sorted(wanted)
+
+
+@given(stages(), CONFIGS)
+def test_gathered_elements_come_back_where_they_came_from(
+    stage: tuple[list[Parameter], Grid], config: MuonConfig
+) -> None:
+    """Reverse of reverse is the identity: numbers sent home and back are unchanged."""
+    plan = make_plan(*stage, config)
+    homes: dict[tuple[int, int], object] = {}
+    for segment in plan.segments:
+        if not segment.replica:
+            for offset in range(segment.elements.size):
+                value = (segment.parameter, segment.rank, segment.elements.start + offset)
+                homes[segment.matrix, segment.start + offset] = value
+    tp_rank_of = {rank: t for plane in plan.grid for t, row in enumerate(plane) for rank in row}
+    for segment in plan.segments:
+        for offset in range(segment.elements.size):
+            parameter, rank, element = homes[segment.matrix, segment.start + offset]
+            assert (parameter, element) == (segment.parameter, segment.elements.start + offset)
+            same_rank = rank == segment.rank
+            assert same_rank or (segment.replica and tp_rank_of[rank] != tp_rank_of[segment.rank])
+
+
+@given(stages(), CONFIGS)
+def test_what_one_rank_sends_another_expects(
+    stage: tuple[list[Parameter], Grid], config: MuonConfig
+) -> None:
+    plan = make_plan(*stage, config)
+    sent = [0] * plan.size
+    every = [plan.routes(rank) for rank in range(plan.size)]
+    for routes, silent in zip(zip(*every, strict=True), plan.silent_rounds(), strict=True):
+        before = sum(sent)
+        for a in range(plan.size):
+            for b in range(plan.size):
+                assert routes[a].gather_to.get(b, []) == routes[b].gather_from.get(a, [])
+                assert routes[a].scatter_to.get(b, []) == routes[b].scatter_from.get(a, [])
+                for moving, more in ((routes[a].gather_to, 1), (routes[a].scatter_to, 0)):
+                    sent[a] += sum(s.elements.size + more for s in moving.get(b, []))
+            assert a not in routes[a].gather_to and a not in routes[a].scatter_to
+        assert silent == (sum(sent) == before)
+    assert plan.sent_bytes() == [count * plan.itemsize for count in sent]
+    assert sum(plan.ns_flops()) == sum(
+        ns_flops(m.rows, m.cols, MuonConfig()) for m in plan.matrices
+    )
+
+
+_PRINT_PLAN = """
+import sys; sys.path.insert(0, "tests")
+from figures.llama import llama_8b
+from megatron_muon.config import MuonConfig
+from megatron_muon.planning.plan import describe, digest, make_plan
+parameters, _ = llama_8b(4)
+plan = make_plan(parameters, (((0, 1, 2, 3),),), MuonConfig())
+print(digest(describe(parameters, MuonConfig())).hex(), digest([repr(plan)]).hex())
+"""
+
+
+def test_every_process_makes_the_same_plan() -> None:
+    """Nothing that differs between processes, such as the order of a set, decides anything."""
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", _PRINT_PLAN],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[3],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(printed) == 1
+    assert printed != {""}
+
+
+def test_tp_coordinates_are_those_of_one_rank() -> None:
+    """Row parts, column parts, gated halves and query groups land where TP = 1 has them."""
+    grid = (((0,), (1,)),)
+    whole = Span(0, 8 * 3)
+    for kind, wanted in {
+        # for each TP rank and local element: the element of the whole matrix (row-major)
+        "rows": [list(range(0, 24)), list(range(24, 48))],
+        "gated": [[*range(0, 12), *range(24, 36)], [*range(12, 24), *range(36, 48)]],
+        "columns": [
+            [row * 6 + col for row in range(8) for col in range(0, 3)],
+            [row * 6 + col for row in range(8) for col in range(3, 6)],
+        ],
+    }.items():
+        if kind == "gated":
+            matrices, blocks = stacked_halves("w", (8, 3), 2)
+        else:
+            matrices, blocks = whole_matrix("w", (8, 3), 0 if kind == "rows" else 1, 2)
+        dim = 1 if kind == "columns" else 0
+        parameter = Parameter("w", (8, 3), dim, whole, whole, 0, matrices, blocks)
+        plan = make_plan([parameter], grid, MuonConfig())
+        (matrix,) = plan.matrices
+        found: list[list[int]] = [[0] * 24, [0] * 24]
+        for (_, staged), holders in _elements(plan).items():
+            per_part = matrix.numel // matrix.column_parts
+            part, rest = divmod(staged, per_part)
+            row, col = divmod(rest, matrix.cols // matrix.column_parts)
+            position = row * matrix.cols + part * (matrix.cols // matrix.column_parts) + col
+            for rank, element in holders:
+                found[rank][element] = position
+        assert found == wanted, kind
+
+
+def test_query_groups_are_gathered_into_q_k_and_v() -> None:
+    """Rows of two groups (q q k v | q q k v) on each of two TP ranks."""
+    matrices, blocks = interleaved_rows("qkv", (8, 1), 2, (("q", 2), ("k", 1), ("v", 1)))
+    assert [(m.name, m.rows, m.cols) for m in matrices] == [
+        ("qkv[q]", 8, 1),
+        ("qkv[k]", 4, 1),
+        ("qkv[v]", 4, 1),
+    ]
+    rows = {
+        (block.matrix, block.matrix_row + i): (tp_rank, block.rows.start + i)
+        for tp_rank, local in enumerate(blocks)
+        for block in local
+        for i in range(block.rows.size)
+    }
+    q = [rows[0, i] for i in range(8)]
+    assert q == [(0, 0), (0, 1), (0, 4), (0, 5), (1, 0), (1, 1), (1, 4), (1, 5)]
+    assert [rows[1, i] for i in range(4)] == [(0, 2), (0, 6), (1, 2), (1, 6)]
+    assert [rows[2, i] for i in range(4)] == [(0, 3), (0, 7), (1, 3), (1, 7)]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6, 8, 12, 24])
+@pytest.mark.parametrize("parts", [(4, 1, 1), (2, 2, 1, 1), (8, 2, 2), (1, 1)], ids=str)
+def test_tp_cuts_the_rows_of_one_rank_wherever_it_may(tp_size: int, parts: tuple[int, ...]) -> None:
+    """Block by block, the rows of all TP ranks after one another are those of one rank."""
+    named = tuple((str(index), count) for index, count in enumerate(parts))
+
+    def rows(tp_size: int) -> list[tuple[int, int]]:
+        _, blocks = interleaved_rows("w", (24 // tp_size, 1), tp_size, named)
+        found = []
+        for local in blocks:
+            assert [b.rows.start for b in local] == [0, *(b.rows.stop for b in local[:-1])]
+            assert local[-1].rows.stop == 24 // tp_size
+            found += [(b.matrix, b.matrix_row + i) for b in local for i in range(b.rows.size)]
+        return found
+
+    groups = 24 // sum(parts)
+    whole = [(p, g * n + i) for g in range(groups) for p, n in enumerate(parts) for i in range(n)]
+    assert rows(tp_size) == rows(1) == whole
+
+
+def test_rows_that_are_no_whole_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="w: 7 rows on each of 2 TP ranks are not a multiple of 4"):
+        interleaved_rows("w", (7, 1), 2, (("q", 2), ("k", 1), ("v", 1)))
+
+
+@given(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=40),
+    st.integers(1, 8),
+    st.sampled_from(["balanced", "local"]),
+    st.randoms(use_true_random=False),
+)
+def test_balanced_homes_bound_the_busiest_rank(
+    flops: list[int], size: int, policy: str, chance: random.Random
+) -> None:
+    held = [{chance.randrange(size): 1} for _ in flops]
+    matrices = [Work(f, 1, by_rank) for f, by_rank in zip(flops, held, strict=True)]
+    homes = choose_homes(matrices, size, policy, Price(1, 0))
+    loads = [sum(f for f, h in zip(flops, homes, strict=True) if h == r) for r in range(size)]
+    if policy == "local":
+        assert all(home in holders for home, holders in zip(homes, held, strict=True))
+    else:  # a greedy choice never passes the slack, or the mean plus one matrix
+        ideal = max(Fraction(sum(flops), size), max(flops))
+        assert max(loads) <= max(HOME_SLACK * ideal, sum(flops) / size + max(flops))
+
+
+@given(stages(), CONFIGS)
+def test_what_a_home_is_said_to_move_is_what_it_receives_and_sends(
+    stage: tuple[list[Parameter], Grid], config: MuonConfig
+) -> None:
+    plan = make_plan(*stage, config)
+    for index, matrix in enumerate(plan.matrices):
+        held = dict.fromkeys(range(plan.size), 0)
+        received = sent = 0
+        for segment in plan.segments:
+            if segment.matrix == index:
+                held[segment.rank] += segment.elements.size
+                if segment.rank != matrix.home:
+                    sent += segment.elements.size
+                    received += 0 if segment.replica else segment.elements.size
+        assert Work(0, matrix.numel, held).moved(matrix.home) == received + sent
+
+
+def test_ties_go_to_the_least_loaded_rank() -> None:
+    """Under TP every holder ties; lowest-rank-wins would give rank 0 everything."""
+    for policy in ("balanced", "local"):
+        matrix = Work(10, 20, {0: 5, 1: 5, 2: 5, 3: 5})
+        homes = choose_homes([matrix] * 8, 4, policy, Price(1, 1))
+        assert sorted(homes) == [0, 0, 1, 1, 2, 2, 3, 3], policy
+
+
+def test_replicas_are_orthogonalized_once_and_get_the_same_directions() -> None:
+    matrices, blocks = whole_matrix("router", (4, 6), None, 2)
+    span = Span(0, 24)
+    parameter = Parameter("router", (4, 6), None, span, span, 0, matrices, blocks)
+    plan = make_plan([parameter], (((0, 1), (2, 3)),), MuonConfig())
+    assert len(plan.matrices) == 1
+    home = plan.matrices[0].home
+    gathered = sum(s.elements.size for s in plan.segments if not s.replica)
+    returned = sum(s.elements.size for s in plan.segments)
+    assert (gathered, returned) == (24, 48)
+    senders = {s.rank for s in plan.segments if not s.replica}
+    assert home in senders  # the home's own TP row sends: those pieces are nearest
+
+
+@pytest.mark.parametrize("change", ["hole", "overlap", "stranger"])
+def test_a_wrong_segment_is_refused(change: str) -> None:
+    matrices, blocks = whole_matrix("w", (4, 6), 0, 2)
+    span = Span(0, 24)
+    plan = make_plan(
+        [Parameter("w", (4, 6), 0, span, span, 0, matrices, blocks)],
+        (((0, 1), (2, 3)),),
+        MuonConfig(),
+    )
+    first, *rest = plan.segments
+    wrong = {
+        "hole": tuple(rest),
+        "overlap": (first, first, *rest),
+        "stranger": (replace(first, rank=3), *rest),
+    }[change]
+    with pytest.raises(ValueError, match=r"^w: "):
+        replace(plan, segments=wrong).validate()
+
+
+def test_a_bucket_that_does_not_divide_is_refused() -> None:
+    parameter = _parameter("rows", "w", 10, 1, 0)
+    size = parameter.span.size
+    with pytest.raises(ValueError, match=rf"bucket of {size} elements around w"):
+        make_plan([parameter], (((*range(size + 1),),),), MuonConfig())
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "homes", "most_bytes", "most_load"),
+    [(dp_size, "balanced", 0.01, 1.10) for dp_size in (8, 64, 512)]
+    + [(8, "local", 0.005, 1.25), (64, "local", 0.005, 1.60), (512, "local", 0.005, 1.0)],
+)
+def test_llama_8b_moves_few_bytes(
+    dp_size: int, homes: str, most_bytes: float, most_load: float
+) -> None:
+    """Mean bytes over AdamW's reduce-scatter (fp32) and all-gather (bf16); design section 3."""
+    parameters, numel = llama_8b(dp_size)
+    plan = make_plan(parameters, ((tuple(range(dp_size)),),), MuonConfig(homes=homes))
+    adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
+    assert sum(plan.sent_bytes()) / dp_size <= most_bytes * adamw_bytes
+    flops = plan.ns_flops()
+    largest = max(ns_flops(m.rows, m.cols, MuonConfig()) for m in plan.matrices)
+    assert max(flops) <= most_load * max(sum(flops) / dp_size, largest)
+    assert len(plan.boundary_parameters()) <= dp_size - 1
+
+
+@pytest.mark.parametrize("homes", ["balanced", "local"])
+def test_a_plan_for_1024_ranks_takes_two_seconds_at_most(homes: str) -> None:
+    """Of processor time; `test_routes_command` measures DeepSeek-V3's stages with experts."""
+    parameters, _ = llama_8b(1024)
+    config = MuonConfig(homes=homes)
+    start = time.process_time()
+    plan = make_plan(parameters, ((tuple(range(1024)),),), config)
+    plan.routes(1023)
+    digest(describe(parameters, config))
+    assert time.process_time() - start <= 2.0

@@ -1,0 +1,323 @@
+"""The time model: hardware, kernels, rounds and streams, by hand and by property."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.pricing.hardware import CONSTANTS, Hardware, from_json
+from megatron_muon.pricing.kernels import batches, foreach, newton_schulz, product, stream
+from megatron_muon.pricing.presets import H100
+from megatron_muon.pricing.step import Optimizer, StepTime, price_adamw, price_step
+from megatron_muon.pricing.streams import Streams
+from megatron_muon.pricing.upstream import price_layer_wise
+from megatron_muon.pricing.work import rounds_of
+from support.virtual_gpu.plans import small_plan
+
+CONFIG = MuonConfig()
+NONE = ("kernel_us", "launch_us", "phase_us", "message_us", "peer_us", "peer_host_us", "split_us")
+# A product's flops over 1e12 a second, 1e9 bytes/s of memory and of each link, nothing else.
+PLAIN = H100.with_values(
+    dict.fromkeys(NONE, 0.0)
+    | dict.fromkeys(("memory_gbytes", "node_gbytes", "network_gbytes", "dense_tflops"), 1.0)
+    | dict.fromkeys(("memory_efficiency", "node_efficiency", "network_efficiency"), 1.0)
+    | {"gemm_efficiency": 1.0, "processors": 1, "tiles": [[1, 1, 1.0]], "symmetric_ratio": 1.0},
+    "the test",
+)
+
+
+def one_matrix(rows: int, cols: int, dp: int, config: MuonConfig = CONFIG) -> ExchangePlan:
+    """A matrix that is cut into ``dp`` equal shards."""
+    matrices, blocks = whole_matrix("w", (rows, cols), None, 1)
+    whole = Span(0, rows * cols)
+    parameter = Parameter("w", (rows, cols), None, whole, whole, 0, matrices, blocks)
+    return make_plan([parameter], ((tuple(range(dp)),),), config)
+
+
+def priced(plan: ExchangePlan, hardware: Hardware, **options: Any) -> StepTime:
+    return price_step([Optimizer(plan, (0,) * plan.size)], CONFIG, hardware, **options)
+
+
+def test_one_matrix_on_one_rank_takes_what_its_kernels_take() -> None:
+    rows, cols = 4, 8
+    plan = one_matrix(rows, cols, dp=1)
+    elements = rows * cols
+    momentum, update, staging = 46 + 4, 34, 4
+    enter = 6 * 2  # read for the largest entry and the norm, divided twice
+    # products: XXᵀ, AA, BX; those with a linear term copy it: 2 bytes read, 2 written
+    flops = 2 * (rows * rows * cols + rows**3 + rows * rows * cols)
+    operands = [(rows, cols, cols, rows, rows, rows), (rows, rows, rows, rows, rows, rows)]
+    operands.append((rows, rows, rows, cols, rows, cols))
+    moved = [2 * (a * b + c * d + e * f) for a, b, c, d, e, f in operands]
+    assert all(nbytes / 1e9 > flops / 1e12 for nbytes in moved)  # so small: bytes decide
+    copies = 4 * (rows * rows + elements)
+    newton = elements * enter + 5 * (sum(moved) + copies)
+    expected = (elements * (momentum + staging + update) + newton) / 1e9
+    step = priced(plan, PLAIN)
+    assert step.seconds == pytest.approx(expected, rel=1e-9)
+    assert step.newton_schulz_busiest == pytest.approx(newton / 1e9, rel=1e-9)
+    assert step.exposed_most == 0
+    # momentum 5, a norm, 4 flags; no message; 11 and 25 of Newton-Schulz; staging; update 4
+    assert step.launches == 10 + 11 + 25 + 1 + 4
+
+
+def test_two_halves_of_a_matrix_wait_for_their_bytes_and_for_the_home() -> None:
+    plan = one_matrix(4, 8, dp=2)
+    (home,) = {matrix.home for matrix in plan.matrices}
+    half = 16
+    there, back = 2 * (half + 1) / 1e9, 2 * half / 1e9  # with the element of the flag
+    one, two = priced(one_matrix(4, 8, dp=1), PLAIN), priced(plan, PLAIN)
+    momentum, update = half * 50 / 1e9, half * 34 / 1e9
+    received, staged = half * 4 / 1e9, 2 * half * 4 / 1e9
+    at_home = momentum + there + received + one.newton_schulz_busiest + staged + back + update
+    assert two.by_rank[home] == pytest.approx(at_home, rel=1e-9)
+    assert two.by_rank[1 - home] == pytest.approx(at_home, rel=1e-9)
+    waited = at_home - momentum - update  # of the other rank: all that is not its own
+    assert two.exposed_most == pytest.approx(waited, rel=1e-9)
+
+
+def test_ranks_that_share_nothing_wait_for_nobody() -> None:
+    """Two ranks with a whole matrix each, one 16 times the other: the small one ends early."""
+    shapes = [(8, 16), (2, 16)]
+    parameters = []
+    for number, (rows, cols) in enumerate(shapes):
+        matrices, blocks = whole_matrix(str(number), (rows, cols), None, 1)
+        bucket = Span(0, 2 * 128)
+        span = Span(number * 128, number * 128 + rows * cols)
+        parameters.append(
+            Parameter(str(number), (rows, cols), None, bucket, span, 0, matrices, blocks)
+        )
+    plan = make_plan(parameters, (((0, 1),),), CONFIG)
+    assert [matrix.home for matrix in plan.matrices] == [0, 1]
+    (work,) = rounds_of(plan)
+    assert not work.gather and not work.scatter
+    step = priced(plan, H100)
+    assert step.exposed_most == 0
+    assert step.by_rank[1] < step.by_rank[0]
+    cheap = H100.with_values({"message_us": 1e6, "network_gbytes": 1e-9}, "the test")
+    assert priced(plan, cheap) == step
+
+
+def test_bytes_of_the_model_are_those_of_the_plan() -> None:
+    plan = small_plan(MuonConfig(round_bytes=1 << 16), tp=2, dp=4)
+    rounds = rounds_of(plan)
+    sent = [0] * plan.size
+    for work in rounds:
+        for pairs in (work.gather, work.scatter):
+            for (sender, _), count in pairs.items():
+                sent[sender] += count
+    assert sent == plan.sent_bytes()
+    held = [sum(work.held[rank] for work in rounds) for rank in range(plan.size)]
+    assert held == [sum(p.size for p in plan.pieces(rank).values()) for rank in range(plan.size)]
+    for rank in range(plan.size):
+        homes = plan.homes_by_round(rank)
+        assert [work.shapes[rank].total() for work in rounds] == [len(round) for round in homes]
+        routes = plan.routes(rank)
+        for work, route in zip(rounds, routes, strict=True):
+            receivers = {pair[1] for pair in work.gather if pair[0] == rank}
+            assert receivers == set(route.gather_to)
+
+
+FASTER = ("dense_tflops", "memory_gbytes", "node_gbytes", "pair_gbytes", "network_gbytes")
+SLOWER = (
+    *("kernel_us", "launch_us", "phase_us", "message_us", "peer_us", "peer_host_us"),
+    "symmetric_ratio",
+)
+
+
+@given(
+    name=st.sampled_from(FASTER + SLOWER),
+    factor=st.floats(1.01, 100),
+    tp=st.sampled_from((1, 2)),
+    dp=st.sampled_from((2, 4)),
+    round_bytes=st.sampled_from((None, 1 << 15)),
+    early=st.booleans(),
+)
+def test_more_speed_is_never_slower_and_more_latency_never_faster(
+    name: str, factor: float, tp: int, dp: int, round_bytes: int | None, early: bool
+) -> None:
+    plan = small_plan(MuonConfig(round_bytes=round_bytes), tp, dp)
+    optimizers = [Optimizer(plan, (1000,) * plan.size)] * 2
+    value = getattr(H100, name) * factor
+    if name == "symmetric_ratio":
+        value = min(1.0, value)
+    changed = H100.with_values({name: value, "gpus_per_node": 2}, "the test")
+    before, after = (
+        price_step(optimizers, CONFIG, hardware, experts_early=early).seconds
+        for hardware in (H100.with_values({"gpus_per_node": 2}, "the test"), changed)
+    )
+    assert (after <= before * (1 + 1e-12)) if name in FASTER else (after >= before * (1 - 1e-12))
+
+
+def test_a_product_is_never_faster_than_its_flops_and_its_bytes() -> None:
+    for rows, cols, inner, batch in ((4096, 4096, 14336, 1), (768, 2048, 768, 64), (8, 8, 8, 1)):
+        seconds = product(H100, rows, cols, inner, batch).seconds
+        flops = 2 * batch * rows * cols * inner
+        moved = 2 * batch * (rows * inner + inner * cols + rows * cols)
+        assert seconds >= flops / (989.4e12 * 0.72)
+        assert seconds >= moved / H100.memory
+    whole = product(H100, 128 * 12, 256 * 11, 4096).seconds - 2.5e-6  # 132 tiles, one wave
+    assert whole == pytest.approx(2 * 1536 * 2816 * 4096 / (989.4e12 * 0.72))
+    in_fp32 = product(H100, 4096, 4096, 4096, itemsize=4).seconds
+    assert in_fp32 > 10 * product(H100, 4096, 4096, 4096).seconds
+
+
+def test_matrices_in_a_batch_are_not_slower_than_one_by_one() -> None:
+    one, many = (newton_schulz(H100, 768, 2048, batch, CONFIG) for batch in (1, 16))
+    assert many.seconds < 16 * one.seconds
+    assert many.launches < 2 * one.launches
+
+
+def test_batches_take_every_matrix_once_and_keep_to_their_room() -> None:
+    def taken(ns_batch: int | None, count: int, scratch: int) -> list[tuple[int, int]]:
+        return list(batches(768, 2048, count, ns_batch=ns_batch, scratch=scratch))
+
+    assert taken(1, 5, 0) == [(1, 5)]
+    assert taken(16, 40, 0) == [(16, 2), (8, 1)]
+    of_one = 768 * 2048 + 2 * 768 * 768  # its next iterate, and two squares
+    assert taken(None, 100, 42 * of_one) == [(42, 2), (16, 1)]
+    assert taken(None, 100, 42 * of_one - 1) == [(41, 2), (18, 1)]
+    assert taken(None, 2, 0) == [(1, 2)]
+
+
+def test_foreach_operations_take_as_many_kernels_as_torch_does() -> None:
+    assert foreach(H100, 320 * 65536, 1, 8.0).launches == 1
+    assert foreach(H100, 320 * 65536 + 1, 1, 8.0).launches == 2
+    assert foreach(H100, 100, 49, 8.0, operations=5).launches == 10
+    assert foreach(H100, 0, 0, 8.0).launches == 0
+    assert stream(H100, 2.68e12).seconds == pytest.approx(1 + 2.5e-6)
+
+
+def test_a_host_that_launches_slowly_is_what_a_step_takes() -> None:
+    plan = small_plan(CONFIG, 2, 4)
+    slow = H100.with_values({"launch_us": 1000.0}, "the test")
+    step = priced(plan, slow)
+    assert step.seconds >= step.launches * 1e-3
+    assert step.host <= step.seconds
+
+
+def test_messages_to_other_nodes_take_the_network() -> None:
+    def seconds(ranks: tuple[int, int]) -> float:
+        streams = Streams(PLAIN.with_values({"network_gbytes": 0.1}, "the test"), 16)
+        return streams.exchange({ranks: 1_000_000})[ranks[0]]
+
+    assert seconds((0, 7)) == pytest.approx(1e-3)
+    assert seconds((0, 8)) == pytest.approx(1e-2)
+
+
+def test_a_peer_that_sends_to_many_has_a_share_of_its_link_for_each() -> None:
+    streams = Streams(PLAIN, 4)
+    pairs = {(0, 1): 1000, (0, 2): 1000, (0, 3): 1000}
+    ends = streams.exchange(pairs)
+    assert ends == dict.fromkeys(range(4), pytest.approx(3e-6))
+
+
+def test_experts_that_start_early_hide_the_last_scatter_of_the_dense() -> None:
+    plan = small_plan(CONFIG, 2, 4)
+    optimizers = [Optimizer(plan, (0,) * plan.size)] * 2
+    slow = PLAIN.with_values({"node_gbytes": 0.1}, "the test")  # no launches to hide it
+    late, early = (
+        price_step(optimizers, CONFIG, slow, experts_early=early) for early in (False, True)
+    )
+    assert early.seconds < late.seconds
+    assert early.launches == late.launches
+
+
+def test_adamw_takes_its_bytes() -> None:
+    plan = one_matrix(1024, 1024, dp=2)
+    seconds = price_adamw([Optimizer(plan, (1 << 20, 0))], PLAIN)
+    assert seconds == pytest.approx(((1 << 20) + (1 << 19)) * 28 / 1e9)
+
+
+def test_upstream_orthogonalizes_on_every_tp_rank() -> None:
+    quick = PLAIN.with_values({"memory_gbytes": 1e6, "node_gbytes": 1e6}, "the test")
+    alone, four = (
+        price_layer_wise(
+            [Optimizer(small_plan(CONFIG, tp, 1), (0,) * tp)], CONFIG, quick, "duplicated"
+        )
+        for tp in (1, 4)
+    )
+    assert four == pytest.approx(alone, rel=0.05)
+
+
+# ---------------------------------------------------------------- hardware
+
+
+def test_every_constant_of_a_preset_has_a_unit_and_a_source() -> None:
+    sources = dict(H100.sources)
+    assert set(sources) == set(CONSTANTS)
+    assert all(constant.metadata["unit"] for constant in CONSTANTS.values())
+    lines = H100.lines()
+    assert len(lines) == len(CONSTANTS)
+    assert "memory_gbytes 3350 10^9 bytes/s (NVIDIA's H100 data sheet, SXM: 3.35 TB/s)" in lines
+
+
+def test_a_changed_constant_says_who_changed_it() -> None:
+    changed = H100.with_values({"memory_gbytes": 4000, "gpus_per_node": 4.0}, "--set")
+    assert (changed.memory_gbytes, changed.gpus_per_node) == (4000, 4)
+    assert dict(changed.sources)["memory_gbytes"] == "--set"
+    assert dict(changed.sources)["launch_us"] == dict(H100.sources)["launch_us"]
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "text"),
+    [
+        ({"speed": 1.0}, ValueError, "'speed' is no constant"),
+        ({"memory_gbytes": 0.0}, ValueError, "memory_gbytes must be above 0, got 0.0"),
+        ({"memory_gbytes": math.nan}, ValueError, "memory_gbytes must be above 0, got nan"),
+        ({"memory_gbytes": "fast"}, TypeError, "memory_gbytes must be a number"),
+        ({"memory_efficiency": 1.5}, ValueError, "above 0, at most 1, got 1.5"),
+        ({"launch_us": -1.0}, ValueError, "launch_us must be at least 0"),
+        ({"processors": 1.5}, TypeError, "processors must be a whole number"),
+        ({"processors": True}, TypeError, "processors must be a whole number"),
+        ({"tiles": [[1, 1]]}, ValueError, "tiles must be rows, cols and a share"),
+        ({"tiles": 3}, TypeError, "tiles must be a list"),
+        ({"tiles": []}, ValueError, "tiles must be"),
+    ],
+)
+def test_a_wrong_constant_is_named(
+    values: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text.replace("(", r"\(")):
+        H100.with_values(values, "the test")
+
+
+def test_hardware_is_read_from_json() -> None:
+    text = '{"name": "mine", "values": {"hbm": 1}}'
+    with pytest.raises(ValueError, match="'hbm' is no constant"):
+        from_json(text, "mine.json", H100)
+    text = text.replace('"hbm": 1', '"memory_gbytes": 4800, "tiles": [[128, 128, 1.0]]')
+    read = from_json(text, "mine.json", H100)
+    assert read.name == "mine"
+    assert read.memory_gbytes == 4800 and read.tiles == ((128, 128, 1.0),)
+    assert dict(read.sources)["memory_gbytes"] == "mine.json"
+    assert read == dataclasses.replace(
+        H100.with_values({"memory_gbytes": 4800, "tiles": [[128, 128, 1.0]]}, "mine.json"),
+        name="mine",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", ValueError),
+        ("[]", ValueError),
+        ("[" * 100_000, ValueError),
+        ('{"constants": {}}', ValueError),
+        ('{"values": []}', TypeError),
+        ('{"sources": {"launch_us": 1}}', TypeError),
+        ('{"sources": {"speed": "me"}}', ValueError),
+        ('{"values": {"launch_us": NaN}}', ValueError),
+    ],
+)
+def test_json_that_is_no_hardware_is_an_error(text: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        from_json(text, "mine.json", H100)

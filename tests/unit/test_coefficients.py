@@ -1,0 +1,147 @@
+"""The published coefficient sets: their numbers against the papers', their intervals, what they do.
+
+``PUBLISHED`` is written from the papers and the code they point to, and shares nothing with the
+package.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from megatron_muon.coefficients import SETS, parse, schedule, spelled
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from support.oracle import newton_schulz
+
+SIMPLE = (3.4445, -4.7750, 2.0315)
+QUINTIC = [
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+]
+AOL = [
+    (4.0098, -7.0585, 2.4635),
+    (3.4585, -5.5479, 2.5959),
+    (2.7573, -3.2939, 1.4254),
+    (2.7215, -3.0494, 1.3169),
+]
+# arXiv 2505.16932: the list for [1e-3, 1]; Algorithm 1 divides by 1.01, to a power of each term's.
+POLAR_EXPRESS = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845749518, 0.4188073119525673),
+]
+PUBLISHED = {
+    "simple": [SIMPLE] * 12,
+    "quintic": QUINTIC * 3,  # starts over
+    "aol": AOL * 3,
+    "deepseekv4": [SIMPLE] * 8 + [(2.0, -1.5, 0.5)] * 4,
+    "cans": [
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        *[(2.2737, -1.6447, 0.4162)] * 8,
+    ],
+    "cubic5": [
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
+    ],
+    "polar_express": [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in POLAR_EXPRESS],
+}
+RUNS = [
+    *((name, min(12, len(PUBLISHED[name]))) for name in SETS if name != "cubic5"),
+    *((name, 5) for name in SETS),
+    *((name, 3) for name in SETS if name != "cubic5"),
+]
+
+
+@pytest.mark.parametrize(("name", "steps"), RUNS)
+def test_the_numbers_are_the_published_ones(name: str, steps: int) -> None:
+    """Cut after four decimals, as Emerging-Optimizers' table of Polar Express is."""
+    for ours, theirs in zip(schedule(name, steps, "fp32"), PUBLISHED[name], strict=False):
+        assert ours == pytest.approx(theirs, abs=1e-4 if name == "polar_express" else 0)
+
+
+@cache
+def _through(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Singular values from 1e-6 to 1, and what the set's own steps make of them, in float64."""
+    sigma = torch.logspace(-6, 0, 300_001, dtype=torch.float64)
+    made = sigma.clone()
+    for a, b, c in schedule(name, SETS[name].steps, "fp32"):
+        made = a * made + b * made**3 + c * made**5
+    return sigma, made
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_brings_its_interval_into_its_band(name: str) -> None:
+    sigma, made = _through(name)
+    lower, upper = SETS[name].interval
+    inside = made[(sigma >= lower) & (sigma <= upper)].abs()
+    smallest, largest = SETS[name].band
+    assert smallest <= inside.min() and inside.max() <= largest
+    assert made.max() <= largest  # what is smaller stays smaller
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name != "polar_express"])
+def test_the_interval_is_as_wide_as_the_band_allows(name: str) -> None:
+    """Ten times further down the band is left: the interval says what the set is for. Eight steps
+
+    of Polar Express go beyond the 1e-3 that its authors name.
+    """
+    sigma, made = _through(name)
+    assert made[sigma >= SETS[name].interval[0] / 10].abs().min() < SETS[name].band[0]
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+@pytest.mark.parametrize(("name", "steps"), [(name, 5) for name in SETS])
+def test_fp32_equals_the_oracle(name: str, steps: int, shape: tuple[int, int]) -> None:
+    """p amplifies a relative error of a small σ by at most its slope at 0, the product of the a's:
+
+    1049 in five steps (cans); the sums have at most 40 terms, rounded by 2⁻²⁴ of the norm 1 each.
+    """
+    generator = torch.Generator().manual_seed(3)
+    matrix = torch.randn(*shape, generator=generator)
+    triples = [tuple(t) for t in schedule(name, steps, "fp32")]  # held by the tests above
+    exact = newton_schulz(matrix.double(), steps, coefficients=triples)
+    config = MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype="fp32")
+    error = (orthogonalize(matrix, config).double() - exact).norm()
+    assert error <= 1049 * 40 * 2.0**-24
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", SETS)
+def test_small_and_nearly_singular_matrices_stay_in_the_band(name: str, dtype: str) -> None:
+    """1 to 4 rows and columns: σ lies anywhere up to 1, where cans goes off to 1e57 beyond 1.004.
+
+    Two units of bf16 (2⁻⁷) above the band are rounding of the last step.
+    """
+    config = MuonConfig(ns_coefficients=name, ns_steps=SETS[name].steps, ns_dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(150):
+        rows, cols = torch.randint(1, 5, (2,), generator=generator).tolist()
+        made = orthogonalize(torch.randn(rows, cols, generator=generator), config)
+        assert torch.linalg.matrix_norm(made.double(), 2) <= SETS[name].band[1] * (1 + 2.0**-7)
+
+
+def test_a_custom_list_starts_over() -> None:
+    numbers = ((2.0, -1.5, 0.5), (1.5, -0.5, 0.0))
+    config = MuonConfig(ns_coefficients=numbers, ns_steps=3, ns_dtype="fp32")
+    matrix = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    exact = newton_schulz(matrix.double(), 3, coefficients=[*numbers, numbers[0]])
+    assert (orthogonalize(matrix, config).double() - exact).norm() <= 8 * 9 * 2.0**-24
+
+
+@pytest.mark.parametrize("given", ["aol", ((1.0, -2.5, 0.1),), ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))])
+def test_what_is_spelled_is_parsed_again(given: object) -> None:
+    assert parse(spelled(given)) == given  # type: ignore[arg-type]

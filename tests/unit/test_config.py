@@ -1,0 +1,193 @@
+"""Bad settings are refused where they are made, with the value."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import Field, fields
+from pathlib import Path
+
+import pytest
+
+import megatron_muon
+from megatron_muon import MuonConfig
+from megatron_muon.coefficients import schedule
+from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.setting_names import FLAG_OF
+from support.megatron_lm.flag_parsers import MEANINGS
+
+MODULES = sorted(Path(megatron_muon.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "error", "message"),
+    [
+        ("matched_adamw_rms", -0.2, ValueError, "must be above 0, got -0.2"),
+        ("matched_adamw_rms", 0, ValueError, "must be above 0, got 0"),
+        ("matched_adamw_rms", math.nan, ValueError, "must be finite, got nan"),
+        ("matched_adamw_rms", "0.2", TypeError, "must be a number, got '0.2'"),
+        ("momentum", -0.1, ValueError, r"must be in \[0, 1\), got -0.1"),
+        ("momentum", 1.0, ValueError, r"must be in \[0, 1\), got 1.0"),
+        ("momentum", math.inf, ValueError, "must be finite, got inf"),
+        ("momentum", True, TypeError, "must be a number, got True"),
+        ("nesterov", 1, TypeError, "must be True or False, got 1"),
+        ("ns_steps", 0, ValueError, "must be at least 1, got 0"),
+        ("ns_steps", 10**9, ValueError, "must be at most 100, got 1000000000"),
+        ("ns_steps", 2.5, TypeError, "must be an int, got 2.5"),
+        ("ns_coefficients", (1.0, 2.0), TypeError, "must be a tuple of three numbers"),
+        ("ns_coefficients", "septic", ValueError, "must be one of simple, quintic, .*got 'septic'"),
+        ("ns_coefficients", [1.0, 2.0, 3.0], TypeError, "a set's name, a tuple of three numbers"),
+        ("ns_coefficients", ((1.0, 2.0, 3.0), (1.0,)), TypeError, "must be a tuple of three"),
+        ("ns_coefficients", (), TypeError, r"three numbers, got \(\)"),
+        ("ns_iteration", "cubic", ValueError, "must be one of standard, gram, auto, got 'cubic'"),
+        ("ns_coefficients", (1.0, 2.0, math.inf), ValueError, "must be finite"),
+        ("ns_dtype", "fp64", ValueError, "one of bf16, fp16, fp32, got 'fp64'"),
+        ("homes", "anywhere", ValueError, "must be one of balanced, local, got 'anywhere'"),
+        ("rank_tflops", 0, ValueError, "must be above 0, got 0"),
+        ("rank_tflops", True, TypeError, "must be a number, got True"),
+        ("rank_tflops", "fast", TypeError, "must be a number, got 'fast'"),
+        ("link_gbytes", -1.5, ValueError, "must be above 0, got -1.5"),
+        ("link_gbytes", math.nan, ValueError, "must be finite, got nan"),
+        ("link_gbytes", math.inf, ValueError, "must be finite, got inf"),
+        (
+            "scale_mode",
+            "max",
+            ValueError,
+            "must be one of spectral, unit_rms_norm, shape",
+        ),
+        ("split_qkv", None, TypeError, "must be True or False, got None"),
+        ("weight_decay_all_params", "no", TypeError, "must be True or"),
+        (
+            "checkpoint_digest",
+            "yes",
+            TypeError,
+            "must be True or False, got 'yes",
+        ),
+    ],
+)
+def test_a_bad_setting_is_refused(
+    setting: str, value: object, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as refused:
+        MuonConfig(**{setting: value})
+    assert str(refused.value).startswith(f"{setting} ({FLAG_OF[setting]}) ")
+
+
+@pytest.mark.parametrize("field", fields(MuonConfig), ids=lambda field: field.name)
+def test_a_wrong_value_names_field_and_flag(field: Field[object]) -> None:
+    for wrong in (None, b"", 1j, [1], {"a": 1}):
+        if wrong is field.default:
+            continue
+        with pytest.raises((TypeError, ValueError)) as refused:
+            MuonConfig(**{field.name: wrong})
+        assert f"{field.name} ({FLAG_OF[field.name]})" in str(refused.value)
+
+
+@pytest.mark.parametrize("field", FLAG_OF)
+def test_a_setting_is_named_by_the_flag_that_sets_it(field: str) -> None:
+    assert field in {known.name for known in fields(MuonConfig)}
+    if field == "align_shards":  # and a core that can
+        assert FLAG_OF[field] in {flag.option for flag in FLAGS}
+        return
+    sets = [meant for (option, *_), meant in MEANINGS.values() if option == FLAG_OF[field]]
+    assert any(field in meant for meant in sets)
+
+
+WORDS = {"homes", "momentum", "nesterov"}  # of English, too
+NAMES = re.compile(rf"(?<!\w)({'|'.join(sorted(FLAG_OF.keys() - WORDS))})(?!\w)")
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """The sentences in a module that are no docstrings, of f-strings what is fixed."""
+    tree = ast.parse(path.read_text())
+    inside = {id(part) for node in ast.walk(tree) for part in getattr(node, "values", [])}
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "body", None), list):
+            inside |= {id(line.value) for line in node.body if isinstance(line, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+            yield " ".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and id(node) not in inside:
+            yield str(node.value)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_no_text_names_a_setting_without_its_flag(path: Path) -> None:
+    """``named`` puts it there; a single word is no sentence."""
+    for text in _texts(path):
+        for field in NAMES.findall(text) if " " in text else []:
+            assert FLAG_OF[field] in text, text
+
+
+def test_the_defaults_are_moonlights() -> None:
+    config = MuonConfig()
+    assert (config.matched_adamw_rms, config.momentum, config.ns_steps) == (0.2, 0.95, 5)
+    assert config.ns_coefficients == "simple"
+    assert schedule("simple", 5, "bf16") == ((3.4445, -4.7750, 2.0315),) * 5
+    assert (config.ns_iteration, config.ns_dtype) == ("standard", "bf16")
+    assert config.nesterov and config.split_qkv and not config.weight_decay_all_params
+
+
+def test_simples_numbers_are_the_set_by_name() -> None:
+    """Settings saved before sets had names have the numbers."""
+    assert MuonConfig(ns_coefficients=(3.4445, -4.7750, 2.0315)) == MuonConfig()
+
+
+def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
+    """A setting that differs is printed by rank 0, and asking for the rank fails here."""
+    from megatron_muon.mcore.checkpoint.param_groups import check_record, record
+
+    saved = record(MuonConfig())
+    saved["settings"]["ns_coefficients"] = (3.4445, -4.7750, 2.0315)
+    check_record({"megatron_muon": saved}, MuonConfig())
+
+
+def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
+    from megatron_muon.mcore.checkpoint.param_groups import check_record, record
+
+    saved = record(MuonConfig())
+    for name in ("rank_tflops", "link_gbytes", "round_bytes", "ns_batch"):
+        del saved["settings"][name]
+    check_record({"megatron_muon": saved}, MuonConfig())  # nothing differs: see above
+    assert MuonConfig(**saved["settings"]) == MuonConfig()  # what is rebuilt from a record
+
+
+def test_another_speed_is_told_when_a_checkpoint_is_loaded_and_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_muon.mcore.checkpoint import param_groups
+
+    monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
+    saved = {"megatron_muon": param_groups.record(MuonConfig(rank_tflops=300.0))}
+    param_groups.check_record(saved, MuonConfig())
+    told = "rank_tflops (--muon-rank-tflops) is 400.0 now; the checkpoint was saved with 300.0"
+    assert capsys.readouterr().out == f"[megatron_muon] {told}\n"
+    saved["megatron_muon"]["settings"] = {"of_a_later_version": 1}
+    param_groups.check_record(saved, MuonConfig())
+    assert "of_a_later_version is 'nothing: this" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("iteration", ["gram", "auto"])
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"ns_coefficients": "cans"}, r"ns-coefficients\) 'cans', ns_steps .* 5, .* 'bf16'"),
+        ({"ns_steps": 7}, r"ns-coefficients\) 'simple', ns_steps .* 7, .* 'bf16'"),
+        ({"ns_coefficients": (2.0, -1.5, 0.5)}, r"\(\(2.0, -1.5, 0.5\),\), ns_steps .* 5"),
+    ],
+)
+def test_gram_without_tested_restarts_is_refused(
+    iteration: str, settings: dict[str, object], named: str
+) -> None:
+    ways_out = r"take ns_iteration .* 'standard', or what it has been tested with: simple with "
+    with pytest.raises(ValueError, match=f"{named}.*{ways_out}"):
+        MuonConfig(ns_iteration=iteration, **settings)
+    MuonConfig(**settings)
+
+
+def test_cubic5_is_for_five_steps() -> None:
+    with pytest.raises(ValueError, match=r"are for 5 steps, and ns_steps .* is 6: take 5, or"):
+        MuonConfig(ns_coefficients="cubic5", ns_steps=6)

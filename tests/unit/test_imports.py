@@ -1,0 +1,183 @@
+"""Imports point down only, without circles, and importing the package is cheap."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from support import ROOT
+
+PACKAGE = ROOT / "megatron_muon"
+
+# Lower rooms first. A module may import its own room and those in earlier lines, no other room of
+# its own line. "" is the facade, ``megatron_muon/__init__.py``.
+TIERS = (
+    ("version", "presence", "setting_names"),
+    ("coefficients",),
+    ("config",),
+    ("orthogonalize",),
+    ("planning",),
+    ("pricing", "files"),
+    ("runtime",),
+    ("mcore", "cpu"),
+    ("", "megatron_lm", "dry_run"),
+    ("cli",),
+    ("bench", "__main__", "autoload"),
+)
+TIER_OF = {room: tier for tier, rooms in enumerate(TIERS) for room in rooms}
+FILES = sorted(PACKAGE.rglob("*.py"))
+# Integers only: what decides about matrices and messages, and the time model.
+WITHOUT_TORCH = {"version", "presence", "setting_names", "coefficients", "config", "planning"}
+WITHOUT_TORCH |= {"pricing", "orthogonalize.iteration"}
+# Of a checkpoint's files, those that hold no tensor.
+WITHOUT_TORCH |= {f"files.{name}" for name in ("claim", "digest", "digest_parts", "digest_text")}
+WITHOUT_TORCH |= {f"files.{name}" for name in ("durable", "pickles", "regular")}
+
+
+def dotted(path: Path) -> str:
+    """``planning.plan`` for its file; "" for the facade."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+MODULES = {dotted(path): path for path in FILES}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def own_imports(path: Path) -> set[str]:
+    """Modules of this package that a file imports."""
+    modules = set()
+    for name in imports(path):
+        root, _, rest = name.partition(".")
+        if root != "megatron_muon":
+            continue
+        while rest not in MODULES:
+            rest = rest.rpartition(".")[0]
+        modules.add(rest)
+    return modules
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    own = room(dotted(path))
+    if own == "":
+        return  # the facade imports lazily; the cost test holds it
+    for module in own_imports(path):
+        if room(module) != own:
+            assert TIER_OF[room(module)] < TIER_OF[own], f"{path} imports {module or 'the facade'}"
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {module: own_imports(path) - {module} for module, path in MODULES.items()}
+    assert list(circles(graph)) == []
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str]()}
+    assert list(circles(graph)) == ["b", "c"]
+
+
+def circles(graph: Mapping[str, set[str]]) -> Iterator[str]:
+    """Modules that import themselves over others."""
+    for start in graph:
+        seen: set[str] = set()
+        waiting = list(graph[start])
+        while waiting:
+            module = waiting.pop()
+            if module not in seen:
+                seen.add(module)
+                waiting += graph[module]
+        if start in seen:
+            yield start
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_each_room_imports_only_what_it_is_for(path: Path) -> None:
+    module = dotted(path)
+    tier = TIER_OF[room(module)]
+    for name in imports(path):
+        root = name.split(".")[0]
+        if root == "megatron":
+            assert tier >= TIER_OF["mcore"], f"{path} imports {name}"
+        if root == "torch":
+            assert not {module, room(module)} & WITHOUT_TORCH, f"{path} imports {name}"
+        if name.startswith("torch.distributed"):
+            assert tier >= TIER_OF["runtime"], f"{path} imports {name}"
+        if root == "matplotlib":
+            assert module == "bench.plot", f"{path} imports {name}"
+
+
+def test_no_folder_has_more_than_a_dozen_files() -> None:
+    folders = {path.parent for path in FILES}
+    crowded = {
+        str(folder.relative_to(ROOT)): count
+        for folder in folders
+        if (count := len([path for path in folder.glob("*.py") if path.name != "__init__.py"])) > 12
+    }
+    assert crowded == {}
+
+
+COLLECTIVES = {
+    *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier"),
+    *("send", "recv", "isend", "irecv", "batch_isend_irecv", "gather", "scatter", "new_group"),
+    *("broadcast_object_list", "gather_object", "scatter_object_list", "reduce"),
+}
+
+
+def test_every_collective_is_called_in_one_module() -> None:
+    callers = {
+        dotted(path)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in COLLECTIVES
+        and ast.unparse(node.func.value) in {"dist", "torch.distributed", "distributed"}
+    }
+    assert callers == {"runtime.collectives"}
+
+
+def _loaded_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys; print(*sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_importing_the_package_pulls_in_nothing_heavy() -> None:
+    loaded = _loaded_after("import megatron_muon; megatron_muon.MuonConfig()")
+    assert loaded.isdisjoint({"megatron", "torch", "numpy", "matplotlib"})
+
+
+def test_the_cpu_runtime_is_there_without_another_import() -> None:
+    """As the README calls it; it needs torch, so it is imported when it is first named."""
+    loaded = _loaded_after("import megatron_muon; megatron_muon.cpu.enabled()")
+    assert "torch" in loaded and "megatron" not in loaded
+
+
+def test_plans_are_made_without_torch() -> None:
+    modules = ("planning.plan", "planning.describe", "pricing.step", "pricing.upstream")
+    statement = "import " + ", ".join(f"megatron_muon.{module}" for module in modules)
+    assert "torch" not in _loaded_after(statement)

@@ -1,0 +1,275 @@
+"""The real step on a GPU that is not there: nothing races, and each way to break it is found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_muon.runtime.optimizer
+from megatron_muon import MuonConfig
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.round_table import round_tables
+from support.virtual_gpu import Recording, check_stage, record_step
+from support.virtual_gpu.nccl import Launcher, Part, Work
+from support.virtual_gpu.plans import small_plan
+from support.virtual_gpu.races import MEMORY, Memory, races
+
+SIZES = {"one round": 1 << 30, "some": 60_000, "a round each": 1}  # a fc1 has 160 kB
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "ns_batch": {"ns_batch": 4},
+    "fp32": {"ns_dtype": "fp32"},
+    "gram": {"ns_iteration": "gram"},
+}
+
+
+@cache
+def recorded(size: str, settings: str) -> dict[int, Recording]:
+    """Two steps on every rank of TP 2 x DP 4."""
+    config = MuonConfig(round_bytes=SIZES[size], **SETTINGS[settings])
+    plan = small_plan(config)
+    return {rank: record_step(plan, rank, config, steps=2) for rank in range(plan.size)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("memory", MEMORY)
+def test_nothing_races(size: str, settings: str, memory: Memory) -> None:
+    for recording in recorded(size, settings).values():
+        assert races(recording.trace, memory) == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_ranks_agree_and_the_host_never_waits(size: str, settings: str) -> None:
+    recordings = recorded(size, settings)
+    assert check_stage(recordings) == []
+    assert [r.host_syncs for r in recordings.values()] == [[]] * len(recordings)
+    assert sum(len(r.collectives) for r in recordings.values()) > 0
+
+
+def test_sent_bytes_are_the_plans() -> None:
+    config = MuonConfig(round_bytes=SIZES["some"])
+    plan = small_plan(config)
+    for rank, recording in recorded("some", "default").items():
+        messages = [m for c in recording.collectives for m in c.sends if m.peer != rank]
+        assert sum(m.nbytes for m in messages) == plan.sent_bytes()[rank]
+
+
+# --- mutants: the exchange's calls of torch.distributed, broken on the way -----------------------
+
+Launch = Callable[..., Work | None]
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _with_launch(patch: pytest.MonkeyPatch, change: Callable[..., Work | None]) -> None:
+    original: Launch = Launcher.launch
+
+    def launch(self: Launcher, parts: list[Part], *args: Any) -> Work | None:
+        return change(self, original, parts, *args)
+
+    patch.setattr(Launcher, "launch", launch)
+
+
+def no_wait(patch: pytest.MonkeyPatch) -> None:
+    """The exchange goes on without waiting for its messages."""
+    patch.setattr(Work, "wait", lambda self, timeout=None: True)
+
+
+def dropped_message(patch: pytest.MonkeyPatch) -> None:
+    """What is sent is a copy that no one keeps until it has gone."""
+
+    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+        copies = [dataclasses.replace(p, reads=[x.clone() for x in p.reads]) for p in parts]
+        return launch(nccl, copies, *args)
+
+    _with_launch(patch, change)
+
+
+def early_free(patch: pytest.MonkeyPatch) -> None:
+    """What is received goes to memory that is given back at once."""
+
+    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+        new = [
+            dataclasses.replace(p, writes=[torch.empty_like(x) for x in p.writes]) for p in parts
+        ]
+        return launch(nccl, new, *args)
+
+    _with_launch(patch, change)
+
+
+def early_read(patch: pytest.MonkeyPatch) -> None:
+    """What is received is read before the wait."""
+
+    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+        work = launch(nccl, parts, *args)
+        for part in parts:
+            for received in part.writes:
+                received.clone()
+        return work
+
+    _with_launch(patch, change)
+
+
+def overwritten_message(patch: pytest.MonkeyPatch) -> None:
+    """What is sent is written to before it has gone."""
+
+    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+        work = launch(nccl, parts, *args)
+        for part in parts:
+            for sent in part.reads:
+                sent.zero_()
+        return work
+
+    _with_launch(patch, change)
+
+
+def launched_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for another stream than the one that made the message."""
+
+    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+        with torch.cuda.Stream():
+            return launch(nccl, parts, *args)
+
+    _with_launch(patch, change)
+
+
+def newton_schulz_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
+    original = megatron_muon.runtime.optimizer.orthogonalize_staged
+
+    def on_another(*args: Any, **shape: int) -> None:
+        with torch.cuda.Stream():
+            original(*args, **shape)
+
+    patch.setattr(megatron_muon.runtime.optimizer, "orthogonalize_staged", on_another)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "kind", "memories"),
+    [
+        (no_wait, "unordered", MEMORY),
+        (dropped_message, "freed", ("caller",)),
+        (early_free, "freed", ("caller",)),
+        (early_read, "unordered", MEMORY),
+        (overwritten_message, "unordered", MEMORY),
+        (launched_on_a_wrong_stream, "unordered", MEMORY),
+        (newton_schulz_on_a_wrong_stream, "unordered", MEMORY),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_mutant_races(
+    mutant: Mutant, kind: str, memories: tuple[Memory, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message that torch itself keeps is safe with most releases, and only then."""
+    config = MuonConfig(round_bytes=SIZES["some"])
+    plan = small_plan(config)
+    mutant(monkeypatch)
+    trace = record_step(plan, 0, config, steps=2).trace
+    kinds = {memory: {race.kind for race in races(trace, memory)} for memory in MEMORY}
+    assert {memory for memory in MEMORY if kind in kinds[memory]} == set(memories)
+
+
+def test_a_host_synchronisation_in_the_middle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = megatron_muon.runtime.optimizer.orthogonalize_staged
+
+    def reading(staged: torch.Tensor, *rest: Any, **shape: int) -> None:
+        assert not bool(staged.sum() > 0)
+        original(staged, *rest, **shape)
+
+    monkeypatch.setattr(megatron_muon.runtime.optimizer, "orthogonalize_staged", reading)
+    config = MuonConfig(ns_batch=1)
+    plan = small_plan(config)
+    recording = record_step(plan, 0, config)
+    assert len(recording.host_syncs) == len(plan.homes(0)) > 0
+    assert {(s.name, s.phase) for s in recording.host_syncs} == {("bool", "muon/newton_schulz")}
+
+
+# --- ranks that do not fit together --------------------------------------------------------------
+
+
+def _with_one_other(plan: ExchangePlan, config: MuonConfig, rank: int = 1) -> dict[int, Recording]:
+    """Rank 1 follows another plan or other settings than the rest."""
+    return dict(recorded("some", "default")) | {rank: record_step(plan, rank, config, steps=2)}
+
+
+def test_a_dropped_segment_is_an_error_on_its_rank() -> None:
+    config = MuonConfig(round_bytes=SIZES["some"])
+    plan = small_plan(config)
+    moved = [s for s in plan.segments if s.rank == 1 and plan.matrices[s.matrix].home != 1]
+    segments = tuple(s for s in plan.segments if s is not moved[0])
+    with pytest.raises(RuntimeError, match="split_sizes to sum exactly"):
+        record_step(dataclasses.replace(plan, segments=segments), 1, config)
+
+
+def test_another_home_is_found() -> None:
+    config = MuonConfig(round_bytes=SIZES["some"])
+    plan = small_plan(config)
+    moved = [s for s in plan.segments if s.rank == 1 and plan.matrices[s.matrix].home != 1]
+    matrices = list(plan.matrices)
+    home = matrices[moved[0].matrix].home
+    matrices[moved[0].matrix] = dataclasses.replace(matrices[moved[0].matrix], home=1)
+    faults = check_stage(
+        _with_one_other(dataclasses.replace(plan, matrices=tuple(matrices)), config)
+    )
+    assert any(f"1 sends {home} " in fault for fault in faults)
+
+
+def test_a_wider_message_is_found() -> None:
+    config = MuonConfig(round_bytes=SIZES["some"], ns_dtype="fp32")
+    plan = small_plan(MuonConfig(round_bytes=SIZES["some"]))
+    faults = check_stage(_with_one_other(plan, config))
+    assert any("torch.float32" in fault and "torch.bfloat16" in fault for fault in faults)
+
+
+def test_a_rank_that_leaves_early_is_found() -> None:
+    recordings = dict(recorded("some", "default"))
+    config = MuonConfig(round_bytes=SIZES["some"])
+    recordings[1] = record_step(small_plan(config), 1, config, steps=1)
+    assert any(" sends 1 " in fault for fault in check_stage(recordings))
+
+
+def test_swapped_rounds_are_found() -> None:
+    config = MuonConfig(round_bytes=SIZES["some"])
+    plan = small_plan(config)
+    first, second, *rest = plan.rounds
+    swapped = dataclasses.replace(plan, rounds=(second, first, *rest))
+    assert check_stage(_with_one_other(swapped, config)) != []
+
+
+def test_a_rank_that_was_not_recorded_is_named() -> None:
+    recordings: Mapping[int, Recording] = {0: recorded("some", "default")[0]}
+    with pytest.raises(ValueError, match=r"rank 0 communicates with \[1, 2, 3, 4, 5, 6, 7\]"):
+        check_stage(recordings)
+
+
+# --- counts --------------------------------------------------------------------------------------
+
+
+def test_a_step_is_counted_once_for_each_phase() -> None:
+    recording = recorded("some", "default")[0]
+    assert recording.launches == sum(recording.launches_by_phase.values())
+    assert recording.launches == sum(recording.launches_by_name.values()) > recording.operations
+    phases = {f"muon/{name}" for name in ("momentum", "gather", "newton_schulz", "scatter")}
+    assert set(recording.launches_by_phase) == phases | {"muon/update"}
+
+
+def test_the_first_and_the_second_step_count_alike() -> None:
+    config = MuonConfig(round_bytes=SIZES["some"])
+    one, two = record_step(small_plan(config), 0, config), recorded("some", "default")[0]
+    assert (one.launches, one.peak.over_state) == (two.launches, two.peak.over_state)
+    assert len(one.collectives) == len(two.collectives)
+
+
+def test_state_is_main_parameter_gradient_and_momentum() -> None:
+    config = MuonConfig(round_bytes=SIZES["some"])
+    plan = small_plan(config)
+    rounded = sum(-(-piece.size * 4 // 512) * 512 for piece in plan.pieces(0).values())
+    tables = round_tables(plan, 0)
+    places = [places for t in tables for places in (t.places, t.sent_flags, t.received_flags)]
+    held = 512 * sum(map(bool, places))  # of runs and their flags, by round
+    assert recorded("some", "default")[0].peak.state == 3 * rounded + held

@@ -1,0 +1,55 @@
+"""What real models' steps cost on a GPU that is not there: launches, waits, memory over state.
+
+``cd tests && python -m support.virtual_gpu.report`` prints all of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_muon.orthogonalize.iteration import scratch_elements
+from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE
+from support.virtual_gpu.plans import MODELS
+from support.virtual_gpu.report import MIB, Row, rows_of
+
+BY_NAME = {model.name: model for model in MODELS}
+
+
+def _busiest(name: str, **settings: object) -> Row:
+    return rows_of(BY_NAME[name], **settings)[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "largest", "most"),
+    [
+        ("Llama-3-8B TP8 DP8", (28672, 4096), 560),
+        ("Llama-3-70B TP8 PP4 DP16", (57344, 8192), 2253),
+    ],
+)
+def test_a_step_takes_its_round_and_the_scratch_of_its_largest_matrix(
+    name: str, largest: tuple[int, int], most: int
+) -> None:
+    """The round is one matrix: it, and its next iterate and squares of its short side."""
+    row = _busiest(name)
+    rows, cols = largest
+    scalars = 8 * 512  # flags and norms; a GPU's allocator rounds up
+    planned = 2 * (rows * cols + scratch_elements(rows, cols)) + scalars
+    assert row.peak_bytes <= planned <= most * MIB
+    assert 2 * scratch_elements(rows, cols) <= 1.5 * 2 * rows * cols
+    assert row.host_syncs == 0
+
+
+def test_a_smaller_round_takes_less_memory() -> None:
+    """Two rounds' buffers, the scratch of the largest matrix and of elementwise operations."""
+    name, mib = "Llama-3-8B TP1 DP8", 400
+    default, smaller = _busiest(name), _busiest(name, round_bytes=mib << 20)
+    scratch = 2 * scratch_elements(28672, 4096) + 4 * ELEMENTS_AT_ONCE
+    assert smaller.peak_bytes <= 2 * (mib << 20) + scratch
+    assert smaller.peak_bytes < default.peak_bytes
+
+
+def test_experts_are_orthogonalized_in_batches() -> None:
+    row = _busiest("Qwen3-30B-A3B EP8, 8 ranks")
+    assert row.launches <= 4000
+    assert row.operations <= 12 * row.matrices
+    assert row.host_syncs == 0
