@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_muon.dry_run.model import Ranks
-from megatron_muon.planning.plan import Grid
+from megatron_muon.planning.grid import RankGrid
 from megatron_muon.runtime.consensus import Coordinates, grid_of
 
 META = torch.device("meta")
@@ -123,7 +123,7 @@ def stage_ranks(ranks: Ranks) -> list[int]:
     return [rank for rank in dist.get_process_group_ranks(group) if dp_place[rank] < dp_size]
 
 
-def dense_grid(ranks: Ranks) -> Grid:
+def dense_grid(ranks: Ranks) -> RankGrid:
     """The ranks of ``stage_ranks`` as the optimizer of what is not an expert's sees them."""
     tp, dp = (_places(_dense(ranks), token) for token in ("tp", "dp-cp"))
     dp_size = ranks.world // (ranks.tp * ranks.pp * ranks.instances)
@@ -131,7 +131,7 @@ def dense_grid(ranks: Ranks) -> Grid:
     return grid_of([Coordinates(0, 1, tp[r], ranks.tp, dp[r], dp_size) for r in members])
 
 
-def expert_grid(ranks: Ranks) -> Grid:
+def expert_grid(ranks: Ranks) -> RankGrid:
     """The ranks of ``stage_ranks`` as the optimizer of experts on several EP ranks sees them."""
     tp, ep, dp = (_places(_experts(ranks), token) for token in ("tp", "ep", "dp"))
     sizes = ranks.ep, ranks.expert_tp

@@ -40,13 +40,14 @@ from megatron_muon.orthogonalize.matmul import (
     try_products,
 )
 from megatron_muon.orthogonalize.newton_schulz import takes_batches
-from megatron_muon.planning import plan as plans
+from megatron_muon.planning import agreed
 from megatron_muon.planning.describe import (
     active_line,
     connected_line,
     newton_schulz_line,
     start_line,
 )
+from megatron_muon.planning.plan import make_plan
 from megatron_muon.runtime.consensus import (
     PlanMismatchError,
     agree_everywhere,
@@ -122,7 +123,7 @@ def _checked(
     for part in parts:
         check_built(part)
     process_groups.require_groups(model_chunks, pg_collection)
-    return plans.describe([], config, plan_device(device_of(model_chunks)))
+    return agreed.description([], config, plan_device(device_of(model_chunks)))
 
 
 def _completed(
@@ -204,10 +205,10 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
         found = muon_parameters(
             dist_opt.model_chunks, dist_opt.buffers, stage.sizes.tp, stage.sizes.expert_tp, config
         )
-        description = plans.describe([parameter for _, parameter in found], config, kind)
+        description = agreed.description([parameter for _, parameter in found], config, kind)
     except Exception as routing_error:
         error = routing_error
-        description = [*plans.describe([], config, kind), f"error: {routing_error}"]
+        description = [*agreed.description([], config, kind), f"error: {routing_error}"]
     try:
         grid = agree_on_grid(coordinates, description, stage.group, stage.device)
     except PlanMismatchError as mismatch:
@@ -217,15 +218,14 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     here = [parameter for _, parameter in found]
     ep_rank, ep_size = coordinates.ep_rank, coordinates.ep_size
     everywhere = on_every_ep_rank(here, ep_size, local_experts(dist_opt.model_chunks, ep_size))
-    plan = plans.make_plan(everywhere, grid, config, kind)
-    rank, meter = dist.get_rank(stage.group), Meter()
+    plan = make_plan(everywhere, grid, config, kind)
+    own, meter = plan.for_rank(dist.get_rank(stage.group)), Meter()
     shards = dict(owned_shards(dist_opt))
-    main_params = {
-        index: shards[found[index - ep_rank * len(found)][0]] for index in plan.pieces(rank)
-    }
-    exchange = Exchange(plan, rank, stage.group, travel_dtype(config), stage.device, meter)
+    first = ep_rank * len(found)  # of this EP rank's own parameters
+    main_params = {index: shards[found[index - first][0]] for index in own.pieces}
+    exchange = Exchange(own, plan.matrices, stage.group, travel_dtype(config), stage.device, meter)
     phase = phases(lambda: dist_opt.config.timers)
-    return DistributedMuon(config, plan, rank, exchange, main_params, meter, phase)
+    return DistributedMuon(config, plan, own, exchange, main_params, meter, phase)
 
 
 def _start_muon(dist_opt: Any) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.bucket_order import shard_order, starts
+from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.planning.plan import make_plan
 
@@ -70,11 +71,12 @@ def sent_bytes(
     buckets: Sequence[Bucket], by_bucket: Orders, holders: Holders, config: MuonConfig
 ) -> int:
     """What all these ranks together send in a step, pieces there and directions back."""
-    grid = tuple(
+    rows = tuple(
         tuple(range(tp_rank * holders.dp_size, (tp_rank + 1) * holders.dp_size))
         for tp_rank in range(holders.tp_size)
     )
-    plan = make_plan(parameters_in(buckets, by_bucket), (grid,), config, holders.device)
+    grid = RankGrid((rows,))
+    plan = make_plan(parameters_in(buckets, by_bucket), grid, config, holders.device)
     return sum(plan.sent_bytes())
 
 

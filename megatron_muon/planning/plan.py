@@ -2,93 +2,23 @@
 
 Plain integers, a pure function of the stage's parameters, its grid of ranks and the settings; so
 every rank makes the same plan without asking, the optimizer runs it, and tests count it.
-
-A matrix is assembled at its home in *staging order*: its column parts (one unless TP cuts the
-columns) one after another, each row-major. In that order every run of elements that is contiguous
-in a parameter is contiguous in the matrix, wherever a shard was cut.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device, ns_flops
+from megatron_muon.planning.grid import RankGrid, held_pieces
 from megatron_muon.planning.homes import Work, choose_homes, prices
 from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds import make_rounds
-
-# grid[ep_rank][tp_rank][dp_rank] is a rank of the stage's group. One EP rank for what is not an
-# expert's; for experts all three are those of the expert groups.
-Grid = tuple[tuple[tuple[int, ...], ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A whole matrix of the stage and the rank that orthogonalizes it.
-
-    Attributes:
-        name: parameter name, with the part in brackets where a parameter holds several.
-        rows, cols: size over all TP ranks.
-        column_parts: number of equal column ranges that staging lays out one after another.
-        column_blocks: of how many equal ranges of columns each such part holds a piece, in order.
-        home: rank of the stage's group.
-    """
-
-    name: str
-    rows: int
-    cols: int
-    column_parts: int
-    column_blocks: int
-    home: int
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.cols
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Elements contiguous in a parameter on one rank and in the staging of one matrix.
-
-    Attributes:
-        parameter, matrix: indices into the plan's.
-        rank: holds the elements.
-        elements: of the flat local parameter.
-        start: where ``elements.start`` is in the matrix's staging.
-        replica: a TP replica of elements that another rank sends; it only receives directions.
-    """
-
-    parameter: int
-    matrix: int
-    rank: int
-    elements: Span
-    start: int
-    replica: bool
-
-    @property
-    def staged(self) -> Span:
-        return Span(self.start, self.start + self.elements.size)
-
-
-@dataclass(frozen=True, slots=True)
-class RankRoutes:
-    """What one rank sends, receives and keeps in a round, each list in the order of the segments.
-
-    ``gather_to[r]`` are the segments it sends to home r and whose directions come back;
-    ``gather_from[r]`` those that rank r sends to it. ``scatter_to`` and ``scatter_from`` are the
-    same but for replicas, which only receive. ``kept`` are the segments that are already home.
-    """
-
-    gather_to: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
-    gather_from: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
-    scatter_to: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
-    scatter_from: dict[int, list[Segment]] = field(default_factory=lambda: defaultdict(list))
-    kept: list[Segment] = field(default_factory=list)
+from megatron_muon.planning.segments import Matrix, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +34,7 @@ class ExchangePlan:
     parameters: tuple[Parameter, ...]
     matrices: tuple[Matrix, ...]
     segments: tuple[Segment, ...]
-    grid: Grid
+    grid: RankGrid
     itemsize: int
     flops: tuple[int, ...]
     rounds: tuple[tuple[int, ...], ...]
@@ -112,63 +42,26 @@ class ExchangePlan:
     @property
     def size(self) -> int:
         """Number of ranks in the stage."""
-        return grid_size(self.grid)
+        return self.grid.size
 
-    def routes(self, rank: int) -> list[RankRoutes]:
-        """The segments that ``rank`` sends, receives and keeps in each round."""
-        rounds = [RankRoutes() for _ in self.rounds]
-        round_of = self._round_of()
-        for segment in self.segments:
-            home = self.matrices[segment.matrix].home
-            if rank not in (home, segment.rank):
-                continue
-            routes = rounds[round_of[segment.parameter]]
-            if home == segment.rank:
-                routes.kept.append(segment)  # the home's TP rank sends, so it is no replica
-                continue
-            mine = segment.rank == rank
-            other = home if mine else segment.rank
-            (routes.scatter_from if mine else routes.scatter_to)[other].append(segment)
-            if not segment.replica:
-                (routes.gather_to if mine else routes.gather_from)[other].append(segment)
-        return rounds
+    def for_rank(self, rank: int) -> RankPlan:
+        """What one rank of the stage does."""
+        return rank_plan(
+            rank, self.grid, self.parameters, self.matrices, self.segments, self.rounds
+        )
 
     def silent_rounds(self) -> list[bool]:
         """Of each round, whether nothing moves in it between any two ranks."""
         silent = [True] * len(self.rounds)
-        round_of = self._round_of()
+        round_of = self.round_of()
         for segment in self.segments:
             if self.matrices[segment.matrix].home != segment.rank:
                 silent[round_of[segment.parameter]] = False
         return silent
 
-    def _round_of(self) -> dict[int, int]:
+    def round_of(self) -> dict[int, int]:
+        """The round of each parameter."""
         return {index: number for number, round in enumerate(self.rounds) for index in round}
-
-    def pieces(self, rank: int) -> dict[int, Span]:
-        """Elements that ``rank`` holds of each parameter that it holds some of, by index."""
-        return {
-            index: piece
-            for index, parameter in enumerate(self.parameters)
-            for holder, piece in held_pieces(parameter, self.grid)
-            if holder == rank
-        }
-
-    def homes(self, rank: int) -> list[int]:
-        """Indices of the matrices that ``rank`` orthogonalizes."""
-        return [index for index, matrix in enumerate(self.matrices) if matrix.home == rank]
-
-    def homes_by_round(self, rank: int) -> list[list[int]]:
-        """The same, round by round."""
-        matrices_of: dict[int, list[int]] = defaultdict(list)
-        first = 0
-        for index, parameter in enumerate(self.parameters):
-            matrices_of[index] = list(range(first, first + len(parameter.matrices)))
-            first += len(parameter.matrices)
-        return [
-            [i for index in round for i in matrices_of[index] if self.matrices[i].home == rank]
-            for round in self.rounds
-        ]
 
     def ns_flops(self) -> list[int]:
         """Newton-Schulz floating-point operations of each rank in a step."""
@@ -193,7 +86,7 @@ class ExchangePlan:
         return sent
 
     def boundary_parameters(self) -> list[Parameter]:
-        dp_size = len(self.grid[0][0])
+        dp_size = self.grid.dp_size
         return [p for p in self.parameters if p.is_boundary(dp_size)]
 
     def validate(self) -> None:
@@ -219,13 +112,13 @@ class ExchangePlan:
 
 
 def make_plan(
-    parameters: Sequence[Parameter], grid: Grid, config: MuonConfig, device: Device = "cuda"
+    parameters: Sequence[Parameter], grid: RankGrid, config: MuonConfig, device: Device = "cuda"
 ) -> ExchangePlan:
     """Choose the homes and lay out every segment.
 
     Args:
         parameters: the stage's Muon parameters, in an order that is the same on all ranks.
-        grid: ``grid[ep_rank][tp_rank][dp_rank]``, a permutation of 0 … size - 1.
+        grid: its ranks.
         config: the settings; ``homes``, the two speeds, ``round_bytes`` and those of Newton-Schulz
             matter here.
         device: that it runs on, the same on all ranks; on CPU gram and auto are less work.
@@ -242,7 +135,7 @@ def make_plan(
         Work(one, shape.rows * shape.cols, by_rank)
         for one, (_, shape), by_rank in zip(flops, shapes, held, strict=True)
     ]
-    homes = choose_homes(work, grid_size(grid), config.homes, prices(config, itemsize))
+    homes = choose_homes(work, grid.size, config.homes, prices(config, itemsize))
     matrices = tuple(
         Matrix(s.name, s.rows, s.cols, parameter.column_parts, s.column_blocks, home)
         for (parameter, s), home in zip(shapes, homes, strict=True)
@@ -286,45 +179,6 @@ def _rounds(
     return make_rounds(homed, taken, config.round_bytes)
 
 
-def held_pieces(parameter: Parameter, grid: Grid) -> Iterator[tuple[int, Span]]:
-    """``(rank, elements of the parameter)`` for every rank of the stage that holds some."""
-    for dp_rank, piece in parameter.pieces(len(grid[0][0])):
-        for row in grid[parameter.ep_rank]:
-            yield row[dp_rank], piece
-
-
-def grid_size(grid: Grid) -> int:
-    """Number of ranks."""
-    return sum(len(row) for plane in grid for row in plane)
-
-
-def describe(
-    parameters: Sequence[Parameter], config: MuonConfig, device: Device = "cuda"
-) -> list[str]:
-    """All that a plan follows from but the grid, a line each: what ranks have to agree about.
-
-    A line is a name and a value, ``setting momentum: 0.95``: an error names the one that differs.
-    What a matrix's standard iteration costs is the same on every device, so they may differ then.
-    """
-    devices = [] if config.ns_iteration == "standard" else [f"kind of device: {device}"]
-    settings = [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]
-    return [*settings, *devices, *map(_describe, parameters)]
-
-
-def _describe(parameter: Parameter) -> str:
-    matrices = ", ".join(f"{m.name} {m.rows}x{m.cols}" for m in parameter.matrices)
-    place = f"buffer {parameter.buffer}, bucket {parameter.bucket}, elements {parameter.span}"
-    return (
-        f"{parameter.name}: local shape {parameter.shape}, partition_dim {parameter.partition_dim},"
-        f" {place}, matrices {matrices}, rows {digest([repr(parameter.blocks)]).hex()[:16]}"
-    )
-
-
-def digest(lines: Sequence[str]) -> bytes:
-    """32 bytes that differ where ``lines`` do."""
-    return hashlib.sha256("\n".join(lines).encode()).digest()
-
-
 class _Run(NamedTuple):
     """Elements contiguous in a parameter on one rank and in the staging of one matrix."""
 
@@ -336,12 +190,11 @@ class _Run(NamedTuple):
     start: int
 
 
-def _all_runs(parameters: Sequence[Parameter], grid: Grid) -> Iterator[_Run]:
+def _all_runs(parameters: Sequence[Parameter], grid: RankGrid) -> Iterator[_Run]:
     first_matrix = 0
     for index, parameter in enumerate(parameters):
-        rows = grid[parameter.ep_rank]
-        pieces = list(parameter.pieces(len(rows[0])))
-        for tp_rank, row in enumerate(rows):
+        pieces = list(parameter.pieces(grid.dp_size))
+        for tp_rank, row in enumerate(grid.of_ep(parameter.ep_rank)):
             for dp_rank, piece in pieces:
                 for matrix, elements, start in _runs(parameter, tp_rank, piece):
                     rank, matrix_index = row[dp_rank], first_matrix + matrix
@@ -363,11 +216,12 @@ def _runs(parameter: Parameter, tp_rank: int, piece: Span) -> Iterator[tuple[int
 
 
 def _segments(
-    parameters: Sequence[Parameter], matrices: Sequence[Matrix], runs: Sequence[_Run], grid: Grid
+    parameters: Sequence[Parameter],
+    matrices: Sequence[Matrix],
+    runs: Sequence[_Run],
+    grid: RankGrid,
 ) -> Iterator[Segment]:
-    tp_rank_of = {
-        rank: tp_rank for plane in grid for tp_rank, row in enumerate(plane) for rank in row
-    }
+    tp_rank_of = grid.tp_ranks()
     for run in runs:
         home = matrices[run.matrix].home
         yield Segment(

@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.planning.plan import ExchangePlan, Matrix, RankRoutes, Segment
+from megatron_muon.planning.rank_plan import RankPlan, RankRound
+from megatron_muon.planning.segments import Matrix, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +95,18 @@ class RoundTable:
         return bool(self.peers)
 
 
-def round_tables(plan: ExchangePlan, rank: int) -> list[RoundTable]:
-    """Of every round of a plan, for ``rank`` of the stage."""
-    return [
-        _table(plan, rank, routes, homes)
-        for routes, homes in zip(plan.routes(rank), plan.homes_by_round(rank), strict=True)
-    ]
+def round_tables(plan: RankPlan, matrices: Sequence[Matrix]) -> list[RoundTable]:
+    """Of every round, for one rank of the stage.
+
+    Args:
+        plan: the rank's.
+        matrices: the stage's.
+    """
+    return [_table(round, matrices) for round in plan.rounds]
 
 
-def _table(plan: ExchangePlan, rank: int, routes: RankRoutes, homes: Sequence[int]) -> RoundTable:
-    alike = list(_by_layout(plan, homes))
+def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
+    alike = list(_by_layout(matrices, routes.homes))
     homes = [index for group in alike for index in group.matrices]
     place = {index: at for at, index in enumerate(homes)}
 
@@ -153,15 +156,15 @@ def _table(plan: ExchangePlan, rank: int, routes: RankRoutes, homes: Sequence[in
     )
 
 
-def _by_layout(plan: ExchangePlan, homes: Sequence[int]) -> Iterable[Alike]:
+def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Alike]:
     groups: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     for index in homes:
-        matrix = plan.matrices[index]
+        matrix = matrices[index]
         layout = (matrix.rows, matrix.cols, matrix.column_parts, matrix.column_blocks)
         groups[layout].append(index)
     start = 0
     for _, indices in sorted(groups.items()):
-        like = plan.matrices[indices[0]]
+        like = matrices[indices[0]]
         yield Alike(tuple(indices), like, start)
         start += len(indices) * like.numel
 

@@ -23,7 +23,8 @@ from typing import Literal
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.planning.layout import Parameter
-from megatron_muon.planning.plan import ExchangePlan, Matrix
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.segments import Matrix
 from megatron_muon.pricing.hardware import GIGA, MICRO, Hardware
 from megatron_muon.pricing.kernels import Cost, newton_schulz, product, stream
 from megatron_muon.pricing.step import Optimizer, adamw
@@ -49,7 +50,7 @@ def price_layer_wise(
     seconds = 0.0
     for optimizer in optimizers:
         busiest = _busiest(optimizer.plan, settings, plain, mode)
-        dp_size = len(optimizer.plan.grid[0][0])
+        dp_size = optimizer.plan.grid.dp_size
         elements = sum(p.shape[0] * p.shape[1] for p in optimizer.plan.parameters if p.ep_rank == 0)
         cost = busiest + stream(plain, _BYTES * elements / dp_size)
         cost += adamw(plain, sum(optimizer.rest) // len(optimizer.rest))
@@ -64,7 +65,7 @@ def _busiest(plan: ExchangePlan, config: MuonConfig, hardware: Hardware, mode: T
         for matrix in matrices:
             cost += _matrix(parameter, matrix, config, hardware, mode)
         costs[parameter.ep_rank].append(cost)
-    dp_size = len(plan.grid[0][0])
+    dp_size = plan.grid.dp_size
     loads = [load for of_ep in costs.values() for load in _balanced(of_ep, dp_size)]
     return max(loads, key=lambda load: load.seconds, default=Cost())
 

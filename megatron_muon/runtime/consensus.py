@@ -11,7 +11,8 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_muon.planning.plan import Grid, digest
+from megatron_muon.planning.agreed import fingerprint
+from megatron_muon.planning.grid import RankGrid
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.setting_names import named
@@ -40,17 +41,17 @@ class PlanMismatchError(RuntimeError):
 
 def agree_on_grid(
     coordinates: Coordinates, description: Sequence[str], group: Group, device: torch.device
-) -> Grid:
+) -> RankGrid:
     """The stage's ranks by their coordinates, once all of them describe the same plan.
 
     Args:
         coordinates: this rank's.
-        description: what the plan follows from, a line each (``plan.describe``).
+        description: what the plan follows from, a line each (``agreed.description``).
         group: the stage.
         device: where the group's collectives want their tensors.
 
     Returns:
-        ``grid[ep_rank][tp_rank][dp_rank]``: a rank of the group.
+        The ranks of the group, each in its place.
 
     Raises:
         PlanMismatchError: on every rank of the stage; names the first line that differs.
@@ -146,14 +147,14 @@ def _text(error: BaseException) -> str:
     return words if worded and words else f"{type(error).__name__}: {words}"
 
 
-def grid_of(every: Sequence[Coordinates]) -> Grid:
+def grid_of(every: Sequence[Coordinates]) -> RankGrid:
     """The ranks of a stage by their coordinates.
 
     Args:
         every: of rank 0, 1, … of the stage.
 
     Returns:
-        ``grid[ep_rank][tp_rank][dp_rank]``: a rank of the stage.
+        Each rank in its place.
 
     Raises:
         PlanMismatchError: they are not one rank for each place.
@@ -167,15 +168,17 @@ def grid_of(every: Sequence[Coordinates]) -> Grid:
             f" x DP is {ep_size} x {tp_size} x {dp_size}: pass get_megatron_optimizer the process "
             "groups that the model was built with"
         )
-    return tuple(
-        tuple(tuple(ranks[ep, tp, dp] for dp in range(dp_size)) for tp in range(tp_size))
-        for ep in range(ep_size)
+    return RankGrid(
+        tuple(
+            tuple(tuple(ranks[ep, tp, dp] for dp in range(dp_size)) for tp in range(tp_size))
+            for ep in range(ep_size)
+        )
     )
 
 
 def _words(description: Sequence[str]) -> list[int]:
-    """The digest as four numbers."""
-    whole = digest(description)
+    """The fingerprint as four numbers."""
+    whole = fingerprint(description)
     return [int.from_bytes(whole[i : i + 8], "big", signed=True) for i in (0, 8, 16, 24)]
 
 
@@ -191,7 +194,7 @@ def _first_difference(texts: Sequence[str], whose: str) -> str:
                     "model, the same trainable parameters and the same MuonConfig; unless "
                     f"{named('ns_iteration')} is 'standard', the same kind of device, too."
                 )
-    raise AssertionError("digests differ but descriptions do not")
+    raise AssertionError("fingerprints differ but descriptions do not")
 
 
 def _both(theirs: str | None, ours: str | None, rank: int, whose: str) -> str:

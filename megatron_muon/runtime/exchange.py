@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, split_with_sizes
 
-from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.planning.round_table import Alike, RoundTable, round_tables
+from megatron_muon.planning.segments import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group, Pending, Route
 
@@ -110,8 +111,8 @@ class Exchange:
     """Runs a plan for one rank of the stage.
 
     Args:
-        plan: the stage's.
-        rank: this rank, as in ``plan.grid``.
+        plan: this rank's.
+        matrices: the stage's.
         group: process group of the stage.
         dtype: what elements travel in.
         device: where matrices are assembled.
@@ -120,20 +121,20 @@ class Exchange:
 
     def __init__(
         self,
-        plan: ExchangePlan,
-        rank: int,
+        plan: RankPlan,
+        matrices: Sequence[Matrix],
         group: Group,
         dtype: torch.dtype,
         device: torch.device,
         meter: Meter,
     ) -> None:
-        self.tables = round_tables(plan, rank)
+        self.tables = round_tables(plan, matrices)
         self._dtype = dtype
         self._device = device
         self._meter = meter
         self._world = world = collectives.world_ranks(group)
-        self._rank, self._group = rank, group
-        self._rounds = [_Round(table, world, rank, group, device) for table in self.tables]
+        self._rank, self._group = plan.rank, group
+        self._rounds = [_Round(table, world, plan.rank, group, device) for table in self.tables]
 
     def connect(self) -> int:
         """Send one element to every peer and take one from each; every rank of the stage calls it.

@@ -14,6 +14,7 @@ from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.planning.rounds import scratch_limit
 from megatron_muon.runtime.exchange import Exchange, Gathering, Leaving, Meter, Scattering, Staged
 from megatron_muon.runtime.tracing import Phase
@@ -51,7 +52,7 @@ class DistributedMuon:
     Args:
         config: the settings.
         plan: the stage's exchange plan.
-        rank: this rank, as in ``plan.grid``.
+        own: this rank's part of it.
         exchange: runs the plan for it.
         main_params: for each parameter of the plan that has a piece here, its flat fp32 shard.
         meter: counts what is done.
@@ -66,18 +67,18 @@ class DistributedMuon:
         self,
         config: MuonConfig,
         plan: ExchangePlan,
-        rank: int,
+        own: RankPlan,
         exchange: Exchange,
         main_params: Mapping[int, Tensor],
         meter: Meter,
         phase: Phase,
     ) -> None:
         sizes = {index: shard.numel() for index, shard in main_params.items()}
-        planned = {index: piece.size for index, piece in plan.pieces(rank).items()}
+        planned = {index: piece.size for index, piece in own.pieces.items()}
         if sizes != planned:
             raise ValueError(f"the plan has pieces of sizes {planned} here, the optimizer {sizes}")
         self.config = config
-        self.plan = plan
+        self.plan, self.own = plan, own
         self.meter = meter
         self.main_params = dict(main_params)
         self._exchange = exchange

@@ -17,6 +17,7 @@ from megatron_muon.planning.bucket_count import (
     in_buckets,
     stock_bucket_size,
 )
+from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, interleaved_rows, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 
@@ -79,7 +80,7 @@ def llama_plan(
     """Its plan, and what it adds to the bytes of AdamW's reduce-scatter (fp32) and all-gather
     (bf16), on an average rank."""
     parameters, numel = llama_8b(dp_size, bucket_size, config if ordered else None)
-    plan = make_plan(parameters, ((tuple(range(dp_size)),),), config)
+    plan = make_plan(parameters, RankGrid(((tuple(range(dp_size)),),)), config)
     adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
     return plan, sum(plan.sent_bytes()) / dp_size / adamw_bytes
 

@@ -117,16 +117,17 @@ def _steps(case: Case, repeats: int) -> list[float]:
 
 def _muon(config: MuonConfig, plan: ExchangePlan, rank: int) -> tuple[Any, Any, Any]:
     """The Muon of a rank, its parameter groups and their state."""
-    shards = {index: torch.zeros(piece.size) for index, piece in plan.pieces(rank).items()}
+    own = plan.for_rank(rank)
+    shards = {index: torch.zeros(piece.size) for index, piece in own.pieces.items()}
     for shard in shards.values():
         shard.grad = torch.ones_like(shard)
     state = {shard: {muon_step.MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()}
     groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.0}]
     meter, group = Meter(), dist.group.WORLD
     assert group is not None
-    exchange = Exchange(plan, rank, group, torch.bfloat16, torch.device("cpu"), meter)
+    exchange = Exchange(own, plan.matrices, group, torch.bfloat16, torch.device("cpu"), meter)
     named = phases(lambda: None)
-    muon = muon_step.DistributedMuon(config, plan, rank, exchange, shards, meter, named)
+    muon = muon_step.DistributedMuon(config, plan, own, exchange, shards, meter, named)
     return muon, groups, state
 
 

@@ -109,7 +109,7 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
         "meter": (meter.matrices, meter.ns_flops, meter.sent_bytes),
         "whole_step": (whole_step.matrices, whole_step.ns_flops, whole_step.sent_bytes),
         "plan": (
-            sum(len(plan.homes(rank)) for plan in plans),
+            sum(len(plan.for_rank(rank).homes) for plan in plans),
             sum(plan.ns_flops()[rank] for plan in plans),
             sum(plan.sent_bytes()[rank] for plan in plans),
         ),

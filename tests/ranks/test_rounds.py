@@ -136,7 +136,7 @@ def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(case: Cas
         plan = found["plan"]
         silent = plan.silent_rounds()
         assert len(silent) > 2 and any(silent) and not all(silent), silent
-        tables = round_tables(plan, rank)
+        tables = round_tables(plan.for_rank(rank), plan.matrices)
         gathers = sum(bool(table.sent_to or table.received_from) for table in tables)
         scatters = sum(bool(table.directions_to or table.directions_from) for table in tables)
         assert found["started"] == gathers + scatters <= 2 * silent.count(False)
@@ -187,7 +187,9 @@ def _peers(topology: Topology) -> tuple[int, int]:
     counts = []
     for megatron in distributed_optimizers(built.optimizer):
         plan, rank = megatron.muon.plan, dist.get_rank(megatron.stage_group)
-        shared = set().union(*(table.peers for table in round_tables(plan, rank)))
+        shared = set().union(
+            *(table.peers for table in round_tables(plan.for_rank(rank), plan.matrices))
+        )
         counts.append((megatron.muon.connect(), len(shared)))
     take_step(built, 0)
     return sum(made for made, _ in counts), sum(shared for _, shared in counts)

@@ -16,14 +16,11 @@ from unittest import mock
 @contextmanager
 def _changed_plan(change: Callable[..., Any]) -> Iterator[None]:
     """Within it the package makes its plan with ``change(make_plan, and what that takes)``."""
-    import megatron_muon.planning.plan as plans
+    from megatron_muon.mcore import build
 
-    original = plans.make_plan
-    plans.make_plan = partial(change, original)
-    try:
+    original = build.make_plan
+    with mock.patch.object(build, "make_plan", partial(change, original)):
         yield
-    finally:
-        plans.make_plan = original
 
 
 def _with_segments(plan: Any, segments: list[Any]) -> Any:
@@ -67,7 +64,12 @@ def swapped_tp_order() -> AbstractContextManager[None]:
     """Every rank takes its TP slice for the other TP rank's."""
 
     def change(make_plan: Any, parameters: Any, grid: Any, config: Any, device: Any) -> Any:
-        return make_plan(parameters, tuple(plane[::-1] for plane in grid), config, device)
+        return make_plan(
+            parameters,
+            replace(grid, ranks=tuple(plane[::-1] for plane in grid.ranks)),
+            config,
+            device,
+        )
 
     return _changed_plan(change)
 
@@ -80,10 +82,10 @@ def swapped_ep_ranks() -> AbstractContextManager[None]:
         plan = make_plan(parameters, grid, config, device)
         if not _is_of_experts(parameters):
             return plan
-        (first, *others), *_ = grid[0]
-        second = grid[1][0][0]
-        assert others or len(grid[0]) > 1, "one rank has all of an expert: renaming changes nothing"
-        count = len(plan.parameters) // len(grid)
+        (first, *others), *_ = grid.of_ep(0)
+        second = grid.of_ep(1)[0][0]
+        assert others or grid.tp_size > 1, "one rank has all of an expert: renaming changes nothing"
+        count = len(plan.parameters) // grid.ep_size
         place = {
             (s.rank, s.parameter % count, s.elements.start, s.start): index
             for index, s in enumerate(plan.segments)

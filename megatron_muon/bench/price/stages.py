@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.dry_run.model import Ranks
 from megatron_muon.dry_run.stages import Planned, planned_stage
+from megatron_muon.planning.grid import held_pieces
 from megatron_muon.planning.layout import Parameter, Span
-from megatron_muon.planning.plan import held_pieces
 from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.step import Optimizer, StepTime, price_adamw, price_step
 from megatron_muon.pricing.upstream import price_layer_wise
@@ -103,7 +103,7 @@ def rest_of(planned: Planned) -> list[int]:
                 continue
             bucket = buffer.buckets[bucket_id]
             whole = Span(bucket.offset, bucket.offset + bucket.grad_data.numel())
-            for ep_rank in range(len(grid)):  # each EP rank has experts of its own
+            for ep_rank in range(grid.ep_size):  # each EP rank has experts of its own
                 placed = Parameter(
                     "", (1, stop - start), None, whole, Span(start, stop), 0, (), (), ep_rank
                 )

@@ -32,7 +32,8 @@ from megatron_muon.mcore.shards import device_of
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
-from megatron_muon.planning.plan import ExchangePlan, Segment
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.segments import Segment
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.optimizer import DistributedMuon, ParamGroups, Shards, State
@@ -76,7 +77,7 @@ def routes(plan: ExchangePlan, rank: int) -> list[BucketRoutes]:
     of_parameter: dict[int, list[Segment]] = defaultdict(list)
     for segment in plan.segments:
         of_parameter[segment.parameter].append(segment)
-    rows = plan.grid[ep]
+    rows = plan.grid.of_ep(ep)
     return [
         _bucket(plan, [s for index in sorted(bucket) for s in of_parameter[index]], rows, tp, dp)
         for _, bucket in sorted(buckets.items())
@@ -85,12 +86,7 @@ def routes(plan: ExchangePlan, rank: int) -> list[BucketRoutes]:
 
 def place(plan: ExchangePlan, rank: int) -> tuple[int, int, int]:
     """(EP rank, TP rank, DP rank) of a rank of the stage."""
-    return next(
-        (ep, tp, row.index(rank))
-        for ep, plane in enumerate(plan.grid)
-        for tp, row in enumerate(plane)
-        if rank in row
-    )
+    return next((ep, tp, dp) for ep, tp, dp, other in plan.grid.places() if other == rank)
 
 
 def _bucket(
@@ -208,7 +204,7 @@ class PaperMuon(DistributedMuon):
     def _update_runs(
         self, shards: Shards, runs: Sequence[Segment], directions: Sequence[Tensor]
     ) -> None:
-        local = self.plan.pieces(self.rank)
+        local = self.own.pieces
         params, factors, decays = [], [], []
         for segment in runs:
             shard = shards[segment.parameter]
@@ -220,7 +216,7 @@ class PaperMuon(DistributedMuon):
 
     def _gather(self, bucket: BucketRoutes, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """The whole matrices of a bucket that this rank has a piece of, in staging order."""
-        local = self.plan.pieces(self.rank)
+        local = self.own.pieces
 
         def own(segment: Segment) -> Tensor:
             span = segment.elements.shift(-local[segment.parameter].start)

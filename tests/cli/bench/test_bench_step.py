@@ -49,14 +49,9 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 def _by_formula(plan: Any, rank: int) -> dict[str, int]:
     """Bytes and flops of the paper's algorithm by the formulas of ``step.paper``, from who owns
     each element and which matrix each row is of."""
-    (place,) = [
-        (ep, tp, row.index(rank))
-        for ep, plane in enumerate(plan.grid)
-        for tp, row in enumerate(plane)
-        if rank in row
-    ]
+    (place,) = [place for *place, other in plan.grid.places() if other == rank]
     ep, tp, dp = place
-    tp_size, dp_size = len(plan.grid[0]), len(plan.grid[0][0])
+    tp_size, dp_size = plan.grid.tp_size, plan.grid.dp_size
     total: dict[str, int] = defaultdict(int)
     for parameter in plan.parameters:
         if parameter.ep_rank != ep:

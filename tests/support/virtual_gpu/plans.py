@@ -13,6 +13,7 @@ from typing import Any
 
 import megatron_muon.cpu
 from megatron_muon.config import MuonConfig
+from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import (
     Parameter,
     Span,
@@ -95,7 +96,7 @@ def small_plan(
         span = Span(size, size + shape[0] * shape[1])
         parameters.append(Parameter(name, shape, dim, Span(0, padded), span, 0, matrices, blocks))
         size = span.stop
-    grid = (tuple(tuple(t + tp * d for d in range(dp)) for t in range(tp)),)
+    grid = RankGrid((tuple(tuple(t + tp * d for d in range(dp)) for t in range(tp)),))
     return make_plan(parameters, grid, config)
 
 

@@ -111,7 +111,7 @@ def _row(
         rank,
         who,
         tuple(len(plan.rounds) for _, plan in plans),
-        sum(len(plan.homes(rank)) for _, plan in plans),
+        sum(len(plan.for_rank(rank).homes) for _, plan in plans),
         tuple(record_step(plan, rank, config) for _, plan in plans),
     )
 

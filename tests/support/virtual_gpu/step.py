@@ -69,18 +69,18 @@ def record_step(
         adamw: launches of AdamW, which here touches no memory.
     """
 
+    own = plan.for_rank(rank)
+
     def program(gpu: Gpu, group: Any) -> None:
-        shards = {
-            index: torch.empty(span.size, device=CUDA) for index, span in plan.pieces(rank).items()
-        }
+        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.pieces.items()}
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         state = {shard: {MOMENTUM_KEY: torch.empty_like(shard)} for shard in shards.values()}
         groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
         meter = Meter()
-        exchange = Exchange(plan, rank, group, travel_dtype(config), CUDA, meter)
+        exchange = Exchange(own, plan.matrices, group, travel_dtype(config), CUDA, meter)
         phase = phases(lambda: None)
-        muon = DistributedMuon(config, plan, rank, exchange, shards, meter, phase)
+        muon = DistributedMuon(config, plan, own, exchange, shards, meter, phase)
         for _ in range(steps):
             gpu.trace.events.append(StepStart())
             muon.step(groups, state, lambda: gpu.launch("adamw", [], [], adamw))

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from figures.llama import llama_8b
 from megatron_muon.config import MuonConfig
+from megatron_muon.planning.agreed import description
+from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_LIMIT, HOME_SLACK, Price, Work, choose_homes, prices
-from megatron_muon.planning.plan import ExchangePlan, describe, make_plan
+from megatron_muon.planning.plan import ExchangePlan, make_plan
 from support import ROOT
 from support.megatron_lm.flag_parsers import config_of
 
@@ -71,7 +73,7 @@ def test_the_default_speeds_are_an_h100s_and_a_400_gbit_ports() -> None:
 
 
 def _llama(dp_size: int, **settings: float) -> ExchangePlan:
-    grid = ((tuple(range(dp_size)),),)
+    grid = RankGrid(((tuple(range(dp_size)),),))
     return make_plan(llama_8b(dp_size)[0], grid, MuonConfig(**settings))  # type: ignore[arg-type]
 
 
@@ -122,15 +124,15 @@ def test_local_homes_hold_most_at_any_speed(
 
 
 def test_ranks_with_other_speeds_do_not_agree_about_the_plan() -> None:
-    assert describe([], MuonConfig(rank_tflops=300.0)) != describe([], MuonConfig())
-    assert describe([], MuonConfig(link_gbytes=30.0)) != describe([], MuonConfig())
+    assert description([], MuonConfig(rank_tflops=300.0)) != description([], MuonConfig())
+    assert description([], MuonConfig(link_gbytes=30.0)) != description([], MuonConfig())
 
 
 def test_a_plan_is_said_to_follow_from_the_device_where_it_does() -> None:
     for iteration, kinds in (("standard", 1), ("gram", 3), ("auto", 3)):
         config = MuonConfig(ns_iteration=iteration)  # type: ignore[arg-type]
         devices = ("cpu", "cpu_bf16", "cuda")
-        said = {tuple(describe([], config, device)) for device in devices}
+        said = {tuple(description([], config, device)) for device in devices}
         assert len(said) == kinds, iteration
 
 

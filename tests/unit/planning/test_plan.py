@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from figures.llama import llama_8b
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.planning.agreed import description, fingerprint
+from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_SLACK, Price, Work, choose_homes
 from megatron_muon.planning.layout import (
     Parameter,
@@ -27,7 +29,7 @@ from megatron_muon.planning.layout import (
     stacked_halves,
     whole_matrix,
 )
-from megatron_muon.planning.plan import ExchangePlan, Grid, describe, digest, make_plan
+from megatron_muon.planning.plan import ExchangePlan, make_plan
 
 KINDS = (
     *("rows", "columns", "replicated", "gated", "qkv", "one group", "batch", "transposed batch"),
@@ -60,7 +62,7 @@ def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Par
 
 
 @st.composite
-def stages(draw: st.DrawFn) -> tuple[list[Parameter], Grid]:
+def stages(draw: st.DrawFn) -> tuple[list[Parameter], RankGrid]:
     """Random parameters with gaps between them, in random buckets, over a shuffled grid.
 
     With several EP ranks each has parameters of its own in the same places.
@@ -81,9 +83,11 @@ def stages(draw: st.DrawFn) -> tuple[list[Parameter], Grid]:
             parameters += [replace(p, bucket=Span(start, stop)) for p in bucket]
             bucket, position = [], stop
     ranks = iter(draw(st.permutations(range(ep_size * tp_size * dp_size))))
-    grid = tuple(
-        tuple(tuple(next(ranks) for _ in range(dp_size)) for _ in range(tp_size))
-        for _ in range(ep_size)
+    grid = RankGrid(
+        tuple(
+            tuple(tuple(next(ranks) for _ in range(dp_size)) for _ in range(tp_size))
+            for _ in range(ep_size)
+        )
     )
     return [replace(p, ep_rank=ep) for ep in range(ep_size) for p in parameters], grid
 
@@ -107,7 +111,7 @@ def _elements(plan: ExchangePlan) -> dict[tuple[int, int], list[tuple[int, int]]
 
 @given(stages(), CONFIGS)
 def test_every_element_is_gathered_exactly_once(
-    stage: tuple[list[Parameter], Grid], config: MuonConfig
+    stage: tuple[list[Parameter], RankGrid], config: MuonConfig
 ) -> None:
     plan = make_plan(*stage, config)
     gathered = [
@@ -122,7 +126,7 @@ def test_every_element_is_gathered_exactly_once(
 
 @given(stages(), CONFIGS)
 def test_every_piece_gets_each_direction_exactly_once(
-    stage: tuple[list[Parameter], Grid], config: MuonConfig
+    stage: tuple[list[Parameter], RankGrid], config: MuonConfig
 ) -> None:
     parameters, grid = stage
     plan = make_plan(parameters, grid, config)
@@ -133,7 +137,7 @@ def test_every_piece_gets_each_direction_exactly_once(
     )
     wanted = []
     for index, parameter in enumerate(parameters):
-        rows = grid[parameter.ep_rank]
+        rows = grid.of_ep(parameter.ep_rank)
         shard_size = parameter.bucket.size // len(rows[0])
         for element in range(parameter.span.size):
             in_bucket = parameter.span.start - parameter.bucket.start + element
@@ -143,7 +147,7 @@ def test_every_piece_gets_each_direction_exactly_once(
 
 @given(stages(), CONFIGS)
 def test_gathered_elements_come_back_where_they_came_from(
-    stage: tuple[list[Parameter], Grid], config: MuonConfig
+    stage: tuple[list[Parameter], RankGrid], config: MuonConfig
 ) -> None:
     """Reverse of reverse is the identity: numbers sent home and back are unchanged."""
     plan = make_plan(*stage, config)
@@ -153,7 +157,7 @@ def test_gathered_elements_come_back_where_they_came_from(
             for offset in range(segment.elements.size):
                 value = (segment.parameter, segment.rank, segment.elements.start + offset)
                 homes[segment.matrix, segment.start + offset] = value
-    tp_rank_of = {rank: t for plane in plan.grid for t, row in enumerate(plane) for rank in row}
+    tp_rank_of = plan.grid.tp_ranks()
     for segment in plan.segments:
         for offset in range(segment.elements.size):
             parameter, rank, element = homes[segment.matrix, segment.start + offset]
@@ -164,11 +168,11 @@ def test_gathered_elements_come_back_where_they_came_from(
 
 @given(stages(), CONFIGS)
 def test_what_one_rank_sends_another_expects(
-    stage: tuple[list[Parameter], Grid], config: MuonConfig
+    stage: tuple[list[Parameter], RankGrid], config: MuonConfig
 ) -> None:
     plan = make_plan(*stage, config)
     sent = [0] * plan.size
-    every = [plan.routes(rank) for rank in range(plan.size)]
+    every = [plan.for_rank(rank).rounds for rank in range(plan.size)]
     for routes, silent in zip(zip(*every, strict=True), plan.silent_rounds(), strict=True):
         before = sum(sent)
         for a in range(plan.size):
@@ -189,10 +193,12 @@ _PRINT_PLAN = """
 import sys; sys.path.insert(0, "tests")
 from figures.llama import llama_8b
 from megatron_muon.config import MuonConfig
-from megatron_muon.planning.plan import describe, digest, make_plan
+from megatron_muon.planning.agreed import description, fingerprint
+from megatron_muon.planning.grid import RankGrid
+from megatron_muon.planning.plan import make_plan
 parameters, _ = llama_8b(4)
-plan = make_plan(parameters, (((0, 1, 2, 3),),), MuonConfig())
-print(digest(describe(parameters, MuonConfig())).hex(), digest([repr(plan)]).hex())
+plan = make_plan(parameters, RankGrid((((0, 1, 2, 3),),)), MuonConfig())
+print(fingerprint(description(parameters, MuonConfig())).hex(), fingerprint([repr(plan)]).hex())
 """
 
 
@@ -215,7 +221,7 @@ def test_every_process_makes_the_same_plan() -> None:
 
 def test_tp_coordinates_are_those_of_one_rank() -> None:
     """Row parts, column parts, gated halves and query groups land where TP = 1 has them."""
-    grid = (((0,), (1,)),)
+    grid = RankGrid((((0,), (1,)),))
     whole = Span(0, 8 * 3)
     for kind, wanted in {
         # for each TP rank and local element: the element of the whole matrix (row-major)
@@ -312,7 +318,7 @@ def test_balanced_homes_bound_the_busiest_rank(
 
 @given(stages(), CONFIGS)
 def test_what_a_home_is_said_to_move_is_what_it_receives_and_sends(
-    stage: tuple[list[Parameter], Grid], config: MuonConfig
+    stage: tuple[list[Parameter], RankGrid], config: MuonConfig
 ) -> None:
     plan = make_plan(*stage, config)
     for index, matrix in enumerate(plan.matrices):
@@ -339,7 +345,7 @@ def test_replicas_are_orthogonalized_once_and_get_the_same_directions() -> None:
     matrices, blocks = whole_matrix("router", (4, 6), None, 2)
     span = Span(0, 24)
     parameter = Parameter("router", (4, 6), None, span, span, 0, matrices, blocks)
-    plan = make_plan([parameter], (((0, 1), (2, 3)),), MuonConfig())
+    plan = make_plan([parameter], RankGrid((((0, 1), (2, 3)),)), MuonConfig())
     assert len(plan.matrices) == 1
     home = plan.matrices[0].home
     gathered = sum(s.elements.size for s in plan.segments if not s.replica)
@@ -355,7 +361,7 @@ def test_a_wrong_segment_is_refused(change: str) -> None:
     span = Span(0, 24)
     plan = make_plan(
         [Parameter("w", (4, 6), 0, span, span, 0, matrices, blocks)],
-        (((0, 1), (2, 3)),),
+        RankGrid((((0, 1), (2, 3)),)),
         MuonConfig(),
     )
     first, *rest = plan.segments
@@ -372,7 +378,7 @@ def test_a_bucket_that_does_not_divide_is_refused() -> None:
     parameter = _parameter("rows", "w", 10, 1, 0)
     size = parameter.span.size
     with pytest.raises(ValueError, match=rf"bucket of {size} elements around w"):
-        make_plan([parameter], (((*range(size + 1),),),), MuonConfig())
+        make_plan([parameter], RankGrid((((*range(size + 1),),),)), MuonConfig())
 
 
 @pytest.mark.parametrize(
@@ -385,7 +391,7 @@ def test_llama_8b_moves_few_bytes(
 ) -> None:
     """Mean bytes over AdamW's reduce-scatter (fp32) and all-gather (bf16); design section 3."""
     parameters, numel = llama_8b(dp_size)
-    plan = make_plan(parameters, ((tuple(range(dp_size)),),), MuonConfig(homes=homes))
+    plan = make_plan(parameters, RankGrid(((tuple(range(dp_size)),),)), MuonConfig(homes=homes))
     adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
     assert sum(plan.sent_bytes()) / dp_size <= most_bytes * adamw_bytes
     flops = plan.ns_flops()
@@ -400,7 +406,7 @@ def test_a_plan_for_1024_ranks_takes_two_seconds_at_most(homes: str) -> None:
     parameters, _ = llama_8b(1024)
     config = MuonConfig(homes=homes)
     start = time.process_time()
-    plan = make_plan(parameters, ((tuple(range(1024)),),), config)
-    plan.routes(1023)
-    digest(describe(parameters, config))
+    plan = make_plan(parameters, RankGrid(((tuple(range(1024)),),)), config)
+    plan.for_rank(1023)
+    fingerprint(description(parameters, config))
     assert time.process_time() - start <= 2.0

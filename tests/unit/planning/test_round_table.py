@@ -38,7 +38,7 @@ class _Rank:
         self.rank, self.table = rank, table
         held = [s for s in plan.segments if s.rank == rank]
         place = {(s.parameter, s.elements.start): s for s in held}
-        pieces = plan.pieces(rank)
+        pieces = plan.for_rank(rank).pieces
         self.runs = []
         for index, sizes in table.parameters:
             start = pieces[index].start
@@ -80,7 +80,7 @@ def test_every_element_gets_to_its_place_and_its_direction_back(
     tp: int, dp: int, limit: int
 ) -> None:
     plan = small_plan(MuonConfig(round_bytes=limit), tp, dp, hidden=48, ffn=96)
-    tables = [round_tables(plan, rank) for rank in range(plan.size)]
+    tables = [round_tables(plan.for_rank(rank), plan.matrices) for rank in range(plan.size)]
     homes = 0
     for number in range(len(plan.rounds)):
         ranks = [_Rank(plan, rank, table[number]) for rank, table in enumerate(tables)]
@@ -122,7 +122,7 @@ def test_a_tables_size_does_not_follow_the_stages() -> None:
     """At 64 DP ranks a rank's lists are as long as what it has and whom it shares it with."""
     plan = small_plan(MuonConfig(), tp=1, dp=64)
     for rank in range(plan.size):
-        for table in round_tables(plan, rank):
+        for table in round_tables(plan.for_rank(rank), plan.matrices):
             shared = {r for r, _ in (*table.sent_to, *table.directions_to, *table.received_from)}
             own = len(table.matrices) + len(table.staged_sizes)
             assert len(table.sent_to) + len(table.received_from) <= own

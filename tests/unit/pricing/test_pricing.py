@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.pricing.hardware import CONSTANTS, Hardware, from_json
@@ -39,7 +40,7 @@ def one_matrix(rows: int, cols: int, dp: int, config: MuonConfig = CONFIG) -> Ex
     matrices, blocks = whole_matrix("w", (rows, cols), None, 1)
     whole = Span(0, rows * cols)
     parameter = Parameter("w", (rows, cols), None, whole, whole, 0, matrices, blocks)
-    return make_plan([parameter], ((tuple(range(dp)),),), config)
+    return make_plan([parameter], RankGrid(((tuple(range(dp)),),)), config)
 
 
 def priced(plan: ExchangePlan, hardware: Hardware, **options: Any) -> StepTime:
@@ -95,7 +96,7 @@ def test_ranks_that_share_nothing_wait_for_nobody() -> None:
         parameters.append(
             Parameter(str(number), (rows, cols), None, bucket, span, 0, matrices, blocks)
         )
-    plan = make_plan(parameters, (((0, 1),),), CONFIG)
+    plan = make_plan(parameters, RankGrid((((0, 1),),)), CONFIG)
     assert [matrix.home for matrix in plan.matrices] == [0, 1]
     (work,) = rounds_of(plan)
     assert not work.gather and not work.scatter
@@ -116,11 +117,13 @@ def test_bytes_of_the_model_are_those_of_the_plan() -> None:
                 sent[sender] += count
     assert sent == plan.sent_bytes()
     held = [sum(work.held[rank] for work in rounds) for rank in range(plan.size)]
-    assert held == [sum(p.size for p in plan.pieces(rank).values()) for rank in range(plan.size)]
+    assert held == [
+        sum(p.size for p in plan.for_rank(rank).pieces.values()) for rank in range(plan.size)
+    ]
     for rank in range(plan.size):
-        homes = plan.homes_by_round(rank)
+        homes = [round.homes for round in plan.for_rank(rank).rounds]
         assert [work.shapes[rank].total() for work in rounds] == [len(round) for round in homes]
-        routes = plan.routes(rank)
+        routes = plan.for_rank(rank).rounds
         for work, route in zip(rounds, routes, strict=True):
             receivers = {pair[1] for pair in work.gather if pair[0] == rank}
             assert receivers == set(route.gather_to)

@@ -185,7 +185,7 @@ def test_a_host_synchronisation_in_the_middle_is_named(monkeypatch: pytest.Monke
     config = MuonConfig(ns_batch=1)
     plan = small_plan(config)
     recording = record_step(plan, 0, config)
-    assert len(recording.host_syncs) == len(plan.homes(0)) > 0
+    assert len(recording.host_syncs) == len(plan.for_rank(0).homes) > 0
     assert {(s.name, s.phase) for s in recording.host_syncs} == {("bool", "muon/newton_schulz")}
 
 
@@ -268,8 +268,8 @@ def test_the_first_and_the_second_step_count_alike() -> None:
 def test_state_is_main_parameter_gradient_and_momentum() -> None:
     config = MuonConfig(round_bytes=SIZES["some"])
     plan = small_plan(config)
-    rounded = sum(-(-piece.size * 4 // 512) * 512 for piece in plan.pieces(0).values())
-    tables = round_tables(plan, 0)
+    rounded = sum(-(-piece.size * 4 // 512) * 512 for piece in plan.for_rank(0).pieces.values())
+    tables = round_tables(plan.for_rank(0), plan.matrices)
     places = [places for t in tables for places in (t.places, t.sent_flags, t.received_flags)]
     held = 512 * sum(map(bool, places))  # of runs and their flags, by round
     assert recorded("some", "default")[0].peak.state == 3 * rounded + held

@@ -1,0 +1,38 @@
+"""What the ranks of a stage have to agree about before they make a plan."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import fields
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.planning.layout import Parameter
+
+
+def description(
+    parameters: Sequence[Parameter], config: MuonConfig, device: Device = "cuda"
+) -> list[str]:
+    """All that a plan follows from but the grid, a line each.
+
+    A line is a name and a value, ``setting momentum: 0.95``: an error names the one that differs.
+    What a matrix's standard iteration costs is the same on every device, so they may differ then.
+    """
+    devices = [] if config.ns_iteration == "standard" else [f"kind of device: {device}"]
+    settings = [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]
+    return [*settings, *devices, *map(_describe, parameters)]
+
+
+def _describe(parameter: Parameter) -> str:
+    matrices = ", ".join(f"{m.name} {m.rows}x{m.cols}" for m in parameter.matrices)
+    place = f"buffer {parameter.buffer}, bucket {parameter.bucket}, elements {parameter.span}"
+    return (
+        f"{parameter.name}: local shape {parameter.shape}, partition_dim {parameter.partition_dim},"
+        f" {place}, matrices {matrices}, rows {fingerprint([repr(parameter.blocks)]).hex()[:16]}"
+    )
+
+
+def fingerprint(lines: Sequence[str]) -> bytes:
+    """32 bytes that differ where ``lines`` do."""
+    return hashlib.sha256("\n".join(lines).encode()).digest()

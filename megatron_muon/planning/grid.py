@@ -1,0 +1,72 @@
+"""Where each rank of a stage stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_muon.planning.layout import Parameter, Span
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """The ranks of a stage by what they are parallel in.
+
+    Attributes:
+        ranks: ``ranks[ep_rank][tp_rank][dp_rank]``, a permutation of 0 … size - 1, as the stage's
+            group numbers them. Expert parameters have the coordinates of the expert groups; all
+            others have one EP rank.
+
+    Raises:
+        ValueError: a row or a plane is shorter than another.
+    """
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def __post_init__(self) -> None:
+        sizes = {(len(plane), len(row)) for plane in self.ranks for row in plane}
+        if len(sizes) != 1:
+            raise ValueError(f"EP ranks have TP x DP ranks of several sizes: {sorted(sizes)}")
+
+    @property
+    def ep_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def tp_size(self) -> int:
+        return len(self.ranks[0])
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.ranks[0][0])
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.ep_size * self.tp_size * self.dp_size
+
+    def of_ep(self, ep_rank: int) -> tuple[tuple[int, ...], ...]:
+        """``[tp_rank][dp_rank]`` of one EP rank."""
+        return self.ranks[ep_rank]
+
+    def holders(self, ep_rank: int, dp_rank: int) -> Iterator[int]:
+        """The ranks, one for each TP rank, that hold a DP rank's shard."""
+        return (row[dp_rank] for row in self.ranks[ep_rank])
+
+    def tp_ranks(self) -> dict[int, int]:
+        """The TP rank of every rank."""
+        return {rank: tp_rank for _, tp_rank, _, rank in self.places()}
+
+    def places(self) -> Iterator[tuple[int, int, int, int]]:
+        """``(ep_rank, tp_rank, dp_rank, rank)`` of every rank."""
+        for ep_rank, plane in enumerate(self.ranks):
+            for tp_rank, row in enumerate(plane):
+                for dp_rank, rank in enumerate(row):
+                    yield ep_rank, tp_rank, dp_rank, rank
+
+
+def held_pieces(parameter: Parameter, grid: RankGrid) -> Iterator[tuple[int, Span]]:
+    """``(rank, elements of the parameter)`` for every rank of the stage that holds some."""
+    for dp_rank, piece in parameter.pieces(grid.dp_size):
+        for rank in grid.holders(parameter.ep_rank, dp_rank):
+            yield rank, piece

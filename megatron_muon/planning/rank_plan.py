@@ -1,0 +1,98 @@
+"""What one rank of a stage does in a step, of the plan that all of them share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_muon.planning.grid import RankGrid, held_pieces
+from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.planning.segments import Matrix, Segment
+
+_BySegments = dict[int, list[Segment]]
+
+
+def _by_rank() -> _BySegments:
+    return defaultdict(list)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRound:
+    """What a rank orthogonalizes, sends, receives and keeps in a round.
+
+    Lists are in the order of the plan's segments.
+
+    Attributes:
+        homes: indices of the matrices that it orthogonalizes.
+        gather_to: by home, the segments that it sends there and whose directions come back.
+        gather_from: by rank, the segments that it gets as their home.
+        scatter_to, scatter_from: the same with replicas, which only receive.
+        kept: the segments that are home already.
+    """
+
+    homes: list[int] = field(default_factory=list)
+    gather_to: _BySegments = field(default_factory=_by_rank)
+    gather_from: _BySegments = field(default_factory=_by_rank)
+    scatter_to: _BySegments = field(default_factory=_by_rank)
+    scatter_from: _BySegments = field(default_factory=_by_rank)
+    kept: list[Segment] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank's part of an ``ExchangePlan``.
+
+    Attributes:
+        rank: of the stage.
+        pieces: elements that it holds of each parameter that it holds some of, by index.
+        rounds: what it does in each.
+    """
+
+    rank: int
+    pieces: Mapping[int, Span]
+    rounds: tuple[RankRound, ...]
+
+    @property
+    def homes(self) -> list[int]:
+        """Indices of the matrices that it orthogonalizes, in the order of the plan."""
+        return sorted(index for round in self.rounds for index in round.homes)
+
+
+def rank_plan(
+    rank: int,
+    grid: RankGrid,
+    parameters: Sequence[Parameter],
+    matrices: Sequence[Matrix],
+    segments: Sequence[Segment],
+    rounds: Sequence[Sequence[int]],
+) -> RankPlan:
+    """A rank's part of the plan that is made of these; see ``plan.ExchangePlan``."""
+    made = tuple(RankRound() for _ in rounds)
+    round_of = {index: made[number] for number, round in enumerate(rounds) for index in round}
+    numbers = iter(range(len(matrices)))
+    for index, parameter in enumerate(parameters):
+        own = [next(numbers) for _ in parameter.matrices]
+        round_of[index].homes.extend(i for i in own if matrices[i].home == rank)
+    for segment in segments:
+        home = matrices[segment.matrix].home
+        if rank in (home, segment.rank):
+            _route(round_of[segment.parameter], segment, rank, home)
+    pieces = {
+        index: piece
+        for index, parameter in enumerate(parameters)
+        for holder, piece in held_pieces(parameter, grid)
+        if holder == rank
+    }
+    return RankPlan(rank, pieces, made)
+
+
+def _route(round: RankRound, segment: Segment, rank: int, home: int) -> None:
+    if home == segment.rank:
+        round.kept.append(segment)  # the home's TP rank sends, so it is no replica
+        return
+    mine = segment.rank == rank
+    other = home if mine else segment.rank
+    (round.scatter_from if mine else round.scatter_to)[other].append(segment)
+    if not segment.replica:
+        (round.gather_to if mine else round.gather_from)[other].append(segment)

@@ -1,0 +1,60 @@
+"""Matrices of a stage, and the runs of elements that they are assembled from.
+
+A matrix is assembled at its home in *staging order*: its column parts (one unless TP cuts the
+columns) one after another, each row-major. In that order every run of elements that is contiguous
+in a parameter is contiguous in the matrix, wherever a shard was cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_muon.planning.layout import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A whole matrix of the stage and the rank that orthogonalizes it.
+
+    Attributes:
+        name: parameter name, with the part in brackets where a parameter holds several.
+        rows, cols: size over all TP ranks.
+        column_parts: number of equal column ranges that staging lays out one after another.
+        column_blocks: of how many equal ranges of columns each such part holds a piece, in order.
+        home: rank of the stage's group.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    column_parts: int
+    column_blocks: int
+    home: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements contiguous in a parameter on one rank and in the staging of one matrix.
+
+    Attributes:
+        parameter, matrix: indices into the plan's.
+        rank: holds the elements.
+        elements: of the flat local parameter.
+        start: where ``elements.start`` is in the matrix's staging.
+        replica: a TP replica of elements that another rank sends; it only receives directions.
+    """
+
+    parameter: int
+    matrix: int
+    rank: int
+    elements: Span
+    start: int
+    replica: bool
+
+    @property
+    def staged(self) -> Span:
+        return Span(self.start, self.start + self.elements.size)
