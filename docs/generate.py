@@ -87,7 +87,7 @@ def _values(flag: Flag) -> str:
         return "switch"
     kind = getattr(flag.keywords.get("type"), "__name__", "")
     named = {"int": "whole number", "float": "number"}.get(kind)
-    return named or f"`{_cell(flag.keywords.get('metavar', 'name'))}`"
+    return named or str(flag.keywords.get("metavar", "name")).lower().replace("|", " or ")
 
 
 def _setting(flag: Flag, fields: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The documents as data: their files, the commands in their fenced blocks, their links and flags."""
+"""The documents as data: their files, commands in fenced blocks, links and flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def commands(text: str) -> list[str]:
-    """The commands in a page's ``bash`` blocks, a line each: joined, without comments, one space."""
+    """The commands in a page's ``bash`` blocks, a line each, without comments."""
     found = []
     for language, block in FENCE.findall(text):
         if language == "bash":
