@@ -24,4 +24,4 @@ if [[ -z $site ]]; then
     site="$(mktemp -d)"
     trap 'rm -rf "$site"' EXIT
 fi
-"$VENV/bin/python" -m mkdocs build --strict --quiet --site-dir "$site"
+"$VENV/bin/python" -m mkdocs build --strict --site-dir "$site" # with --quiet it counts no warnings

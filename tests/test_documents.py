@@ -108,7 +108,8 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
 def test_no_sentence_opens_the_wrong_way_round(page: Path) -> None:
     """Subject, verb, object."""
     text = documents.prose(page.read_text())
-    assert re.findall(r"(?:^|[.:!?|] |\n- )((?:Of|What|Whose|That which) [^.|\n]*)", text) == []
+    opening = re.compile(r"(?:^|^- |[.:!?|*] )((?:Of|What|Whose|That which) .*)", re.MULTILINE)
+    assert opening.findall(text) == []
 
 
 def test_the_site_has_every_page() -> None:
@@ -157,7 +158,7 @@ def test_a_package_index_gets_no_link_to_a_file_of_the_clone(
 # --- to be enabled with the new tree: these documents name its places --------------------------
 #
 # PLACE = re.compile(r"(?<![\w.-])(?:megatron_muon|tests|examples|patches|docs)/[\w./*-]*[\w*/]")
-# MODULE = re.compile(r"(?<![\w/])megatron_muon(?:\.[a-z_]\w*)+")
+# MODULE = re.compile(r"(?<![\w/])megatron_muon(?:\.(?!json\b)[a-z_]\w*)+")
 #
 #
 # @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
