@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import documents
 import pytest
-from documents import PAGES, ROOT
+from support import documents
+from support.documents import PAGES, ROOT
 
 import megatron_muon
 from megatron_muon.cli import main
