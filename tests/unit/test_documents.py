@@ -131,6 +131,18 @@ def test_every_flag_and_coefficient_set_is_on_its_page() -> None:
     assert "\n## polar_express\n" in sets and "| 8 | 1.875 | -1.25 | 0.375 |" in sets
 
 
+def test_the_changelog_keeps_its_form() -> None:
+    """Keep a Changelog: the newest first, its six kinds of change, once each."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert releases[0].startswith("[Unreleased]\n")
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    for release in releases:
+        found = re.findall(r"^### (.*)$", release, re.MULTILINE)
+        assert found and len(found) == len(set(found)) and set(found) <= kinds
+        assert re.findall(r"\n\n- ", re.sub(r"### .*\n\n?- ", "", release)) == []
+
+
 def test_the_citation_has_the_version() -> None:
     citation = (ROOT / "CITATION.cff").read_text()
     assert citation.startswith("cff-version: 1.2.0\n")
