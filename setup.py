@@ -1,5 +1,6 @@
 """Packaging of megatron_muon: Distributed Muon for Megatron's DistributedOptimizer."""
 
+import os
 import re
 from pathlib import Path
 
@@ -9,11 +10,24 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+?)"', (here / "megatron_muon/version.py").read_text())
 assert version is not None
 
+
+def long_description() -> str:
+    """The README for a package index, where links to files of the clone lead nowhere.
+
+    They lead below ``DOCUMENTS_URL`` if a release is built with it, such as
+    ``https://HOST/PROJECT/blob/TAG/``; else a link becomes its text with the path in the sdist.
+    """
+    url = os.environ.get("DOCUMENTS_URL")
+    link = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:)([^)#]+)(#[^)]*)?\)")
+    put = rf"\1[\2]({url}\3\4)" if url else r"\2 (\3)"
+    return link.sub(put, (here / "README.md").read_text())
+
+
 setup(
     name="megatron-muon",
     version=version.group(1),
     description="Distributed Muon for Megatron: optimizer='muon' over the DistributedOptimizer",
-    long_description=(here / "README.md").read_text(),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
     author="megatron_muon contributors",
     project_urls={

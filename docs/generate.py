@@ -1,0 +1,144 @@
+"""Write the pages that follow from the code: ``python docs/generate.py``, or ``--check`` them.
+
+They are in the clone, so that they can be read without building anything; a test and
+``docs/build.sh`` hold them to the code.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from megatron_muon.coefficients import SETS, CoefficientSet  # noqa: E402 after the path is set
+from megatron_muon.config import MuonConfig  # noqa: E402
+from megatron_muon.megatron_lm.flag_table import FLAGS, Flag  # noqa: E402
+from megatron_muon.setting_names import FLAG_OF  # noqa: E402
+
+WRITTEN = "<!-- Written by docs/generate.py from {source}; change that. -->\n\n"
+
+
+def flags_page() -> str:
+    """Every flag of Muon's: its values, the setting that it is, its help."""
+    fields = {flag: field for field, flag in FLAG_OF.items()}
+    rows = [
+        [f"`{flag.option}`", _values(flag), _setting(flag, fields), _cell(flag.help)]
+        for flag in FLAGS
+    ]
+    return WRITTEN.format(source="the table of flags") + (
+        "# Flags\n\n"
+        "Every flag that the plugin adds to Megatron-LM's command line, as `--help` explains it. "
+        "*Setting* is the field of [`MuonConfig`](python_api.md#settings) that the flag sets.\n\n"
+        "A flag of the proof of concept or of Megatron's own Muon means here what it means there. "
+        "Where it cannot, it is an error that says why. No flag is accepted and then ignored.\n\n"
+        + _table(["flag", "values", "setting", "help"], rows)
+    )
+
+
+def coefficients_page() -> str:
+    """Every published coefficient set: its source, interval, restarts and numbers."""
+    parts = [
+        WRITTEN.format(source="the module coefficients"),
+        "# Coefficients\n\n"
+        "The published sets for `--muon-ns-coefficients` and `MuonConfig(ns_coefficients=…)`. One "
+        "Newton-Schulz step is X ← aX + (bA + cA²)X with A = XXᵀ. It takes a singular value σ to "
+        "aσ + bσ³ + cσ⁵.\n\n"
+        "*Interval* holds the singular values, of a matrix of Frobenius norm 1, that the given "
+        "number of steps brings into *band*. *Beyond* says which coefficients further steps use. "
+        "`gram` lists the numbers of steps with a known, accurate restart list for the Gram "
+        "iteration in bf16, fp16 and fp32; other combinations are refused.\n\n",
+        _table(
+            ["set", "steps", "interval", "band", "beyond", "gram, bf16", "fp16", "fp32"],
+            [_set_row(name, found) for name, found in SETS.items()],
+        ),
+        "\nYour own numbers: `--muon-ns-coefficients 'a,b,c'` for every step, or "
+        "`'a,b,c;a,b,c;…'` one after the other; in Python a tuple of three numbers, or a tuple of "
+        f"such. The default is `{MuonConfig().ns_coefficients}` with {MuonConfig().ns_steps} "
+        "steps.\n",
+    ]
+    for name, found in SETS.items():
+        rows = [[str(step), *map(repr, triple)] for step, triple in enumerate(found.triples, 1)]
+        parts.append(f"\n## {name}\n\nSource: {_linked(found.source)}.\n\n")
+        if found.headroom != 1:
+            parts.append(f"In bf16 and fp16 arguments are divided by {found.headroom}.\n\n")
+        parts.append(_table(["step", "a", "b", "c"], rows))
+    return "".join(parts)
+
+
+PAGES = {"flags.md": flags_page, "coefficients.md": coefficients_page}
+
+
+def stale() -> list[str]:
+    """The pages that are not what the code says."""
+    return [
+        name
+        for name, page in PAGES.items()
+        if not (HERE / name).exists() or (HERE / name).read_text() != page()
+    ]
+
+
+def _values(flag: Flag) -> str:
+    if "choices" in flag.keywords:
+        return ", ".join(f"`{choice}`" for choice in flag.keywords["choices"])
+    if "action" in flag.keywords and flag.keywords["action"] != "append":
+        return "switch"
+    kind = getattr(flag.keywords.get("type"), "__name__", "")
+    named = {"int": "whole number", "float": "number"}.get(kind)
+    return named or str(flag.keywords.get("metavar", "name")).lower().replace("|", " or ")
+
+
+def _setting(flag: Flag, fields: dict[str, str]) -> str:
+    return f"`{fields[flag.option]}`" if flag.option in fields else ""
+
+
+def _set_row(name: str, found: CoefficientSet) -> list[str]:
+    after = {"cycle": "from the start", "repeat_last": "the last again", "refuse": "refused"}
+    grams = [
+        ", ".join(
+            str(steps) for steps, at in found.restarts.items() if getattr(at, dtype) is not None
+        )
+        for dtype in ("bf16", "fp16", "fp32")
+    ]
+    return [
+        f"[`{name}`](#{name})",
+        str(found.steps),
+        f"{found.interval[0]:g} to {found.interval[1]:g}",
+        f"{found.band[0]:g} to {found.band[1]:g}",
+        after[found.after],
+        *grams,
+    ]
+
+
+def _linked(source: str) -> str:
+    return re.sub(r"https://[^\s;]+", r"<\g<0>>", source)
+
+
+def _cell(text: str) -> str:
+    """Text that a cell of a table shows as it is, but for links to other pages."""
+    text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
+    for sign in ("|", "*", "<"):
+        text = text.replace(sign, f"\\{sign}")
+    return text
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the pages, or with ``--check`` only compare: 1 where one is stale."""
+    if arguments == ["--check"]:
+        if found := stale():
+            print(f"docs: {', '.join(found)} are stale: run python docs/generate.py")
+        return int(bool(found))
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

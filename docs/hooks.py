@@ -1,0 +1,53 @@
+"""What mkdocs does beside building docs/: pages from elsewhere in the clone, and links to them.
+
+Links in the sources are those of the clone, so that they work in an editor and on a code host. A
+link to a page or picture of the site is rewritten to it; one to another file becomes its text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+ELSEWHERE = ("*.md", "examples/**/*.md", "examples/*/figures/*.png", "patches/*.md")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+OVERVIEW = "index.md"  # the site's first page, in the README's place
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages and pictures outside docs/ under their paths in the clone."""
+    for path in _elsewhere():
+        name = path.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
+    """Rewrite a page's relative links from the clone's paths to the site's."""
+    here = page.file.src_uri
+    return LINK.sub(lambda link: _rewritten(link, here, files), markdown)
+
+
+def _elsewhere() -> list[Path]:
+    found = {path for pattern in ELSEWHERE for path in ROOT.glob(pattern)}
+    return sorted(path for path in found if "out" not in path.parts and path != ROOT / "README.md")
+
+
+def _rewritten(link: re.Match[str], here: str, files: Any) -> str:
+    mark, text, target, anchor = link[1], link[2], link[3], link[4] or ""
+    if re.match(r"[a-z]+:", target):
+        return link[0]
+    in_docs = (ROOT / "docs" / here).exists()
+    folder = posixpath.dirname(posixpath.join("docs", here) if in_docs else here)
+    path = posixpath.normpath(posixpath.join(folder, target))
+    if not (ROOT / path).exists():
+        return link[0]  # mkdocs warns
+    uri = OVERVIEW if path == "README.md" else path.removeprefix("docs/")
+    if files.get_file_from_path(uri) is None:
+        return text
+    return f"{mark}[{text}]({posixpath.relpath(uri, posixpath.dirname(here) or '.')}{anchor})"

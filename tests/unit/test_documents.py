@@ -1,0 +1,187 @@
+"""The README and docs/: short, with links that lead somewhere and commands that somebody runs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import megatron_muon
+from megatron_muon.cli import main
+from megatron_muon.megatron_lm.flag_table import FLAGS
+from support import documents
+from support.documents import PAGES, ROOT
+
+tomllib = pytest.importorskip("tomllib", reason="the standard library has it from Python 3.11 on")
+
+TABLE = tomllib.loads(
+    next((ROOT / "tests").rglob("commands_in_documents.toml")).read_text(encoding="utf-8")
+)
+IN_DOCUMENTS = {command for page in PAGES for command in documents.commands(page.read_text())}
+HERE = "test_documents.py::test_a_command_of_the_documents_runs"
+
+
+def _rows() -> list[str]:
+    return [command for part in TABLE.values() for lines in part.values() for command in lines]
+
+
+def _functions(file: str) -> set[str]:
+    """The functions of a test file, wherever below tests/ it is."""
+    (path,) = (ROOT / "tests").rglob(file)
+    tree = ast.parse(path.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def _generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- commands --------------------------------------------------------------------------------
+
+
+def test_every_command_of_the_documents_has_one_row() -> None:
+    rows = _rows()
+    assert sorted(IN_DOCUMENTS - set(rows)) == []
+    assert sorted({row for row in rows if rows.count(row) > 1}) == []
+
+
+def test_every_row_is_a_command_of_the_documents() -> None:
+    assert sorted(set(_rows()) - IN_DOCUMENTS) == []
+
+
+@pytest.mark.parametrize("name", TABLE["run"])
+def test_the_test_that_runs_a_command_is_there(name: str) -> None:
+    file, _, function = name.partition("::")
+    assert function in _functions(file)
+
+
+@pytest.mark.parametrize("command", TABLE["run"][HERE])
+def test_a_command_of_the_documents_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program, *arguments = shlex.split(command)
+    assert program == "megatron-muon"
+    assert main(arguments) == 0
+    assert capsys.readouterr().out
+
+
+# --- pages -----------------------------------------------------------------------------------
+
+
+def test_the_readme_is_a_page() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 110] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in documents.links(page.read_text()):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in documents.anchors(file.read_text()), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_that_a_page_names_are_there(page: Path) -> None:
+    assert documents.flags(page.read_text()) <= {flag.option for flag in FLAGS}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_a_page_names_are_there(page: Path) -> None:
+    for name in re.findall(r"\btest_[\w*]+\.py", page.read_text()):
+        assert any((ROOT / "tests").rglob(name)), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_sentence_opens_the_wrong_way_round(page: Path) -> None:
+    """Subject, verb, object."""
+    text = documents.prose(page.read_text())
+    opening = re.compile(r"(?:^|^- |[.:!?|*] )((?:Of|What|Whose|That which) .*)", re.MULTILINE)
+    assert opening.findall(text) == []
+
+
+def test_the_site_has_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in nav
+    for page in (ROOT / "examples").glob("*/README.md"):
+        assert f": {page.relative_to(ROOT).as_posix()}\n" in nav
+
+
+def test_generated_pages_are_what_the_code_says() -> None:
+    assert _generate().stale() == [], "run python docs/generate.py"
+
+
+def test_every_flag_and_coefficient_set_is_on_its_page() -> None:
+    flags = (ROOT / "docs" / "flags.md").read_text()
+    assert all(f"| `{flag.option}` |" in flags for flag in FLAGS)
+    sets = (ROOT / "docs" / "coefficients.md").read_text()
+    assert "\n## polar_express\n" in sets and "| 8 | 1.875 | -1.25 | 0.375 |" in sets
+
+
+def test_the_changelog_keeps_its_form() -> None:
+    """Keep a Changelog: the newest first, its six kinds of change, once each."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert releases[0].startswith("[Unreleased]\n")
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    for release in releases:
+        found = re.findall(r"^### (.*)$", release, re.MULTILINE)
+        assert found and len(found) == len(set(found)) and set(found) <= kinds
+        assert re.findall(r"\n\n- ", re.sub(r"### .*\n\n?- ", "", release)) == []
+
+
+def test_the_citation_has_the_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert citation.startswith("cff-version: 1.2.0\n")
+    assert f"\nversion: {megatron_muon.__version__}\n" in citation
+    assert "\nlicense: Apache-2.0\n" in citation and "arXiv:2502.16982" in citation
+
+
+@pytest.mark.parametrize(
+    ("url", "link"),
+    [
+        ("", "Validation (docs/validation.md)"),
+        ("https://host/tree/", "[Validation](https://host/tree/docs/validation.md)"),
+    ],
+)
+def test_a_package_index_gets_no_link_to_a_file_of_the_clone(
+    url: str, link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCUMENTS_URL", url)
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (info,) = tmp_path.glob("*.egg-info/PKG-INFO")
+    assert link in info.read_text() and documents.links(info.read_text()) == []
+
+
+PLACE = re.compile(r"(?<![\w.-])(?:megatron_muon|tests|examples|patches|docs)/[\w./*-]*[\w*/]")
+MODULE = re.compile(r"(?<![\w/])megatron_muon(?:\.(?!json\b)[a-z_]\w*)+")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_places_that_a_page_names_are_there(page: Path) -> None:
+    """Files and folders by their path, modules and public names by their dotted one."""
+    text = page.read_text()
+    for place in PLACE.findall(text):
+        assert any(ROOT.glob(place.rstrip("/"))) or "/out" in place, place
+    for name in MODULE.findall(text):
+        parts = name.split(".")
+        path = ROOT.joinpath(*parts)
+        owner = ROOT.joinpath(*parts[:-1])
+        found = path.is_dir() or path.with_suffix(".py").exists()
+        for file in (owner.with_suffix(".py"), owner / "__init__.py"):
+            found = found or (file.exists() and parts[-1] in file.read_text())
+        assert found, name
