@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from megatron_muon.megatron_lm.flag_values import value_given
 from megatron_muon.megatron_lm.flags import muon_config
-from megatron_muon.planning.arrangement import UNPLACED
 from megatron_muon.planning.bucket_count import (
     Buffer,
     Weight,
@@ -22,6 +21,7 @@ from megatron_muon.planning.bucket_count import (
     exchanged,
     stock_bucket_size,
 )
+from megatron_muon.planning.bucket_order import UNPLACED
 from megatron_muon.planning.layout import Parameter, interleaved_rows, whole_matrix
 
 # The number must not depend on how many ranks there are: AdamW's checkpoints in dp_reshardable,

@@ -13,8 +13,15 @@ from dataclasses import dataclass
 from math import lcm
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.planning.arrangement import Bucket, Holders, orders, sent_bytes
-from megatron_muon.planning.bucket_order import ALIGNMENT, away, starts
+from megatron_muon.planning.bucket_order import (
+    ALIGNMENT,
+    Bucket,
+    Holders,
+    away,
+    orders,
+    sent_bytes,
+    starts,
+)
 from megatron_muon.planning.layout import Parameter
 
 _BUCKET = 128  # elements that Megatron rounds a bucket up to, and to its shards
@@ -140,7 +147,7 @@ def exchanged(
         buffers: of a rank; those of experts as if its EP rank were the only one.
         bucket_size: in elements.
         config: homes, the two speeds and what Newton-Schulz costs matter.
-        ordered: the parameters of each bucket are in the order of ``arrangement.orders``.
+        ordered: the parameters of each bucket are in the order of ``bucket_order.orders``.
     """
     total = 0
     for buffer in buffers:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.megatron_lm.bucketing import REFERENCE_DP_SIZE
-from megatron_muon.planning.arrangement import UNPLACED, Holders, orders, parameters_in
 from megatron_muon.planning.bucket_count import (
     Buffer,
     Weight,
@@ -17,6 +16,7 @@ from megatron_muon.planning.bucket_count import (
     in_buckets,
     stock_bucket_size,
 )
+from megatron_muon.planning.bucket_order import UNPLACED, Holders, orders, parameters_in
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, interleaved_rows, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan

@@ -110,7 +110,7 @@ def test_what_is_printed_is_what_a_run_does(
 
 
 def test_the_number_of_buckets_is_a_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the model, as run through bucketing in test_buckets."""
+    """Of the model, as run through bucketing in test_bucket_count."""
     flags = [*LLAMA_3_8B, "--overlap-grad-reduce", "--world-size", "8"]
     found = routes_json(flags, capsys)
     assert "; 8 bucket(s), " in found["stages"][0]["lines"][0]

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 
 from figures.llama import WHOLE, contiguous_bucket_size, whole_buffer
 from megatron_muon.config import HomePolicy, MuonConfig
-from megatron_muon.planning.arrangement import (
+from megatron_muon.planning.bucket_count import in_buckets
+from megatron_muon.planning.bucket_order import (
     UNPLACED,
     Bucket,
     Holders,
     orders,
     parameters_in,
     sent_bytes,
+    starts,
 )
-from megatron_muon.planning.bucket_count import in_buckets
-from megatron_muon.planning.bucket_order import starts
 from megatron_muon.planning.layout import Parameter, whole_matrix
 
 BUCKETS = st.lists(

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.megatron_lm.bucketing import buffers, choose_buckets
-from megatron_muon.planning.arrangement import UNPLACED
 from megatron_muon.planning.bucket_count import SLACK, Buffer, Weight, choose, cost, exchanged
-from megatron_muon.planning.bucket_order import away
+from megatron_muon.planning.bucket_order import UNPLACED, away
 from megatron_muon.planning.layout import Parameter, whole_matrix
 from support.models.gpt import Case, Topology, distributed_optimizers, start
 from support.ranks import run
