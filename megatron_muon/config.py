@@ -48,7 +48,8 @@ class MuonConfig:
             fraction of the work where a matrix is not square. ``auto``: by shape. Rounding costs
             gram up to twice standard's error in bf16 and fp16, up to 8 times in fp32 (1e-5 to 6e-5
             of a direction). Which sets and numbers of steps gram is known to be accurate for is in
-            ``coefficients``; another is refused.
+            ``coefficients``; another is refused. None: ``auto`` on a GPU where it is known,
+            ``standard`` elsewhere and on a CPU (``iteration.iteration_of``).
         ns_dtype: what matrices are orthogonalized in. They travel in bf16 (in fp32 with fp32).
             Products accumulate in fp32 and round once, in each (on CUDA parts of a sum may be added
             in it, where ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` and
@@ -100,7 +101,7 @@ class MuonConfig:
     nesterov: bool = True
     ns_steps: int = 5
     ns_coefficients: Given = "simple"
-    ns_iteration: NsIteration = "standard"
+    ns_iteration: NsIteration | None = None
     ns_dtype: NsDtype = "bf16"
     ns_batch: int | None = None
     weight_decay_all_params: bool = False
@@ -127,9 +128,10 @@ class MuonConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{named(name)} must be True or False, got {getattr(self, name)!r}")
         _require_choice("ns_dtype", self.ns_dtype, get_args(NsDtype))
-        _require_choice("ns_iteration", self.ns_iteration, get_args(NsIteration))
+        if self.ns_iteration is not None:
+            _require_choice("ns_iteration", self.ns_iteration, get_args(NsIteration))
         schedule(self.ns_coefficients, self.ns_steps, self.ns_dtype)
-        if self.ns_iteration != "standard":
+        if self.ns_iteration not in (None, "standard"):
             _require_restarts(self)
         for name in ("muon_include", "muon_exclude"):
             _require_patterns(name, getattr(self, name))

@@ -42,13 +42,15 @@ def add_newton_schulz_flags(group: _ArgumentGroup) -> None:
         default=_DEFAULT.ns_coefficients,
         help="%(default)s",
     )
-    for name, choices in (("iteration", get_args(NsIteration)), ("dtype", get_args(NsDtype))):
-        group.add_argument(
-            f"--muon-ns-{name}",
-            choices=choices,
-            default=getattr(_DEFAULT, f"ns_{name}"),
-            help="%(default)s",
-        )
+    group.add_argument(
+        "--muon-ns-iteration",
+        choices=get_args(NsIteration),
+        default=_DEFAULT.ns_iteration,
+        help="auto on a GPU where restarts are known, else standard",
+    )
+    group.add_argument(
+        "--muon-ns-dtype", choices=get_args(NsDtype), default=_DEFAULT.ns_dtype, help="%(default)s"
+    )
     group.add_argument(
         "--muon-ns-steps",
         "--muon-num-ns-steps",

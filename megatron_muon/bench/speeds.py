@@ -20,7 +20,7 @@ from megatron_muon.bench.newton_schulz.command import interleaved, shape_of
 from megatron_muon.bench.ranks import RankError, Task, gpus_for, run_ranks, threads_for
 from megatron_muon.config import MuonConfig
 from megatron_muon.dry_run.numbers import MOST_HERE, count
-from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.iteration import iteration_of, ns_flops
 from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.runtime import collectives
@@ -141,10 +141,12 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
     """Print what was measured, and the median rank's as flags."""
     job: Job = task.argument
     rows, cols = job.shape
+    kind = plan_device(torch.device("cuda" if job.gpu else "cpu"))
     where = "GPU" if job.gpu else f"CPU, {task.threads} thread(s)"
     flags = {"--muon-rank-tflops": [rank.rank_tflops for rank in ranks]}
     print(
-        f"Newton-Schulz of {rows}x{cols}, {job.config.ns_iteration}, {job.config.ns_steps} steps, "
+        f"Newton-Schulz of {rows}x{cols}, {iteration_of(job.config, kind)}, "
+        f"{job.config.ns_steps} steps, "
         f"{job.config.ns_dtype}, {task.world} rank(s) at once, each a {where}: "
         f"{_said(flags['--muon-rank-tflops'])} TFLOP/s a rank"
     )

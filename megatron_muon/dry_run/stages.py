@@ -26,6 +26,7 @@ from megatron_muon.mcore.params.placement import local_experts, muon_parameters,
 from megatron_muon.mcore.params.survey import share_of, unknown_fusions, unknown_lines, unsplit
 from megatron_muon.mcore.params.validate import refuse_unsupported
 from megatron_muon.mcore.process_groups import Sizes
+from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.describe import UNSPLIT, Share, fused_lines, share_lines, start_line
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.runtime.update import update_scale
@@ -175,9 +176,18 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
 
 
 def planned_stage(flags: Namespace, config: MuonConfig, ranks: Ranks, number: int) -> list[Planned]:
+    """``planned_on`` a GPU without a library's symmetric products."""
+    (planned,) = planned_on(["cuda"], flags, config, ranks, number)
+    return planned
+
+
+def planned_on(
+    devices: Sequence[Device], flags: Namespace, config: MuonConfig, ranks: Ranks, number: int
+) -> list[list[Planned]]:
     """The DistributedOptimizers of a pipeline stage, in the order that a run steps them in.
 
     Args:
+        devices: kinds of device; for each the stage is planned once.
         flags: settled, see ``hybrid.settings.settle``.
         config: the settings.
         ranks: of ``flags``.
@@ -187,7 +197,8 @@ def planned_stage(flags: Namespace, config: MuonConfig, ranks: Ranks, number: in
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``routes``.
     """
     with world.as_rank(world.first_ranks(ranks)[number], ranks):
-        return _planned_optimizers(flags, config, ranks, _built(flags, config, ranks))
+        chunks = _built(flags, config, ranks)
+        return [_planned_optimizers(flags, config, ranks, chunks, device) for device in devices]
 
 
 def _built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
@@ -226,17 +237,21 @@ def _stage(
 
 
 def _planned_optimizers(
-    flags: Namespace, config: MuonConfig, ranks: Ranks, chunks: Sequence[Any]
+    flags: Namespace,
+    config: MuonConfig,
+    ranks: Ranks,
+    chunks: Sequence[Any],
+    device: Device = "cuda",
 ) -> list[Planned]:
     early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
     parts = (chunks[:1], chunks[1:]) if early else (chunks,)
-    planned = [_planned(config, ranks, part, experts=False) for part in parts]
-    planned.append(_planned(config, ranks, chunks, experts=True))
+    planned = [_planned(config, ranks, part, device, experts=False) for part in parts]
+    planned.append(_planned(config, ranks, chunks, device, experts=True))
     return [one for one in planned if one is not None]
 
 
 def _planned(
-    config: MuonConfig, ranks: Ranks, chunks: Sequence[Any], *, experts: bool
+    config: MuonConfig, ranks: Ranks, chunks: Sequence[Any], device: Device, *, experts: bool
 ) -> Planned | None:
     """One DistributedOptimizer with its exchange plan, as ``mcore.build`` makes it."""
     kind = "expert_parallel_buffers" if experts else "buffers"
@@ -248,7 +263,7 @@ def _planned(
     parameters = on_every_ep_rank([p for _, p in here], ep_size, local_experts(chunks, ep_size))
     grid = world.expert_grid(ranks) if experts else world.dense_grid(ranks)
     start = time.process_time()
-    plan = make_plan(parameters, grid, config)
+    plan = make_plan(parameters, grid, config, device)
     seconds = time.process_time() - start
     return Planned(plan, experts, buffers, {param for param, _ in here}, seconds)
 

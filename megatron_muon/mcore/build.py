@@ -33,6 +33,7 @@ from megatron_muon.mcore.params.survey import survey
 from megatron_muon.mcore.process_groups import Stage
 from megatron_muon.mcore.seams.rows import check_built, megatron_version
 from megatron_muon.mcore.shards import device_of, owned_shards
+from megatron_muon.orthogonalize.iteration import iteration_of
 from megatron_muon.orthogonalize.matmul import (
     plan_device,
     said_of_products,
@@ -134,10 +135,12 @@ def _completed(
 ) -> list[str]:
     """Put Muon inside; returns lines for this rank to print. No communication."""
     lines = []
-    plain = config.ns_iteration == "standard" and (config.ns_batch or 1) == 1
+    kind, in_batches = plan_device(stage.device), takes_batches(stage.device)
+    iteration = iteration_of(config, kind)
+    plain = iteration == "standard" and (config.ns_batch or 1) == 1
     if stage.speaks and not (plain and stage.device.type == "cpu"):
-        products = said_of_products(stage.device, config.ns_dtype, config.ns_iteration)
-        lines.append(newton_schulz_line(config, products, in_batches=takes_batches(stage.device)))
+        products = said_of_products(stage.device, config.ns_dtype, iteration)
+        lines.append(newton_schulz_line(config, kind, products, in_batches=in_batches))
     share_loss_scale(parts)
     for (_, before), (part, _) in itertools.pairwise(muons):
         before.start_next = partial(_start_muon, part)

@@ -139,7 +139,7 @@ def muon_config(args: Namespace) -> MuonConfig:
         nesterov=_nesterov(args),
         ns_steps=_ns_steps(args),
         ns_coefficients=_ns_coefficients(args),
-        ns_iteration=value_given(args, "muon_ns_iteration") or _MOONLIGHT.ns_iteration,
+        ns_iteration=value_given(args, "muon_ns_iteration"),
         ns_dtype=_ns_dtype(args),
         ns_batch=_ns_batch(args),
         weight_decay_all_params=bool(value_given(args, "weight_decay_all_params")),

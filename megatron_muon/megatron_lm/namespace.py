@@ -72,7 +72,10 @@ def put_in_force(args: Namespace, config: MuonConfig) -> None:
 
 
 def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
-    """By dest, the value of every flag of ``FLAGS`` that gives ``config`` again."""
+    """By dest, the value of every flag of ``FLAGS`` that gives ``config`` again.
+
+    None is the iteration that nobody asked for: which one it is follows from the device.
+    """
     spectral, named = config.scale_mode == "spectral", config.ns_coefficients
     # In fp32, products are as torch's own switch says, which has more names than the flag.
     fp32 = torch.get_float32_matmul_precision()

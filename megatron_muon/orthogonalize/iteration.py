@@ -12,6 +12,8 @@ gram
     of the singular values, so what rounding does to it grows from step to step.
 auto
     one of the two, by the matrix's shape.
+
+Where ``MuonConfig.ns_iteration`` is None it is ``iteration_of``'s.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ import itertools
 from typing import Literal
 
 from megatron_muon.coefficients import NsDtype, Triple, restarts_of, schedule
-from megatron_muon.config import MuonConfig
+from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.setting_names import named
 
 # cpu_bf16 has instructions for products in bf16; on cpu all products are made in fp32.
-Device = Literal["cpu", "cpu_bf16", "cuda"]
+# cuda_symmetric has a library's kernel for symmetric products in 16 bits (``products``).
+Device = Literal["cpu", "cpu_bf16", "cuda", "cuda_symmetric"]
 Segments = tuple[tuple[Triple, ...], ...]
 
 # On CPU a symmetric product of at least this many rows is made in four panels of rows, each up to
@@ -32,19 +35,58 @@ Segments = tuple[tuple[Triple, ...], ...]
 # to 1.6 times in bf16; smaller ones are not faster in panels.
 _PANELS, _PANELLED = 4, 384
 
+# A library's kernel makes tiles of 256 rows up to the diagonal: 9 of 16 at 2,048 rows, 3 of 4 at
+# 512, 17 of 32 at 4,096. Counted are 9 of 16, whole numbers for every size that it takes, so that
+# homes balance time and not the flops of plain products. Rows begin at multiples of 16 bytes.
+_KERNEL_TILE, _KERNEL_ALIGNMENT = 256, 8
+_KERNEL_FLOPS = 9, 16
+
 # The auto iteration's table: (short side from here on, gram is taken where its flops are at most
 # this fraction of standard's). Measured on CPUs by `megatron-muon bench newton-schulz`, one thread,
-# cpu_bf16 with AVX512_BF16; cuda's has not been measured.
+# cpu_bf16 with AVX512_BF16. On CUDA nothing is measured: limits are the time model's of an H100,
+# the largest with which no shape is more than 2 % slower, alone or in a batch
+# (tests/test_pricing_iterations.py). Small matrices by themselves take as long as their kernels'
+# number, so gains of batches of such are missed.
 _AUTO: dict[Device, tuple[tuple[int, float], ...]] = {
     "cpu": ((0, 0.0), (64, 0.8), (256, 0.85), (384, 0.75)),
     "cpu_bf16": ((0, 0.0), (128, 0.7), (256, 0.8), (384, 0.6), (512, 0.67), (1024, 0.8)),
-    "cuda": ((0, 0.0), (256, 0.9)),
+    "cuda": (
+        *((0, 0.0), (384, 0.41), (448, 0.45), (512, 0.48), (576, 0.54), (640, 0.6), (768, 0.62)),
+        *((896, 0.75), (1024, 0.79), (1536, 0.88), (2560, 0.94)),
+    ),
+    "cuda_symmetric": (
+        *((0, 0.0), (257, 0.65), (320, 0.68), (384, 0.69), (448, 0.75), (576, 0.81), (640, 0.86)),
+        *((896, 0.93), (1024, 0.95), (1536, 0.98), (1792, 1.0)),
+    ),
 }
+
+
+def is_cuda(device: Device) -> bool:
+    """Whether it is a GPU, of either kind."""
+    return device in ("cuda", "cuda_symmetric")
+
+
+def fits_kernel(size: int, inner: int) -> bool:
+    """Whether a library's kernel takes a symmetric ``(size, inner) @ (inner, size)``: of more than
+    one of its tiles, and aligned."""
+    aligned = size % _KERNEL_ALIGNMENT == 0 and inner % _KERNEL_ALIGNMENT == 0
+    return size > _KERNEL_TILE and aligned
+
+
+def iteration_of(config: MuonConfig, device: Device) -> NsIteration:
+    """The iteration that a run takes on a device.
+
+    What ``ns_iteration`` says; None: ``auto`` on a GPU where restarts are known for the
+    coefficients, the number of steps and the dtype, ``standard`` elsewhere.
+    """
+    if config.ns_iteration is not None:
+        return config.ns_iteration
+    return "auto" if is_cuda(device) and _restarts(config, device) is not None else "standard"
 
 
 def held_dtype(ns_dtype: NsDtype, device: Device) -> NsDtype:
     """What products are made in, and the Gram iteration's square matrices are kept in."""
-    if device == "cuda" or (device == "cpu_bf16" and ns_dtype == "bf16"):
+    if is_cuda(device) or (device == "cpu_bf16" and ns_dtype == "bf16"):
         return ns_dtype
     return "fp32"
 
@@ -56,11 +98,7 @@ def schedule_of(config: MuonConfig) -> tuple[Triple, ...]:
 
 def segments(config: MuonConfig, device: Device) -> Segments:
     """The steps' coefficients, cut where the Gram iteration restarts."""
-    steps = schedule_of(config)
-    lists = restarts_of(config.ns_coefficients, config.ns_steps)
-    squares: str = held_dtype(config.ns_dtype, device)
-    kind = squares if squares == config.ns_dtype else "fp32_squares"
-    restarts = getattr(lists, kind, None)
+    steps, restarts = schedule_of(config), _restarts(config, device)
     if restarts is None:  # where MuonConfig would have refused it
         raise ValueError(
             f"no restarts are known for {named('ns_coefficients')} {config.ns_coefficients!r}"
@@ -71,25 +109,33 @@ def segments(config: MuonConfig, device: Device) -> Segments:
 
 def takes_gram(rows: int, cols: int, config: MuonConfig, device: Device) -> bool:
     """Whether a matrix of this shape gets the Gram iteration."""
-    if config.ns_iteration != "auto":
-        return config.ns_iteration == "gram"
-    short = min(rows, cols)
-    in_fp32 = device == "cpu_bf16" and held_dtype(config.ns_dtype, device) == "fp32"
-    table = _AUTO["cpu" if in_fp32 else device]
-    limit = max(entry for entry in table if entry[0] <= short)[1]
-    gram = _gram_flops(rows, cols, segments(config, device), device)
-    return gram <= limit * _standard_flops(rows, cols, config)
+    iteration = iteration_of(config, device)
+    if iteration != "auto":
+        return iteration == "gram"
+    short, kind = min(rows, cols), _kind(config, device)
+    if kind == "cuda_symmetric" and not fits_kernel(short, short):
+        kind = "cuda"
+    limit = max(entry for entry in _AUTO[kind] if entry[0] <= short)[1]
+    gram = _gram_flops(rows, cols, segments(config, device), kind)
+    return gram <= limit * _standard_flops(rows, cols, config, kind)
 
 
 def ns_flops(rows: int, cols: int, config: MuonConfig, device: Device = "cuda") -> int:
     """Floating-point operations of a matrix's Newton-Schulz, 2 per multiply-add.
 
-    Products only. A library's symmetric products (``matmul``), which torch's flop counter does
-    not see, are counted as if they were plain.
+    Products only. Symmetric ones as ``symmetric_flops``; a library's (``matmul``) are not seen by
+    torch's flop counter.
     """
+    kind = _kind(config, device)
     if takes_gram(rows, cols, config, device):
-        return _gram_flops(rows, cols, segments(config, device), device)
-    return _standard_flops(rows, cols, config)
+        return _gram_flops(rows, cols, segments(config, device), kind)
+    return _standard_flops(rows, cols, config, kind)
+
+
+def costs_follow_device(config: MuonConfig, device: Device) -> bool:
+    """Whether ``ns_flops`` can be others than the standard iteration's with plain products, which
+    are the same on every device."""
+    return iteration_of(config, device) != "standard" or _kind(config, device) == "cuda_symmetric"
 
 
 def scratch_elements(rows: int, cols: int) -> int:
@@ -104,18 +150,40 @@ def panels(size: int) -> list[tuple[int, int]]:
 
 
 def symmetric_flops(size: int, inner: int, device: Device) -> int:
-    """Of a symmetric ``(size, inner) @ (inner, size)``: on CPU only blocks up to the diagonal."""
-    if device == "cuda":
-        return 2 * size * size * inner
+    """Of a symmetric ``(size, inner) @ (inner, size)``: on CPU only blocks up to the diagonal, with
+    a library's kernel the share that it makes, elsewhere on CUDA all of it."""
+    if is_cuda(device):
+        whole = 2 * size * size * inner
+        share, of = _KERNEL_FLOPS
+        by_kernel = device == "cuda_symmetric" and fits_kernel(size, inner)
+        return whole * share // of if by_kernel else whole
     return sum(2 * (stop - start) * stop * inner for start, stop in panels(size))
 
 
-def _standard_flops(rows: int, cols: int, config: MuonConfig) -> int:
-    """Each step is XXᵀ (2m²n), AA (2m³; none where c is 0) and BX (2m²n)."""
+def _kind(config: MuonConfig, device: Device) -> Device:
+    """The device by what its products have: in fp32 no bf16 instructions and no library."""
+    if held_dtype(config.ns_dtype, device) != "fp32":
+        return device
+    return "cuda" if is_cuda(device) else "cpu"
+
+
+def _restarts(config: MuonConfig, device: Device) -> tuple[int, ...] | None:
+    """After which steps; None where that is not known."""
+    lists = restarts_of(config.ns_coefficients, config.ns_steps)
+    squares: str = held_dtype(config.ns_dtype, device)
+    kind = squares if squares == config.ns_dtype else "fp32_squares"
+    found: tuple[int, ...] | None = getattr(lists, kind, None)
+    return found
+
+
+def _standard_flops(rows: int, cols: int, config: MuonConfig, device: Device) -> int:
+    """Each step is XXᵀ (2m²n), AA (2m³; none where c is 0) and BX (2m²n). A CPU makes no panels."""
     short, long = min(rows, cols), max(rows, cols)
     steps = schedule_of(config)
     squares = sum(c != 0 for _, _, c in steps)
-    return 2 * short * short * (2 * long * len(steps) + short * squares)
+    kind = device if is_cuda(device) else "cuda"
+    whole = symmetric_flops(short, long, kind) + 2 * short * short * long
+    return len(steps) * whole + squares * symmetric_flops(short, short, kind)
 
 
 def _gram_flops(rows: int, cols: int, parts: Segments, device: Device) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
-from megatron_muon.orthogonalize.iteration import Device, held_dtype, panels
+from megatron_muon.orthogonalize.iteration import Device, fits_kernel, held_dtype, is_cuda, panels
 
 _TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -30,9 +30,7 @@ _TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
     "fp32": torch.float32,
 }
 SymmetricKernel = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]
-# quack's kernel works on tiles of this many rows; smaller matrices are torch's. Rows begin at
-# multiples of 16 bytes.
-_KERNEL_TILE, _KERNEL_ALIGNMENT = 256, 8
+_KERNEL_ROWS = 512  # of a trial
 _KERNEL_CAPABILITY = (9, 0)  # Hopper; every release that has the kernel has it from there on
 
 
@@ -44,6 +42,19 @@ def torch_dtype(ns_dtype: NsDtype) -> torch.dtype:
 def travel_dtype(config: MuonConfig) -> torch.dtype:
     """What pieces and directions travel in: bf16, whose exponents are fp32's, or fp32 itself."""
     return torch.float32 if config.ns_dtype == "fp32" else torch.bfloat16
+
+
+class KernelError(RuntimeError):
+    """A kernel library is installed and does not work; with what it said, and the way out."""
+
+    @classmethod
+    def of(cls, error: Exception) -> KernelError:
+        """The error about its ``error``."""
+        return cls(
+            "quack-kernels is installed, for the symmetric products of Newton-Schulz, and fails: "
+            f"{type(error).__name__}: {error}. Install a release of it that fits this GPU and "
+            "torch, or uninstall it: torch's matmul takes its place"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +144,7 @@ class Products:
         in_panels: bool = True,
     ) -> Tensor:
         """``product`` where the result is known to be symmetric, ``linear`` too; not rounded."""
-        if self.kernel is not None and _fits_kernel(left):
+        if self.kernel is not None and fits_kernel(*left.shape[-2:]):
             return self.kernel(left, right, linear, beta, alpha)
         if in_panels and self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
             return _lower_and_mirrored(left, right, linear, beta, alpha)
@@ -153,9 +164,13 @@ def multiplies_bf16() -> bool:
 
 
 def plan_device(device: torch.device) -> Device:
-    """A device as plans know it; all but CPUs are taken for CUDA's."""
+    """A device as plans know it; all but CPUs are taken for CUDA's.
+
+    Raises:
+        KernelError: a kernel library is installed and cannot be imported.
+    """
     if device.type != "cpu":
-        return "cuda"
+        return "cuda" if _quack_on(device) is None else "cuda_symmetric"
     return "cpu_bf16" if multiplies_bf16() else "cpu"
 
 
@@ -163,7 +178,7 @@ def products_on(device: torch.device, ns_dtype: NsDtype) -> Products:
     """The products that a device has."""
     dtype, kind = torch_dtype(ns_dtype), plan_device(device)
     held = torch_dtype(held_dtype(ns_dtype, kind))
-    if kind == "cuda":
+    if is_cuda(kind):
         kernel = _quack_on(device) if dtype != torch.float32 else None
         return Products(dtype, squares=held, held=held, kernel=kernel)
     return Products(dtype, squares=held, held=held, blocked=True)
@@ -197,22 +212,19 @@ def try_products(device: torch.device, ns_dtype: NsDtype) -> None:
     """Make a product with the library's kernel, where there is one, before a step needs it.
 
     Raises:
-        RuntimeError: it is installed and does not work; with what it said, and the way out.
+        KernelError: it is installed and does not work.
     """
     try:
         products = products_on(device, ns_dtype)
         if products.kernel is not None:
-            rows = 2 * _KERNEL_TILE
-            x = torch.zeros(rows, rows, dtype=products.held, device=device)
+            x = torch.zeros(_KERNEL_ROWS, _KERNEL_ROWS, dtype=products.held, device=device)
             products.symmetric(x, x.mT)
             products.symmetric(x, x, x)
             torch.cuda.synchronize(device)
+    except KernelError:
+        raise
     except Exception as error:  # whatever it is: a compiler of its own is in it
-        raise RuntimeError(
-            "quack-kernels is installed, for the symmetric products of Newton-Schulz, and fails: "
-            f"{type(error).__name__}: {error}. Install a release of it that fits this GPU and "
-            "torch, or uninstall it: torch's matmul takes its place"
-        ) from error
+        raise KernelError.of(error) from error
 
 
 def said_of_products(device: torch.device, ns_dtype: NsDtype, iteration: NsIteration) -> str:
@@ -244,15 +256,12 @@ def _lower_and_mirrored(
     return out
 
 
-def _fits_kernel(x: Tensor) -> bool:
-    rows, cols = x.shape[-2:]
-    return rows > _KERNEL_TILE and rows % _KERNEL_ALIGNMENT == 0 and cols % _KERNEL_ALIGNMENT == 0
-
-
+@cache
 def _quack_on(device: torch.device) -> SymmetricKernel | None:
-    if torch.cuda.get_device_capability(device) < _KERNEL_CAPABILITY:
+    kernel = _quack() if device.type == "cuda" else None
+    if kernel is None or torch.cuda.get_device_capability(device) < _KERNEL_CAPABILITY:
         return None
-    return _quack()
+    return kernel
 
 
 @cache
@@ -262,6 +271,8 @@ def _quack() -> SymmetricKernel | None:
         from quack.gemm_interface import gemm_symmetric
     except ImportError:
         return None
+    except Exception as error:  # as in try_products
+        raise KernelError.of(error) from error
 
     def kernel(
         left: Tensor, right: Tensor, linear: Tensor | None, beta: float, alpha: float

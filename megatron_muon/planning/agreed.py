@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.iteration import Device, costs_follow_device
 from megatron_muon.planning.layout import Parameter
 
 
@@ -17,9 +17,10 @@ def description(
     """All that a plan follows from but the grid, a line each.
 
     A line is a name and a value, ``setting momentum: 0.95``: an error names the one that differs.
-    What a matrix's standard iteration costs is the same on every device, so they may differ then.
+    What a matrix's standard iteration costs is the same on every device but those with a library's
+    symmetric products, so others may differ then.
     """
-    devices = [] if config.ns_iteration == "standard" else [f"kind of device: {device}"]
+    devices = [f"kind of device: {device}"] if costs_follow_device(config, device) else []
     settings = [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]
     return [*settings, *devices, *map(_describe, parameters)]
 

@@ -8,6 +8,7 @@ from math import prod
 
 from megatron_muon.coefficients import spelled
 from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import Device, is_cuda, iteration_of
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.setting_names import named
 
@@ -99,11 +100,14 @@ def fused_lines(names: Sequence[str]) -> list[str]:
     ]
 
 
-def newton_schulz_line(config: MuonConfig, products: str, *, in_batches: bool) -> str:
+def newton_schulz_line(
+    config: MuonConfig, device: Device, products: str, *, in_batches: bool
+) -> str:
     """One line about the iteration.
 
     Args:
         config: the settings.
+        device: of the ranks.
         products: who makes the symmetric products.
         in_batches: matrices of one shape are orthogonalized together, as ``ns_batch`` says.
     """
@@ -119,8 +123,17 @@ def newton_schulz_line(config: MuonConfig, products: str, *, in_batches: bool) -
         )
     return (
         f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
-        f"{config.ns_dtype}, {config.ns_iteration}; symmetric products: {products}{batches}"
+        f"{config.ns_dtype}, {_iteration(config, device)}; symmetric products: {products}{batches}"
     )
+
+
+def _iteration(config: MuonConfig, device: Device) -> str:
+    """Its name; where none is asked for, why it is that one."""
+    name = iteration_of(config, device)
+    if config.ns_iteration is not None or not is_cuda(device):
+        return name
+    known = "where restarts are known" if name == "auto" else "since no restarts are known"
+    return f"{name} (the default, {known})"
 
 
 def connected_line(*, stage: int, peers: int, seconds: float) -> str:

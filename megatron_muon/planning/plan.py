@@ -121,7 +121,7 @@ def make_plan(
         grid: its ranks.
         config: the settings; ``homes``, the two speeds, ``round_bytes`` and those of Newton-Schulz
             matter here.
-        device: that it runs on, the same on all ranks; on CPU gram and auto are less work.
+        device: that it runs on, the same on all ranks: what an iteration costs follows from it.
 
     Raises:
         ValueError: the pieces do not cover a parameter exactly once.

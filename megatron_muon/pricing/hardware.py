@@ -36,8 +36,8 @@ class Hardware:
         split_efficiency: likewise, of a product with fewer tiles than processors that is cut along
             its inner dim; it takes ``split_us`` more.
         split_us: see ``split_efficiency``.
-        symmetric_ratio: time of a symmetric product with a library's kernel over a plain one's; 1
-            where no library is installed.
+        symmetric_ratio: time of a symmetric product with a library's kernel over a plain one's, on
+            the kind of device that has one (``iteration.Device``); 1: none is priced.
         symmetric_rows: least rows of a matrix that such a kernel takes.
         memory_gbytes: peak of the memory's bandwidth, reads and writes together.
         memory_efficiency: share of it that elementwise kernels reach.

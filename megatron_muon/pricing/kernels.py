@@ -14,6 +14,8 @@ from functools import lru_cache
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import (
     Device,
+    fits_kernel,
+    is_cuda,
     ns_flops,
     schedule_of,
     scratch_elements,
@@ -119,16 +121,17 @@ def newton_schulz(
 ) -> Cost:
     """The orthogonalization of a batch, from the gathered matrices to their directions.
 
-    On a CPU it is its flops at the device's rate, one matrix at a time.
+    On ``cuda_symmetric`` a library makes the symmetric products that it takes. On a CPU it is its
+    flops at the device's rate, one matrix at a time.
     """
     itemsize = 4 if config.ns_dtype == "fp32" else 2
     cost = _normalisation(hardware, batch * rows * cols, itemsize)
     short, long = min(rows, cols), max(rows, cols)
-    if device != "cuda":
+    if not is_cuda(device):
         rate = hardware.dense_tflops * TERA * hardware.gemm_efficiency
         flops = ns_flops(rows, cols, config, device)
         return cost + Cost(batch * flops / rate, batch * 3 * config.ns_steps)
-    work = _Products(hardware, short, long, batch, itemsize)
+    work = _Products(hardware, short, long, batch, itemsize, device == "cuda_symmetric")
     if takes_gram(rows, cols, config, device):
         for part in segments(config, device):
             cost += work.gram_segment([c != 0 for _, _, c in part])
@@ -152,6 +155,7 @@ class _Products:
     long: int
     batch: int
     itemsize: int
+    has_kernel: bool
 
     def standard_step(self, *, squares: bool) -> Cost:
         """XXᵀ, bA + cA² unless c is 0, aX + BX."""
@@ -179,11 +183,15 @@ class _Products:
     def _symmetric(self, inner: int, *, linear: bool) -> Cost:
         """A result of ``(short, short)``; a library's kernel takes the linear term with it."""
         plain = self._product(self.short, self.short, inner)
-        if self.hardware.symmetric_ratio < 1 and self.short >= self.hardware.symmetric_rows:
+        if self._takes_kernel(inner):
             least = self.hardware.kernel_us * MICRO
             ratio = self.hardware.symmetric_ratio
             return Cost(least + (plain.seconds - least) * ratio, 1)
         return plain + self._copy(self.short * self.short) if linear else plain
+
+    def _takes_kernel(self, inner: int) -> bool:
+        has = self.has_kernel and self.itemsize < _FP32
+        return has and self.short >= self.hardware.symmetric_rows and fits_kernel(self.short, inner)
 
     def _product(self, rows: int, cols: int, inner: int) -> Cost:
         return product(self.hardware, rows, cols, inner, self.batch, self.itemsize)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.iteration import Device, is_cuda
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.pricing.hardware import Hardware
@@ -224,7 +224,7 @@ class _Steps:
                 rows,
                 cols,
                 count,
-                ns_batch=self._config.ns_batch if self._device == "cuda" else 1,
+                ns_batch=self._config.ns_batch if is_cuda(self._device) else 1,
                 scratch=self._scratch,
             ):
                 one = newton_schulz(

@@ -45,16 +45,15 @@ def price_layer_wise(
         hardware: of every rank.
         mode: what TP ranks do.
     """
-    plain = replace(hardware, symmetric_ratio=1.0)
     settings = replace(config, ns_iteration="standard")
     seconds = 0.0
     for optimizer in optimizers:
-        busiest = _busiest(optimizer.plan, settings, plain, mode)
+        busiest = _busiest(optimizer.plan, settings, hardware, mode)
         dp_size = optimizer.plan.grid.dp_size
         elements = sum(p.shape[0] * p.shape[1] for p in optimizer.plan.parameters if p.ep_rank == 0)
-        cost = busiest + stream(plain, _BYTES * elements / dp_size)
-        cost += adamw(plain, sum(optimizer.rest) // len(optimizer.rest))
-        seconds += max(cost.seconds, cost.launches * plain.launch_us * MICRO)
+        cost = busiest + stream(hardware, _BYTES * elements / dp_size)
+        cost += adamw(hardware, sum(optimizer.rest) // len(optimizer.rest))
+        seconds += max(cost.seconds, cost.launches * hardware.launch_us * MICRO)
     return seconds
 
 

@@ -192,7 +192,8 @@ def _first_difference(texts: Sequence[str], whose: str) -> str:
                     f"ranks of {whose} disagree about the exchange plan, first at "
                     f"{_both(theirs, ours, rank, whose)}\nAll ranks of a stage need the same "
                     "model, the same trainable parameters and the same MuonConfig; unless "
-                    f"{named('ns_iteration')} is 'standard', the same kind of device, too."
+                    f"{named('ns_iteration')} is 'standard', the same kind of device, and on GPUs "
+                    "quack-kernels on all of them or on none, too."
                 )
     raise AssertionError("fingerprints differ but descriptions do not")
 

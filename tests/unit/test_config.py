@@ -6,18 +6,22 @@ import ast
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import megatron_muon
 from megatron_muon import MuonConfig
-from megatron_muon.coefficients import schedule
+from megatron_muon.coefficients import SETS, NsDtype, schedule
 from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.orthogonalize.iteration import Device, iteration_of
 from megatron_muon.setting_names import FLAG_OF
 from support.megatron_lm.flag_parsers import MEANINGS
 
+CPUS: tuple[Device, ...] = ("cpu", "cpu_bf16")
+CUDAS: tuple[Device, ...] = ("cuda", "cuda_symmetric")
 MODULES = sorted(Path(megatron_muon.__file__).parent.rglob("*.py"))
 
 
@@ -127,7 +131,8 @@ def test_the_defaults_are_moonlights() -> None:
     assert (config.matched_adamw_rms, config.momentum, config.ns_steps) == (0.2, 0.95, 5)
     assert config.ns_coefficients == "simple"
     assert schedule("simple", 5, "bf16") == ((3.4445, -4.7750, 2.0315),) * 5
-    assert (config.ns_iteration, config.ns_dtype) == ("standard", "bf16")
+    assert (config.ns_iteration, config.ns_dtype) == (None, "bf16")
+    assert {iteration_of(config, device) for device in CPUS} == {"standard"}
     assert config.nesterov and config.split_qkv and not config.weight_decay_all_params
 
 
@@ -140,19 +145,45 @@ def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
     """A setting that differs is printed by rank 0, and asking for the rank fails here."""
     from megatron_muon.mcore.checkpoint.param_groups import check_record, record
 
-    saved = record(MuonConfig())
+    saved = record(MuonConfig(), "cpu")
     saved["settings"]["ns_coefficients"] = (3.4445, -4.7750, 2.0315)
-    check_record({"megatron_muon": saved}, MuonConfig())
+    check_record({"megatron_muon": saved}, MuonConfig(), "cpu")
 
 
 def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
     from megatron_muon.mcore.checkpoint.param_groups import check_record, record
 
-    saved = record(MuonConfig())
+    saved = record(MuonConfig(), "cpu")
     for name in ("rank_tflops", "link_gbytes", "round_bytes", "ns_batch"):
         del saved["settings"][name]
-    check_record({"megatron_muon": saved}, MuonConfig())  # nothing differs: see above
-    assert MuonConfig(**saved["settings"]) == MuonConfig()  # what is rebuilt from a record
+    check_record({"megatron_muon": saved}, MuonConfig(), "cpu")  # nothing differs: see above
+    rebuilt = MuonConfig(**saved["settings"])  # what is made of a record
+    assert rebuilt == MuonConfig(ns_iteration="standard")
+
+
+@pytest.mark.parametrize("device", get_args(Device))
+def test_a_checkpoint_has_the_iteration_that_was_taken(
+    device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One from before it was the device's choice has standard, or nothing of it, which was that:
+    it loads, and a run that takes another says so."""
+    from megatron_muon.mcore.checkpoint import param_groups
+
+    monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
+    taken = iteration_of(MuonConfig(), device)
+    saved = param_groups.record(MuonConfig(), device)
+    assert saved["settings"]["ns_iteration"] == taken
+    before = param_groups.record(MuonConfig(ns_iteration="standard"), device)
+    without = param_groups.record(MuonConfig(), device)
+    del without["settings"]["ns_iteration"]
+    told = f"is {taken!r} now; the checkpoint was saved with 'standard'"
+    for of, lines in ((saved, 0), (before, taken != "standard"), (without, taken != "standard")):
+        param_groups.check_record({"megatron_muon": of}, MuonConfig(), device)
+        assert capsys.readouterr().out.count(told) == lines
+    param_groups.check_record(
+        {"megatron_muon": before}, MuonConfig(ns_iteration="standard"), device
+    )
+    assert capsys.readouterr().out == ""
 
 
 def test_another_speed_is_told_when_a_checkpoint_is_loaded_and_no_error(
@@ -161,12 +192,12 @@ def test_another_speed_is_told_when_a_checkpoint_is_loaded_and_no_error(
     from megatron_muon.mcore.checkpoint import param_groups
 
     monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
-    saved = {"megatron_muon": param_groups.record(MuonConfig(rank_tflops=300.0))}
-    param_groups.check_record(saved, MuonConfig())
+    saved = {"megatron_muon": param_groups.record(MuonConfig(rank_tflops=300.0), "cpu")}
+    param_groups.check_record(saved, MuonConfig(), "cpu")
     told = "rank_tflops (--muon-rank-tflops) is 400.0 now; the checkpoint was saved with 300.0"
     assert capsys.readouterr().out == f"[megatron_muon] {told}\n"
     saved["megatron_muon"]["settings"] = {"of_a_later_version": 1}
-    param_groups.check_record(saved, MuonConfig())
+    param_groups.check_record(saved, MuonConfig(), "cpu")
     assert "of_a_later_version is 'nothing: this" in capsys.readouterr().out
 
 
@@ -186,6 +217,22 @@ def test_gram_without_tested_restarts_is_refused(
     with pytest.raises(ValueError, match=f"{named}.*{ways_out}"):
         MuonConfig(ns_iteration=iteration, **settings)
     MuonConfig(**settings)
+
+
+@pytest.mark.parametrize("device", CUDAS)
+@pytest.mark.parametrize("dtype", get_args(NsDtype))
+def test_a_gpu_takes_auto_where_restarts_are_known(dtype: NsDtype, device: Device) -> None:
+    """What is asked for is taken, on a CPU nothing but standard, and where auto is the default it
+    may be asked for, too."""
+    for name, found in SETS.items():
+        for steps in {5, 7, *found.restarts} - ({7} if found.after == "refuse" else set()):
+            lists = found.restarts.get(steps)
+            known = lists is not None and getattr(lists, dtype) is not None
+            config = MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype=dtype)
+            assert iteration_of(config, device) == ("auto" if known else "standard")
+            assert {iteration_of(config, cpu) for cpu in CPUS} == {"standard"}
+            asked = replace(config, ns_iteration="auto" if known else "standard")
+            assert {iteration_of(asked, each) for each in get_args(Device)} == {asked.ns_iteration}
 
 
 def test_cubic5_is_for_five_steps() -> None:

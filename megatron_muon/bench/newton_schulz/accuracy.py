@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_muon.bench.newton_schulz.inputs import inputs
 from megatron_muon.coefficients import SETS, CoefficientName, NsDtype
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import schedule_of, segments, takes_gram
+from megatron_muon.orthogonalize.iteration import iteration_of, schedule_of, segments, takes_gram
 from megatron_muon.orthogonalize.matmul import Products, plan_device
 from megatron_muon.orthogonalize.newton_schulz import (
     gram_iteration,
@@ -93,7 +93,7 @@ def _measured(config: MuonConfig, what: str, matrix: Tensor, polar: Tensor, rank
         coefficients=str(config.ns_coefficients),
         steps=config.ns_steps,
         dtype=config.ns_dtype,
-        iteration=config.ns_iteration,
+        iteration=iteration_of(config, plan_device(matrix.device)),
         shape=f"{matrix.size(0)}x{matrix.size(1)}",
         input=what,
         smallest=float(values.min()),

@@ -37,7 +37,7 @@ in the rows "at once" together, as --muon-ns-batch N takes them, or as the other
 The ceiling is a plain matmul of two square matrices in the same rounds, device, threads and dtype
 (fp32 on a CPU without instructions for that), a row by itself; "of ceiling" is the median, over the
 rounds, of a row's flop/s over the ceiling's, where a row's flops are known. A library's symmetric
-products are counted as plain ones, so a row with them can be above 1."""
+product is counted as 9/16 of a plain one."""
 _DTYPE: NsDtype = "bf16"
 _ROUNDS = 9
 # What a mode has no use for.

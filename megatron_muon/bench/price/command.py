@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,19 +56,22 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def priced_of(argv: Sequence[str], hardware: Hardware) -> tuple[list[PricedStage], list[str]]:
+def priced_of(
+    argv: Sequence[str], hardware: Hardware, *more: Mapping[str, Any]
+) -> tuple[list[PricedStage], list[str]]:
     """The stages, and what there is to say about them.
 
     Args:
         argv: Megatron-LM's flags and this command's own; those of hardware are not read.
         hardware: of every rank.
+        more: settings to price beside ``price_stages.VARIANTS``.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``.
     """
     from megatron_muon.cli.routes import imported_config_class
 
-    return _priced(_parser(imported_config_class(_PROGRAM)).parse_args(argv), hardware)
+    return _priced(_parser(imported_config_class(_PROGRAM)).parse_args(argv), hardware, *more)
 
 
 def hardware_of(name: str, settings: Sequence[str]) -> Hardware:
@@ -107,8 +110,10 @@ def _number(setting: str, text: str) -> float:
         raise ValueError(f"--set {setting}: {text!r} is not a number") from None
 
 
-def _priced(given: Namespace, hardware: Hardware) -> tuple[list[PricedStage], list[str]]:
-    from megatron_muon.bench.price.stages import priced_stage
+def _priced(
+    given: Namespace, hardware: Hardware, *more: Mapping[str, Any]
+) -> tuple[list[PricedStage], list[str]]:
+    from megatron_muon.bench.price.stages import VARIANTS, priced_stage
     from megatron_muon.cli.routes import _muon_config, megatron_is_quiet
     from megatron_muon.dry_run.hybrid.settings import settle
     from megatron_muon.dry_run.model import ranks_of, validated
@@ -131,6 +136,7 @@ def _priced(given: Namespace, hardware: Hardware) -> tuple[list[PricedStage], li
                 ranks,
                 number,
                 hardware,
+                (*VARIANTS, *more),
             )
             for number in numbers
         ]

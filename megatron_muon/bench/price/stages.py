@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.dry_run.model import Ranks
-from megatron_muon.dry_run.stages import Planned, planned_stage
+from megatron_muon.dry_run.stages import Planned, planned_on
+from megatron_muon.orthogonalize.iteration import Device, iteration_of
 from megatron_muon.planning.grid import held_pieces
 from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.step import Optimizer, StepTime, price_adamw, price_step
 from megatron_muon.pricing.upstream import price_layer_wise
 
-ITERATIONS: tuple[NsIteration, ...] = ("standard", "auto")
+Changes = Mapping[str, Any]  # of settings
+VARIANTS: tuple[Changes, ...] = ({"ns_iteration": "standard"}, {"ns_iteration": "auto"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +28,13 @@ class OurStep:
     """A row of ours.
 
     Attributes:
-        iteration: of Newton-Schulz.
+        iteration, dtype: of Newton-Schulz.
         kernel: symmetric products are a library's.
         step: its price.
     """
 
     iteration: NsIteration
+    dtype: NsDtype
     kernel: bool
     step: StepTime
 
@@ -42,7 +47,7 @@ class PricedStage:
         number: pipeline rank.
         ranks: of the stage.
         adamw: AdamW's step.
-        ours: with each iteration, without and with a library's symmetric products.
+        ours: of each variant, without and with a library's symmetric products.
         duplicated, distributed: Megatron's own Muon; the same without TP.
     """
 
@@ -60,29 +65,33 @@ def priced_stage(
     ranks: Ranks,
     number: int,
     hardware: Hardware,
+    variants: Sequence[Changes] = VARIANTS,
 ) -> PricedStage:
     """Price one pipeline stage.
 
     Args:
         flags, config, ranks, number: as ``planned_stage`` takes them.
         hardware: of every rank.
+        variants: settings to price, each with its iteration.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``; no
             parameter of the stage is Muon's or AdamW's.
     """
     ours = []
-    for iteration in ITERATIONS:
-        settings = dataclasses.replace(config, ns_iteration=iteration)
-        optimizers = [
-            Optimizer(planned.plan, tuple(rest_of(planned)))
-            for planned in planned_stage(flags, settings, ranks, number)
-        ]
-        if not optimizers:
-            raise ValueError(f"pipeline stage {number} has no parameters")
-        for kernel, machine in _machines(hardware):
-            step = price_step(optimizers, settings, machine)
-            ours.append(OurStep(iteration, kernel, step))
+    devices: list[Device] = ["cuda"]
+    if hardware.symmetric_ratio < 1:
+        devices.append("cuda_symmetric")
+    for changes in variants:
+        settings = dataclasses.replace(config, **changes)
+        planned = planned_on(devices, flags, settings, ranks, number)
+        for device, parts in zip(devices, planned, strict=True):
+            optimizers = [Optimizer(part.plan, tuple(rest_of(part))) for part in parts]
+            if not optimizers:
+                raise ValueError(f"pipeline stage {number} has no parameters")
+            iteration, dtype = iteration_of(settings, device), settings.ns_dtype
+            step = price_step(optimizers, settings, hardware, device=device)
+            ours.append(OurStep(iteration, dtype, device == "cuda_symmetric", step))
     return PricedStage(
         number=number,
         ranks=optimizers[0].plan.size,
@@ -110,9 +119,3 @@ def rest_of(planned: Planned) -> list[int]:
                 for rank, piece in held_pieces(placed, grid):
                     rest[rank] += piece.size
     return rest
-
-
-def _machines(hardware: Hardware) -> Iterator[tuple[bool, Hardware]]:
-    yield False, hardware.with_values({"symmetric_ratio": 1.0}, "no library")
-    if hardware.symmetric_ratio < 1:
-        yield True, hardware

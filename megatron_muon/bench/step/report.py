@@ -123,7 +123,7 @@ def weights_verdicts(rows: Sequence[Row], lines: Sequence[table.Line]) -> list[t
     sets: dict[str, list[table.Line]] = {}
     for row, line in zip(rows, lines, strict=True):
         if row.kind in ("muon", "paper"):
-            sets.setdefault(row.config.ns_iteration, []).append(line)
+            sets.setdefault(str(row.config.ns_iteration), []).append(line)
     verdicts = []
     for alike in sets.values():
         if len(alike) > 1:

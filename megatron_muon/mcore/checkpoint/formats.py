@@ -50,6 +50,7 @@ from megatron_muon.mcore.checkpoint.param_groups import (
 )
 from megatron_muon.mcore.checkpoint.sharded import ShardedState, StateDict
 from megatron_muon.mcore.shards import device_of
+from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.runtime.consensus import together
 
 
@@ -61,7 +62,7 @@ class MuonCheckpoint(ShardedState):
         self._fill_state()
         state: StateDict = super().state_dict()
         if self.from_adamw is None:  # else Megatron asks what it should read of AdamW's
-            state[RECORD] = record(self._muon.config)
+            state[RECORD] = record(self._muon.config, plan_device(device_of(self.model_chunks)))
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -76,7 +77,8 @@ class MuonCheckpoint(ShardedState):
 
         def prepare() -> None:
             if self.from_adamw is None:
-                check_record(state_dict, self._muon.config)
+                kind = plan_device(device_of(self.model_chunks))
+                check_record(state_dict, self._muon.config, kind)
             elif "param_state_sharding_type" in state_dict:
                 self._refuse_other_order(state_dict["param_state_sharding_type"])
             saved = state_dict["optimizer"]

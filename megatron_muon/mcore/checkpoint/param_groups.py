@@ -12,6 +12,7 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron_muon.coefficients import canonical
 from megatron_muon.config import MuonConfig
 from megatron_muon.files.digest_text import printable
+from megatron_muon.orthogonalize.iteration import Device, iteration_of
 from megatron_muon.setting_names import named
 
 Group = dict[str, Any]
@@ -27,17 +28,23 @@ _PREFERRED = ("wd_mult", "max_lr", "min_lr")
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
-def record(config: MuonConfig) -> Group:
-    """What is saved about Muon: the same on every rank."""
-    return {"format": FORMAT, "settings": dataclasses.asdict(config)}
+def record(config: MuonConfig, device: Device) -> Group:
+    """What is saved about Muon: the same on every rank.
+
+    Args:
+        config: the settings.
+        device: of the ranks.
+    """
+    return {"format": FORMAT, "settings": _in_force(config, device)}
 
 
-def check_record(saved: Mapping[str, Any], config: MuonConfig) -> None:
+def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -> None:
     """Refuse a checkpoint that is not Muon's; print on rank 0 which settings differ from it.
 
     Args:
         saved: an optimizer's state dict.
         config: the settings now.
+        device: of the ranks.
 
     Raises:
         ValueError: there is no record of Muon's, or one of another format.
@@ -55,8 +62,8 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig) -> None:
             f"megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
         )
     # A megatron_muon without some setting did what is its default.
-    then = {**dataclasses.asdict(MuonConfig()), **found["settings"]}
-    now = dataclasses.asdict(config)
+    then = {**dataclasses.asdict(MuonConfig(ns_iteration="standard")), **found["settings"]}
+    now = _in_force(config, device)
     if "ns_coefficients" in then:  # a set may have been saved as its numbers
         then["ns_coefficients"] = canonical(then["ns_coefficients"])
     for name in sorted(then.keys() | now.keys()):
@@ -71,6 +78,11 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig) -> None:
                 f"{before!r}",
                 flush=True,
             )
+
+
+def _in_force(config: MuonConfig, device: Device) -> Group:
+    """The settings, with the iteration that a run takes where none is asked for."""
+    return {**dataclasses.asdict(config), "ns_iteration": iteration_of(config, device)}
 
 
 def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:

@@ -27,7 +27,7 @@ from megatron_muon.mcore.params.placement import unplaced
 from megatron_muon.mcore.process_groups import Sizes, sharing
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.mcore.shards import device_of
-from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.orthogonalize.matmul import KernelError, plan_device
 from megatron_muon.planning.bucket_order import Bucket, Holders, orders, starts
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.setting_names import named
@@ -149,9 +149,9 @@ def _model(module: Any, pg_collection: Any) -> _Model | None:
             if weight.param.requires_grad
             and why_adamw(weight, sizes.tp_of(weight), _config) is None
         }
-    except (ValueError, NotImplementedError):
+        device = plan_device(device_of([module]))
+    except (ValueError, NotImplementedError, KernelError):
         return None
-    device = plan_device(device_of([module]))
     dense = Holders(dp_size, tp_size, device)
     return _Model(muons, dense, Holders(expert_dp_size, expert_tp_size, device))
 

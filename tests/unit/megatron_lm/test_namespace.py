@@ -104,7 +104,8 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
             assert type(getattr(args, dest)) is type(default), dest
     unset = {flag.dest for flag in FLAGS if getattr(args, flag.dest) is None}
     spectral = config.scale_mode == "spectral"
-    assert unset == (set() if spectral else {"muon_matched_adamw_rms"})
+    expected = set() if spectral else {"muon_matched_adamw_rms"}
+    assert unset == expected | ({"muon_ns_iteration"} if config.ns_iteration is None else set())
     assert args.muon_extra_scale_factor == config.matched_adamw_rms
     assert (args.muon_nesterov, args.no_muon_nesterov) == (config.nesterov, not config.nesterov)
     json.dumps(vars(args))  # plain values

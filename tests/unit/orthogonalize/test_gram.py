@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -24,6 +25,7 @@ from megatron_muon.orthogonalize.iteration import (
     takes_gram,
 )
 from megatron_muon.orthogonalize.matmul import (
+    KernelError,
     Products,
     plan_device,
     products_on,
@@ -37,6 +39,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize,
     standard_iteration,
 )
+from megatron_muon.pricing.presets import H100
 
 PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restarts]
 DTYPES = get_args(NsDtype)
@@ -189,6 +192,27 @@ def test_auto_never_does_more_work(short: int, device: Any) -> None:
         assert auto == (gram if took else standard) <= standard
 
 
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize(("rows", "cols"), [(512, 2048), (2048, 512), (4096, 4096), (520, 1000)])
+def test_a_kernels_symmetric_products_are_9_of_16(
+    rows: int, cols: int, iteration: NsIteration
+) -> None:
+    """Whole numbers, near the share that the time model has; of what the kernel does not take, and
+    in fp32, all."""
+    short, long = min(rows, cols), max(rows, cols)
+    for dtype in DTYPES:
+        config = _config("simple", 5, dtype, iteration)
+        plain, kernel = (ns_flops(rows, cols, config, d) for d in ("cuda", "cuda_symmetric"))  # type: ignore[arg-type]
+        parts = len(segments(config, "cuda")) if iteration == "gram" else 5
+        symmetric = plain - parts * 2 * short * short * long
+        assert symmetric > 0 and symmetric % 8 == 0
+        assert kernel == plain - (0 if dtype == "fp32" else symmetric * 7 // 16)
+    assert abs(9 / 16 / H100.symmetric_ratio - 1) < 0.03
+    config = _config("simple", 5, "bf16", iteration)
+    for odd in ((256, 512), (1001, 2048)):
+        assert ns_flops(*odd, config, "cuda") == ns_flops(*odd, config, "cuda_symmetric")
+
+
 def _near_rank_1() -> Iterator[torch.Tensor]:
     """All or eight rows alike, or a block of ones, but for some noise; see the method's inputs."""
     generator = torch.Generator().manual_seed(3)
@@ -268,8 +292,48 @@ def test_a_librarys_kernel_that_fails_is_an_error_before_a_step(
 
     own = dataclasses.replace(products_on(CPU_DEVICE, "bf16"), kernel=fails)
     monkeypatch.setattr(products_module, "products_on", lambda *_: own)
-    with pytest.raises(RuntimeError, match=r"AttributeError: no such instruction.*uninstall it"):
+    with pytest.raises(KernelError, match=r"AttributeError: no such instruction.*uninstall it"):
         try_products(CPU_DEVICE, "bf16")
+
+
+def test_the_kind_of_a_gpu_is_known_by_the_kernel_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the same test of it products are made with the kernel, but for fp32."""
+    gpu, capability = torch.device("cuda", 0), [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
+    for installed in (None, lambda *_: torch.zeros(1)):
+        monkeypatch.setattr(products_module, "_quack", lambda installed=installed: installed)
+        for capability[0] in ((8, 0), (9, 0), (10, 0)):
+            products_module._quack_on.cache_clear()
+            has = installed is not None and capability[0] >= (9, 0)
+            assert plan_device(gpu) == ("cuda_symmetric" if has else "cuda")
+            for dtype in DTYPES:
+                kernel = products_on(gpu, dtype).kernel
+                assert (kernel is installed and has) == (has and dtype != "fp32")
+    products_module._quack_on.cache_clear()
+    assert plan_device(torch.device("meta")) == "cuda"
+
+
+def test_a_library_that_cannot_be_imported_is_an_error_and_one_that_is_not_there_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name.startswith("quack"):
+                raise OSError("no libcuda")
+
+    monkeypatch.setattr("sys.meta_path", [Broken(), *sys.meta_path])
+    products_module._quack.cache_clear()
+    products_module._quack_on.cache_clear()
+    try:
+        with pytest.raises(KernelError, match=r"OSError: no libcuda.*uninstall it"):
+            plan_device(torch.device("cuda", 0))
+    finally:
+        monkeypatch.undo()
+        products_module._quack.cache_clear()
+        products_module._quack_on.cache_clear()
+    assert plan_device(torch.device("cuda", 0)) == "cuda"
 
 
 @pytest.mark.parametrize("iteration", ["standard", "gram"])

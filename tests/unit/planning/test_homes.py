@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from fractions import Fraction
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from figures.llama import llama_8b
 from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import Device, ns_flops
 from megatron_muon.planning.agreed import description
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_LIMIT, HOME_SLACK, Price, Work, choose_homes, prices
@@ -129,11 +131,19 @@ def test_ranks_with_other_speeds_do_not_agree_about_the_plan() -> None:
 
 
 def test_a_plan_is_said_to_follow_from_the_device_where_it_does() -> None:
-    for iteration, kinds in (("standard", 1), ("gram", 3), ("auto", 3)):
+    """Standard's work is another with a library's symmetric products only; by default CPUs, which
+    all take standard, agree with each other and with no GPU."""
+    for iteration, kinds in (("standard", 2), ("gram", 4), ("auto", 4), (None, 3)):
         config = MuonConfig(ns_iteration=iteration)  # type: ignore[arg-type]
-        devices = ("cpu", "cpu_bf16", "cuda")
-        said = {tuple(description([], config, device)) for device in devices}
+        said = {tuple(description([], config, device)): device for device in get_args(Device)}
         assert len(said) == kinds, iteration
+        flops = {
+            device: ns_flops(4096, 14336, config, device) + ns_flops(1024, 1024, config, device)
+            for device in get_args(Device)
+        }
+        assert len(set(flops.values())) <= kinds, iteration
+    in_fp32 = MuonConfig(ns_iteration="standard", ns_dtype="fp32")  # which no library makes
+    assert len({tuple(description([], in_fp32, device)) for device in get_args(Device)}) == 1
 
 
 def test_homes_of_ten_thousand_matrices_on_512_ranks_take_a_second_at_most() -> None:
