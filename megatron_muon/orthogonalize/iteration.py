@@ -139,8 +139,14 @@ def costs_follow_device(config: MuonConfig, device: Device) -> bool:
 
 
 def scratch_elements(rows: int, cols: int) -> int:
-    """Beside a matrix itself: the next iterate, and two squares of the short side."""
-    return rows * cols + 2 * min(rows, cols) ** 2
+    """Beside a matrix itself: the next iterate, and squares of the short side.
+
+    The standard iteration has two. The Gram iteration has four, of which as many as fit, at most
+    three, are in the memory of the next iterate.
+    """
+    short, long = min(rows, cols), max(rows, cols)
+    squares = 2 if long >= 2 * short else 3
+    return rows * cols + squares * short**2
 
 
 def panels(size: int) -> list[tuple[int, int]]:

@@ -29,7 +29,8 @@ _TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-SymmetricKernel = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]
+# (left, right, linear, beta, alpha, out)
+SymmetricKernel = Callable[[Tensor, Tensor, Tensor | None, float, float, Tensor | None], Tensor]
 _KERNEL_ROWS = 512  # of a trial
 _KERNEL_CAPABILITY = (9, 0)  # Hopper; every release that has the kernel has it from there on
 
@@ -128,10 +129,12 @@ class Products:
             return self.product(left, right, out=out)
         return self.product(left, right, x, beta=beta, alpha=alpha, out=out)
 
-    def short_square(self, x: Tensor, *, in_panels: bool = True) -> Tensor:
+    def short_square(
+        self, x: Tensor, *, in_panels: bool = True, out: Tensor | None = None
+    ) -> Tensor:
         """XXᵀ, or XᵀX where X is tall; not rounded."""
         left, right = (x.mT, x) if x.size(-2) > x.size(-1) else (x, x.mT)
-        return self.symmetric(left, right, in_panels=in_panels)
+        return self.symmetric(left, right, in_panels=in_panels, out=out)
 
     def symmetric(
         self,
@@ -142,13 +145,14 @@ class Products:
         beta: float = 1.0,
         alpha: float = 1.0,
         in_panels: bool = True,
+        out: Tensor | None = None,
     ) -> Tensor:
         """``product`` where the result is known to be symmetric, ``linear`` too; not rounded."""
         if self.kernel is not None and fits_kernel(*left.shape[-2:]):
-            return self.kernel(left, right, linear, beta, alpha)
+            return self.kernel(left, right, linear, beta, alpha, out)
         if in_panels and self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
-            return _lower_and_mirrored(left, right, linear, beta, alpha)
-        return self.product(left, right, linear, beta=beta, alpha=alpha)
+            return _lower_and_mirrored(left, right, linear, beta, alpha, out)
+        return self.product(left, right, linear, beta=beta, alpha=alpha, out=out)
 
 
 @cache
@@ -239,10 +243,15 @@ def said_of_products(device: torch.device, ns_dtype: NsDtype, iteration: NsItera
 
 
 def _lower_and_mirrored(
-    left: Tensor, right: Tensor, linear: Tensor | None, beta: float, alpha: float
+    left: Tensor,
+    right: Tensor,
+    linear: Tensor | None,
+    beta: float,
+    alpha: float,
+    out: Tensor | None,
 ) -> Tensor:
     size = left.size(0)
-    out = left.new_empty(size, size)
+    out = left.new_empty(size, size) if out is None else out
     for start, stop in panels(size):
         panel = out[start:stop, :stop]
         if linear is None:
@@ -275,11 +284,17 @@ def _quack() -> SymmetricKernel | None:
         raise KernelError.of(error) from error
 
     def kernel(
-        left: Tensor, right: Tensor, linear: Tensor | None, beta: float, alpha: float
+        left: Tensor,
+        right: Tensor,
+        linear: Tensor | None,
+        beta: float,
+        alpha: float,
+        out: Tensor | None,
     ) -> Tensor:
         alone = left.dim() == 2  # it takes batches
-        operands = [x if x is None or not alone else x[None] for x in (left, right, linear)]
-        made: Tensor = gemm_symmetric(*operands[:2], C=operands[2], alpha=alpha, beta=beta)
+        tensors = (left, right, linear, out)
+        a, b, c, d = (x if x is None or not alone else x[None] for x in tensors)
+        made: Tensor = gemm_symmetric(a, b, C=c, out=d, alpha=alpha, beta=beta)
         return made[0] if alone else made
 
     return kernel

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -304,32 +305,70 @@ def gram_iteration(
         spare: as in ``standard_iteration``.
     """
     for part in parts:
-        factor = _factor(products.squared(products.short_square(x)), part, products)
+        squares = _Squares.of(x, spare, len(part))
+        products.squared(products.short_square(x, out=squares.gram))
+        factor = _factor(squares, part, products)
         made = products.times(factor, x, out=spare)
-        del factor
+        del squares, factor
         x, spare = products.rounded(made), None if spare is None else x
     return x
 
 
-def _factor(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
-    """Q of one segment: QX is what ``steps`` make of X, given R = XXᵀ; as R, ``(m, m)`` or many."""
+@dataclass(slots=True)
+class _Squares:
+    """Memory of a segment's square matrices, each ``(m, m)`` or many.
 
-    def plus(linear: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
-        made = products.symmetric(left, right, linear, beta=beta, alpha=alpha)
+    Attributes:
+        gram: R.
+        power: P = bR + cR².
+        factor: Q.
+        other: Q's next value, then that of R(a + Z).
+    """
+
+    gram: Tensor
+    power: Tensor
+    factor: Tensor
+    other: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, spare: Tensor | None, steps: int) -> _Squares:
+        """As many as fit are in ``spare``, which is free until X ← QX is written to it.
+
+        Q, which that product reads, is outside of it when the last of ``steps`` is made.
+        """
+        shape = (*x.shape[:-2], min(x.shape[-2:]), min(x.shape[-2:]))
+        numel = math.prod(shape)
+        free = [] if spare is None else list(torch.split(spare.view(-1), numel))
+        inside = [part.view(shape) for part in free[:3] if part.numel() == numel]
+        last, one, two, three = [x.new_empty(shape) for _ in range(4 - len(inside))] + inside
+        first, second = (last, three) if steps % 2 == 1 else (three, last)
+        return cls(gram=one, power=two, factor=first, other=second)
+
+
+def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) -> Tensor:
+    """Q of one segment: QX is what ``steps`` make of X, given R = XXᵀ in ``squares.gram``."""
+
+    def plus(
+        linear: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float, out: Tensor
+    ) -> Tensor:
+        made = products.symmetric(left, right, linear, beta=beta, alpha=alpha, out=out)
         return products.squared(made)
 
-    factor: Tensor | None = None
+    gram, factor, other = squares.gram, squares.factor, squares.other
     for step, (a, b, c) in enumerate(steps):
         # Z = αP; where c is 0 the square is not made, and b is taken into the products.
-        alpha, p = (b, gram) if c == 0 else (1.0, plus(gram, gram, gram, b, c))
-        if factor is None:
-            factor = products.squared(p * alpha)
+        alpha, p = (b, gram) if c == 0 else (1.0, plus(gram, gram, gram, b, c, squares.power))
+        if step == 0:
+            products.squared(torch.mul(p, alpha, out=factor))
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
-            factor = products.squared(factor)
+            products.squared(factor)
         else:
-            factor = plus(factor, factor, p, a, alpha)
+            plus(factor, factor, p, a, alpha, other)
+            factor, other = other, factor
         if step < len(steps) - 1:  # R ← (a + Z)R(a + Z)
-            half = plus(gram, gram, p, a, alpha)
-            gram = plus(half, p, half, a, alpha)
-    assert factor is not None  # a segment has a step
+            half = plus(gram, gram, p, a, alpha, other)
+            into = squares.power if p is gram else gram  # where c is 0, P is R
+            plus(half, p, half, a, alpha, into)
+            if into is not gram:
+                squares.power, gram = gram, into
     return factor
