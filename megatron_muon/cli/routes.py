@@ -36,7 +36,8 @@ is needed."""
 _HOMES = """\
 A home is the rank of the pipeline stage that orthogonalizes a matrix. Where several layers or
 experts share a line their homes differ, so the line has the number of different homes;
---all and --json have each one."""
+--all and --json have each one. They are those of GPUs without quack-kernels: with it symmetric
+products count less, and some homes can be others."""
 _PROGRAM = "megatron-muon routes"
 
 
