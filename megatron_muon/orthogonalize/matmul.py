@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -60,10 +60,10 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Products on one device.
+    """Products on one device, each rounded.
 
     Attributes:
-        dtype: what an iterate is rounded to.
+        dtype: what a product is rounded to: that of the iterates.
         squares: what the Gram iteration's square matrices are rounded to.
         held: what matrices are held and multiplied in.
         blocked: symmetric products are made up to the diagonal, by panels, and mirrored.
@@ -84,9 +84,13 @@ class Products:
         """A product, in place, rounded to ``dtype`` where the product has not done that itself."""
         return x if self.dtype == self.held else x.copy_(x.to(self.dtype))
 
-    def squared(self, x: Tensor) -> Tensor:
-        """A square matrix of the Gram iteration, in place, rounded to ``squares``."""
-        return x if self.squares == self.held else x.copy_(x.to(self.squares))
+    def of_squares(self) -> Products:
+        """The same, rounded to ``squares``."""
+        return replace(self, dtype=self.squares)
+
+    def plain(self) -> Products:
+        """The same, all symmetric products whole but a library's."""
+        return replace(self, blocked=False)
 
     def product(
         self,
@@ -98,14 +102,8 @@ class Products:
         alpha: float = 1.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``beta·linear + alpha·left@right`` in ``held``; of matrices or of batches of them."""
-        if left.dim() == 3:
-            if linear is None:
-                return torch.bmm(left, right, out=out)
-            return torch.baddbmm(linear, left, right, beta=beta, alpha=alpha, out=out)
-        if linear is None:
-            return torch.mm(left, right, out=out)
-        return torch.addmm(linear, left, right, beta=beta, alpha=alpha, out=out)
+        """``beta·linear + alpha·left@right``, of matrices or of batches of them."""
+        return self.rounded(_product(left, right, linear, beta, alpha, out))
 
     def times(
         self,
@@ -116,7 +114,7 @@ class Products:
         alpha: float = 1.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``beta·X + alpha·SX``, or XS where X is tall; not rounded.
+        """``beta·X + alpha·SX``, or XS where X is tall.
 
         Args:
             square: S, symmetric, of the short side of ``x``.
@@ -129,12 +127,10 @@ class Products:
             return self.product(left, right, out=out)
         return self.product(left, right, x, beta=beta, alpha=alpha, out=out)
 
-    def short_square(
-        self, x: Tensor, *, in_panels: bool = True, out: Tensor | None = None
-    ) -> Tensor:
-        """XXᵀ, or XᵀX where X is tall; not rounded."""
+    def short_square(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """XXᵀ, or XᵀX where X is tall."""
         left, right = (x.mT, x) if x.size(-2) > x.size(-1) else (x, x.mT)
-        return self.symmetric(left, right, in_panels=in_panels, out=out)
+        return self.symmetric(left, right, out=out)
 
     def symmetric(
         self,
@@ -144,14 +140,13 @@ class Products:
         *,
         beta: float = 1.0,
         alpha: float = 1.0,
-        in_panels: bool = True,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``product`` where the result is known to be symmetric, ``linear`` too; not rounded."""
+        """``product`` where the result is known to be symmetric, ``linear`` too."""
         if self.kernel is not None and fits_kernel(*left.shape[-2:]):
-            return self.kernel(left, right, linear, beta, alpha, out)
-        if in_panels and self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
-            return _lower_and_mirrored(left, right, linear, beta, alpha, out)
+            return self.rounded(self.kernel(left, right, linear, beta, alpha, out))
+        if self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
+            return self.rounded(_lower_and_mirrored(left, right, linear, beta, alpha, out))
         return self.product(left, right, linear, beta=beta, alpha=alpha, out=out)
 
 
@@ -240,6 +235,23 @@ def said_of_products(device: torch.device, ns_dtype: NsDtype, iteration: NsItera
         return "torch, plain matmul"
     of_gram = " in the Gram iteration" if iteration == "auto" else ""
     return f"torch, in panels up to the diagonal{of_gram}"
+
+
+def _product(
+    left: Tensor,
+    right: Tensor,
+    linear: Tensor | None,
+    beta: float,
+    alpha: float,
+    out: Tensor | None,
+) -> Tensor:
+    if left.dim() == 3:
+        if linear is None:
+            return torch.bmm(left, right, out=out)
+        return torch.baddbmm(linear, left, right, beta=beta, alpha=alpha, out=out)
+    if linear is None:
+        return torch.mm(left, right, out=out)
+    return torch.addmm(linear, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def _lower_and_mirrored(

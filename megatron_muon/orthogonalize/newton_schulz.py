@@ -264,7 +264,7 @@ def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
 def standard_iteration(
     x: Tensor, steps: tuple[Triple, ...], products: Products, spare: Tensor | None = None
 ) -> Tensor:
-    """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX, every one of them rounded.
+    """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX.
 
     A tall X has A = XᵀX and X ← aX + XB. On a CPU no panels: it is what others are compared with,
     product by product.
@@ -278,16 +278,14 @@ def standard_iteration(
     Returns:
         The last iterate.
     """
+    products = products.plain()
     for a, b, c in steps:
-        gram = products.rounded(products.short_square(x, in_panels=False))
-        if c == 0:
-            made = products.times(gram, x, beta=a, alpha=b, out=spare)
-        else:
-            square = products.symmetric(gram, gram, gram, beta=b, alpha=c, in_panels=False)
-            del gram
-            made = products.times(products.rounded(square), x, beta=a, out=spare)
-            del square
-        x, spare = products.rounded(made), None if spare is None else x
+        square, alpha = products.short_square(x), b
+        if c != 0:
+            square, alpha = products.symmetric(square, square, square, beta=b, alpha=c), 1.0
+        made = products.times(square, x, beta=a, alpha=alpha, out=spare)
+        x, spare = made, None if spare is None else x
+        del square
     return x
 
 
@@ -306,11 +304,11 @@ def gram_iteration(
     """
     for part in parts:
         squares = _Squares.of(x, spare, len(part))
-        products.squared(products.short_square(x, out=squares.gram))
-        factor = _factor(squares, part, products)
+        products.of_squares().short_square(x, out=squares.gram)
+        factor = _factor(squares, part, products.of_squares())
         made = products.times(factor, x, out=spare)
+        x, spare = made, None if spare is None else x
         del squares, factor
-        x, spare = products.rounded(made), None if spare is None else x
     return x
 
 
@@ -351,17 +349,16 @@ def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) ->
     def plus(
         linear: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float, out: Tensor
     ) -> Tensor:
-        made = products.symmetric(left, right, linear, beta=beta, alpha=alpha, out=out)
-        return products.squared(made)
+        return products.symmetric(left, right, linear, beta=beta, alpha=alpha, out=out)
 
     gram, factor, other = squares.gram, squares.factor, squares.other
     for step, (a, b, c) in enumerate(steps):
         # Z = αP; where c is 0 the square is not made, and b is taken into the products.
         alpha, p = (b, gram) if c == 0 else (1.0, plus(gram, gram, gram, b, c, squares.power))
         if step == 0:
-            products.squared(torch.mul(p, alpha, out=factor))
+            products.rounded(torch.mul(p, alpha, out=factor))
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
-            products.squared(factor)
+            products.rounded(factor)
         else:
             plus(factor, factor, p, a, alpha, other)
             factor, other = other, factor
