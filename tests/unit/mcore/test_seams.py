@@ -1,0 +1,236 @@
+"""Each symbol and attribute of the table, gone or renamed, is named before anything trains.
+
+Each row is renamed in the real core of this process, which is put back then; some in the source of
+a copy that a process of its own installs into. `bash tests/run.sh` does so with every core of
+tests/cores.txt, and with the scripts of a Megatron-LM checkout where MEGATRON_LM_PATH names one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import megatron.core
+import pytest
+
+import megatron_muon
+from megatron_muon.mcore.seams import optimizer, rows
+from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
+from megatron_muon.mcore.seams.row import Attribute, Part, Seam
+from megatron_muon.mcore.seams.rows import (
+    SeamError,
+    check_arguments,
+    check_built,
+    check_part,
+    check_row,
+    check_training_hooks,
+    hooks_of,
+    rows_of,
+    training_hooks_of,
+)
+from megatron_muon.mcore.seams.training import ARGUMENTS
+from support import PYTHON311, ROOT
+from support.installed import NAME, VERSION
+
+ROWS = hooks_of(VERSION)
+OF_COMMANDS: tuple[Part, ...] = ("dry_run", "bench", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _not_installed() -> Iterator[None]:
+    yield
+    megatron_muon.uninstall()
+
+
+@contextmanager
+def renamed(row: Seam | Attribute) -> Iterator[None]:
+    """Within it what is imported has the symbol by another name."""
+    module = importlib.import_module(row.module)
+    with ExitStack() as undo:
+        undo.callback(rows._attributes_set.cache_clear)
+        undo.callback(rows._marks_set.cache_clear)
+        if isinstance(row, Seam):
+            *path, name = row.name.split(".")
+            holder: Any = module
+            for part in path:
+                holder = getattr(holder, part)
+            _rename(holder, name, undo)
+        else:
+            owner = getattr(module, row.owner) if row.owner else None
+            for member in [module] if owner is None else owner.__mro__:
+                if member.__name__.startswith("megatron.") or owner is not None:
+                    _without_name(member, row.name, undo)
+        rows._attributes_set.cache_clear()
+        rows._marks_set.cache_clear()
+        yield
+
+
+def _rename(holder: Any, name: str, undo: ExitStack) -> None:
+    if isinstance(holder, type):  # get_parameters, which a class inherits
+        holder = next(base for base in holder.__mro__ if name in vars(base))
+    own = vars(holder)[name]
+    delattr(holder, name)
+    setattr(holder, f"{name}_of_a_fork", own)
+    undo.callback(setattr, holder, name, own)
+    undo.callback(delattr, holder, f"{name}_of_a_fork")
+
+
+def _without_name(holder: Any, name: str, undo: ExitStack) -> None:
+    """Of a module's functions and classes, or a class's methods and fields, by another name."""
+    if not getattr(holder, "__module__", holder.__name__).startswith("megatron."):
+        return
+    fields = vars(holder).get("__dataclass_fields__", {})
+    if name in fields:
+        undo.callback(fields.__setitem__, name, fields.pop(name))
+    for member in list(vars(holder).values()):
+        if isinstance(member, type) and isinstance(holder, types.ModuleType):
+            _without_name(member, name, undo)
+            continue
+        function = inspect.unwrap(getattr(member, "__func__", member))
+        if isinstance(function, types.FunctionType):
+            undo.callback(setattr, function, "__code__", function.__code__)
+            function.__code__ = _code_without(function.__code__, name)
+
+
+def _code_without(code: types.CodeType, name: str) -> types.CodeType:
+    def other(value: Any) -> Any:
+        if isinstance(value, types.CodeType):
+            return _code_without(value, name)
+        if isinstance(value, tuple):
+            return tuple(other(each) for each in value)
+        return f"{name}_of_a_fork" if value == name and isinstance(value, str) else value
+
+    return code.replace(co_names=other(code.co_names), co_consts=other(code.co_consts))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row).removeprefix("megatron.core."))
+def test_install_names_a_symbol_that_was_renamed(row: Seam | Attribute) -> None:
+    with renamed(row):
+        with pytest.raises(SeamError) as caught:
+            megatron_muon.install()
+    assert f"has no {row}, which megatron_muon needs: {row.relied_on}" in str(caught.value)
+    rows.check_hooks()
+
+
+@pytest.mark.parametrize(
+    "row",
+    rows_of(VERSION, *OF_COMMANDS),
+    ids=lambda row: str(row).removeprefix("megatron.core."),
+)
+def test_a_command_names_a_symbol_that_was_renamed(row: Seam | Attribute) -> None:
+    check_part(row.part)
+    with renamed(row), pytest.raises(SeamError, match=re.escape(f"has no {row}, which")):
+        check_part(row.part)
+
+
+@pytest.mark.parametrize("row", rows_of(VERSION, "hybrid", "upstream"), ids=str)
+def test_what_needs_packages_to_be_imported_is_looked_for_in_the_source(
+    row: Seam | Attribute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_row(row, NAME)
+    gone = replace(row, name=row.name.replace(row.name.split(".")[0], "gone", 1))
+    with pytest.raises(SeamError, match=re.escape(f"has no {gone}, which")):
+        check_row(gone, NAME)
+
+
+def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Seam("megatron.core.optimizer.gone", "anything", "called", "nothing")
+    monkeypatch.setattr(rows, "SEAMS", (*rows.SEAMS, row))
+    with pytest.raises(SeamError, match=r"has no megatron\.core\.optimizer\.gone\.anything"):
+        megatron_muon.install()
+
+
+def test_a_symbol_of_megatron_lm_that_was_renamed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for megatron.training, which is in no wheel of every version."""
+    wanted = training_hooks_of(VERSION)
+    modules: dict[str, Any] = {}
+    for hook in wanted:
+        module = modules.setdefault(hook.module, SimpleNamespace())
+        setattr(module, hook.name, eval(f"lambda {', '.join(hook.parameters)}: None"))
+    monkeypatch.setattr(rows, "importlib", SimpleNamespace(import_module=_of(modules)))
+    check_training_hooks()
+    for hook in wanted:
+        own = getattr(modules[hook.module], hook.name)
+        delattr(modules[hook.module], hook.name)
+        with pytest.raises(SeamError, match=re.escape(f"has no {hook}, which megatron_muon ")):
+            check_training_hooks()
+        setattr(modules[hook.module], hook.name, own)
+
+
+def _of(modules: dict[str, Any]) -> Any:
+    return lambda name: modules[name] if name in modules else importlib.import_module(name)
+
+
+def test_an_argument_that_was_renamed_is_named() -> None:
+    args = SimpleNamespace(**dict.fromkeys(ARGUMENTS))
+    check_arguments(args)
+    for name in ARGUMENTS:
+        delattr(args, name)
+        with pytest.raises(SeamError, match=f"have no {name}, which megatron_muon needs"):
+            check_arguments(args)
+        setattr(args, name, None)
+
+
+@pytest.mark.parametrize("key", GROUP_KEYS)
+def test_a_key_of_parameter_groups_that_was_renamed_is_named(key: str) -> None:
+    group = dict.fromkeys(GROUP_KEYS, 1)
+    value = group.pop(key)
+    built = SimpleNamespace(
+        **{
+            **{row.name: None for row in optimizer.ATTRIBUTES},
+            "buffers": [],
+            "optimizer": SimpleNamespace(param_groups=[group]),
+        }
+    )
+    with pytest.raises(SeamError, match=f"a parameter group of .* has no {key}, which"):
+        check_built(built)
+    group[f"pre_{key}"] = value  # as NeMo has it
+    check_built(built)
+
+
+# --- copies of the core, in processes of their own
+
+_COPY = Path(megatron.core.__file__).parents[1]
+RENAMED_IN_A_COPY = (
+    ("optimizer/distrib_optimizer.py", "_get_main_param_and_optimizer_states"),
+    ("optimizer/distrib_optimizer.py", "gbuf_ranges"),
+    ("distributed/param_and_grad_buffer.py", "param_index_map"),
+    ("transformer/transformer_config.py", "gated_linear_unit"),
+    ("tensor_parallel/layers.py", "partition_dim"),
+)
+
+
+@pytest.mark.parametrize(("file", "name"), RENAMED_IN_A_COPY)
+def test_a_copy_of_the_core_with_another_name_is_refused(
+    file: str, name: str, tmp_path: Path
+) -> None:
+    """As a fork has it: everywhere in a file, so that the file itself is whole."""
+    copy = tmp_path / "megatron"
+    shutil.copytree(_COPY, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    source = copy / "core" / file
+    source.write_text(re.sub(rf"\b{name}\b", f"{name}_of_a_fork", source.read_text()))
+    code = "import megatron_muon; megatron_muon.cpu.enable(allow_cuda=True); "
+    code += "megatron_muon.install(); print('accepted')"
+    path = [str(tmp_path), str(ROOT), str(PYTHON311)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, *sys.path[1:]])},
+        capture_output=True,
+        text=True,
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "accepted" not in done.stdout, done.stderr
+    assert last.startswith("megatron_muon.mcore.seams.rows.SeamError: megatron-core "), done.stderr
+    assert f".{name}, which megatron_muon needs: " in last
