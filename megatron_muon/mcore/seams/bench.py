@@ -134,6 +134,13 @@ ATTRIBUTES = (
         "a parameter's gradient in its buffer",
     ),
     *(
+        _own("megatron.core.distributed", "DistributedDataParallelConfig", name, relied_on)
+        for name, relied_on in (
+            ("bucket_size", "elements of a bucket"),
+            ("overlap_grad_reduce", "whether gradients are reduced as they come"),
+        )
+    ),
+    *(
         _own(
             "megatron.core.optimizer.optimizer",
             "Float16OptimizerWithFloat16Params",

@@ -253,6 +253,7 @@ ATTRIBUTES = (
     _of_optimizer("model_fp32_groups", "parameters in step with shard_fp32_groups"),
     _of_optimizer("shard_fp32_groups", "flat views of them"),
     Attribute(_CHAIN, "ChainedOptimizer", "chained_optimizers", "the optimizers in it"),
+    Attribute(_CHAIN, "ChainedOptimizer", "config", "what the run asks for"),
     _of_buffer("param_index_map", "(start, stop, bucket) of each parameter"),
     _of_buffer("buckets", "in the order of their elements"),
     _of_buffer("numel_unpadded", "elements of the tensors that are gathered of it"),
@@ -262,6 +263,7 @@ ATTRIBUTES = (
     _of_ddp("buffers", "the grad buffers of dense weights"),
     _of_ddp("expert_parallel_buffers", "those of experts' weights"),
     _of_ddp("ddp_config", "whether the distributed optimizer is on, and how many instances"),
+    _of_ddp("module", "the model inside"),
     # --- a layout of a grad buffer
     _of_layout("FullParamLayout", "layouts", "the layout of each grad buffer"),
     _of_layout("PerBufferParamLayout", "param_index_map", "(start, stop, bucket) of a parameter"),

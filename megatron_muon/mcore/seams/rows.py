@@ -127,8 +127,14 @@ def check_arguments(args: Any) -> None:
 
 
 def megatron_version() -> tuple[str, Version]:
-    """The installed megatron-core's version, as it is and as two numbers."""
-    text = str(importlib.import_module("megatron.core").__version__)
+    """The installed megatron-core's version, as it is and as two numbers.
+
+    Raises:
+        SeamError: it does not say.
+    """
+    text = getattr(importlib.import_module("megatron.core"), "__version__", None)
+    if not isinstance(text, str):
+        raise _missing(model.SEAMS[0], "of no version")
     major, minor = text.split(".")[:2]
     return text, (int(major), int(minor))
 

@@ -18,6 +18,7 @@ import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from enum import EnumMeta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,9 +65,14 @@ def renamed(row: Seam | Attribute) -> Iterator[None]:
         if isinstance(row, Seam):
             *path, name = row.name.split(".")
             holder: Any = module
-            for part in path:
+            for part in path[:-1]:
                 holder = getattr(holder, part)
-            _rename(holder, name, undo)
+            held = getattr(holder, path[-1]) if path else holder
+            if path and (isinstance(held, EnumMeta) or not isinstance(held, type)):
+                undo.callback(setattr, holder, path[-1], held)
+                setattr(holder, path[-1], SimpleNamespace())  # none of its names can be deleted
+            else:
+                _rename(held, name, undo)
         else:
             owner = getattr(module, row.owner) if row.owner else None
             for member in [module] if owner is None else owner.__mro__:
