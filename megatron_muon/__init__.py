@@ -7,6 +7,7 @@ Importing this package pulls in neither Megatron nor torch; ``install()`` does t
 from __future__ import annotations
 
 import importlib
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -53,8 +54,11 @@ def install(config: MuonConfig | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Give Megatron its own functions back."""
+    """Give Megatron its own functions back, and Megatron-LM's scripts theirs."""
     _require_core()
+    training = sys.modules.get("megatron_muon.megatron_lm.install")
+    if training is not None:
+        training.uninstall_training()
     from megatron_muon.mcore.install import uninstall as uninstall_from_megatron
 
     uninstall_from_megatron()

@@ -13,7 +13,8 @@ VENV="${VENV:-.venv-tests}"
 PYTHON="${PYTHON:-python3}"
 # what every core is held to
 HELD="tests/ranks/results/test_versions.py tests/ranks/results/test_untouched.py
-    tests/ranks/errors/test_errors.py tests/unit/mcore/test_seams.py"
+    tests/ranks/errors/test_errors.py tests/unit/mcore/test_seams.py tests/unit/mcore/test_seam_uses.py
+    tests/unit/mcore/test_no_trace.py"
 
 install_core() { # install_core "megatron-core==VERSION OTHERS", in a folder for PYTHONPATH
     local core="${1%% *}" # a range of Python versions is no obstacle: see cores.txt

@@ -9,25 +9,24 @@ import importlib.util
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import megatron_muon
 from megatron_muon.cli import patch_tree
 from megatron_muon.cli.patch import describe
 from megatron_muon.cli.patch_lines import PatchError
 from megatron_muon.dry_run.versions import has_flag
-from megatron_muon.mcore.seams.checkpoint_rows import ATTRIBUTES
+from megatron_muon.mcore.seams.row import Part
 from megatron_muon.mcore.seams.rows import (
     SeamError,
     Version,
-    check_attribute,
-    check_hook,
     check_hooks,
-    hooks_of,
+    check_part,
+    check_row,
     megatron_version,
+    rows_of,
 )
 from megatron_muon.megatron_lm.launch import (
     MixedInstallationError,
@@ -113,6 +112,8 @@ def _megatron(checkout: Path | None) -> Iterator[Row]:
         yield from _checkout(found)
     yield _core(where)
     yield _hooks()
+    yield Row("hooks of commands", _those_there(*_OF_COMMANDS))
+    yield _hooks_on_the_cpu()
     if found is not None:
         yield _plain_command(found)
         row = _training_hooks(found)
@@ -152,23 +153,42 @@ def _core(where: Path) -> Row:
 
 
 def _hooks() -> Row:
-    text, version = megatron_version()
-    checks: list[tuple[Any, Callable[..., None]]] = [
-        *((hook, check_hook) for hook in hooks_of(version)),
-        *((attribute, check_attribute) for attribute in ATTRIBUTES),
-    ]
-    missing = []
-    for row, check in checks:
-        try:
-            check(row, text)
-        except (SeamError, ImportError):
-            missing.append(str(row))
-    found = f"{len(checks) - len(missing)} of {len(checks)}"
+    found = _those_there(*_OF_RUNS)
     try:
         check_hooks()
     except (SeamError, ImportError) as error:
-        return Row("hooks", ", ".join([found, *(f"not {name}" for name in missing)]), str(error))
+        return Row("hooks", found, str(error))
     return Row("hooks", found)
+
+
+# Of the table of what is used of others' code: what a run needs, and what it does without.
+_OF_RUNS: tuple[Part, ...] = ("core", "torch")
+_OF_COMMANDS: tuple[Part, ...] = ("dry_run", "hybrid", "bench", "upstream")
+
+
+def _those_there(*parts: Part) -> str:
+    """How many rows of the table, and which are missing."""
+    text, version = megatron_version()
+    rows = rows_of(version, *parts)
+    missing = []
+    for row in rows:
+        try:
+            check_row(row, text)
+        except (SeamError, ImportError):
+            missing.append(str(row))
+    found = f"{len(rows) - len(missing)} of {len(rows)}"
+    return ", ".join([found, *(f"not {name}" for name in missing)])
+
+
+def _hooks_on_the_cpu() -> Row:
+    """Those of the CPU runtime, which a run without a GPU needs."""
+    found, fault = _those_there("cpu"), ""
+    if megatron_muon.cpu.enabled():
+        try:
+            check_part("cpu")
+        except (SeamError, ImportError) as error:
+            fault = str(error)
+    return Row("hooks without a GPU", found, fault)
 
 
 def _plain_command(checkout: Path) -> Row:

@@ -109,13 +109,18 @@ def imported_config_class(program: str = _PROGRAM) -> type:
     Args:
         program: for the error that ends the process where none can be.
     """
+    from megatron_muon.mcore.seams.rows import SeamError, check_part
+
     with megatron_is_quiet():
         try:
             if not megatron_muon.cpu.enabled():
                 megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
             transformer = importlib.import_module("megatron.core.transformer")
+            check_part("dry_run")
         except CoreNotFoundError:
             raise  # the command says both ways to get one
+        except SeamError as error:
+            _stop(str(error), program)
         except ImportError as error:
             _stop(
                 f"megatron.core cannot be imported ({error}); megatron-muon doctor says more",

@@ -21,9 +21,10 @@ import torch
 
 from megatron_muon.cpu import torch_cuda
 from megatron_muon.cpu.fused_adam import FusedAdam
-from megatron_muon.cpu.patch import Patches, Replacement
+from megatron_muon.cpu.patch import Replacement
 from megatron_muon.cpu.table import REPLACEMENTS
 from megatron_muon.presence import require_core
+from megatron_muon.runtime.patches import Patches
 
 __all__ = ["REPLACEMENTS", "FusedAdam", "Replacement", "disable", "enable", "enabled"]
 
@@ -61,7 +62,7 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
         return
     require_core()
     _check_may_enable(allow_cuda, late)
-    patches = Patches()
+    patches = Patches(by="megatron_muon.cpu")
     try:
         if late:
             torch_cuda.compiled_before(patches)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.cpu.patch import Patches
+from megatron_muon.runtime.patches import Patches
 
 
 def chunks(cp_size: int, cp_rank: int) -> tuple[int, int]:

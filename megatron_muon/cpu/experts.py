@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.cpu.patch import Patches
+from megatron_muon.runtime.patches import Patches
 
 
 def router(patches: Patches) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.cpu.patch import Patches
 from megatron_muon.runtime import collectives
+from megatron_muon.runtime.patches import Patches
 
 # What torch.distributed calls for all_gather_into_tensor in a coalescing manager; the first name is
 # that of torch 2.13.

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_muon.cpu.patch import Patches
 from megatron_muon.orthogonalize.matmul import multiplies_bf16
+from megatron_muon.runtime.patches import Patches
 
 _HALF = (torch.bfloat16, torch.float16)
 

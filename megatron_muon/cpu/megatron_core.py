@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_muon.cpu.fused_adam import FusedAdam
-from megatron_muon.cpu.patch import Patches
+from megatron_muon.runtime.patches import Patches
 
 
 def adam(patches: Patches) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _device
 
-from megatron_muon.cpu.patch import Patches
+from megatron_muon.runtime.patches import Patches
 
 CPU = torch.device("cpu")
 FACTORIES = (

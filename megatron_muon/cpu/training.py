@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_muon.cpu.patch import Patches, Replacement
+from megatron_muon.cpu.patch import Replacement
+from megatron_muon.runtime.patches import Patches
 
 _MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 _patches: Patches | None = None
@@ -23,7 +24,7 @@ def enable() -> None:
     """
     global _patches
     if _patches is None:
-        _patches = Patches()
+        _patches = Patches(by="megatron_muon.cpu")
         for replacement in REPLACEMENTS:
             replacement.apply(_patches)
 

@@ -20,7 +20,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron_muon.dry_run.hybrid.settings import chunks as hybrid_chunks
 from megatron_muon.dry_run.hybrid.settings import is_hybrid
-from megatron_muon.mcore.seams.rows import megatron_version
+from megatron_muon.mcore.seams.rows import check_part, megatron_version
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _ORDER, _ORDER_PP_INSIDE = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"
@@ -112,8 +112,15 @@ def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
 
 
 def validated(flags: Namespace, ranks: Ranks) -> Namespace:
-    """The flags as a run has them once Megatron-LM has validated them and Muon is turned on."""
+    """The flags as a run has them once Megatron-LM has validated them and Muon is turned on.
+
+    Raises:
+        ValueError: a flag is missing, or is not possible here.
+        SeamError: Megatron lacks what the model is built of; names it.
+    """
     _require(flags, "num_layers", "hidden_size", "num_attention_heads")
+    if is_hybrid(flags):
+        check_part("hybrid")
     sizes = {
         "padded_vocab_size": padded_vocab(flags),
         "world_size": ranks.world,

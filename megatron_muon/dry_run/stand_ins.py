@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from megatron_muon.runtime.patches import replaced
+
 _SSM = "megatron.core.ssm."
 MIXER = f"{_SSM}mamba_mixer"
 _DELTA = "megatron.core.ssm.gated_delta_net"  # one module in 0.16 to 0.18, several later
@@ -63,19 +65,6 @@ def without_fla() -> Iterator[None]:
         for module in modules:
             stack.enter_context(replaced(module, **_FLA))
         yield
-
-
-@contextmanager
-def replaced(module: Any, **attributes: Any) -> Iterator[None]:
-    """Within it a module has these in place of those of its attributes that it has."""
-    before = {name: getattr(module, name) for name in attributes if hasattr(module, name)}
-    for name in before:
-        setattr(module, name, attributes[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
 
 
 def imported(name: str) -> Any:

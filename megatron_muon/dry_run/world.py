@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_muon.dry_run.model import Ranks
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.runtime.consensus import Coordinates, grid_of
+from megatron_muon.runtime.patches import replaced
 
 META = torch.device("meta")
 
@@ -70,15 +71,13 @@ def without_memory() -> Iterator[None]:
     position embeddings, name none: theirs are replaced as they are registered, before anything is
     written. Initialization needs the seeds of Megatron's RNG tracker all the same.
     """
-    current_device = torch.cuda.current_device
     model_parallel_cuda_manual_seed(0)
-    torch.cuda.current_device = lambda: META  # type: ignore[assignment, return-value]
-    hook = register_module_parameter_registration_hook(_on_meta)
-    try:
-        yield
-    finally:
-        hook.remove()
-        torch.cuda.current_device = current_device
+    with replaced(torch.cuda, current_device=lambda: META):
+        hook = register_module_parameter_registration_hook(_on_meta)
+        try:
+            yield
+        finally:
+            hook.remove()
 
 
 @contextmanager
@@ -88,15 +87,8 @@ def without_inference_layers() -> Iterator[None]:
     The MTP layer of megatron-core 0.20 asks, which fails where Transformer Engine is not installed:
     classes derived from a stand-in for its own are no classes.
     """
-    name = "is_inference_column_parallel_linear"
-    asked = getattr(multi_token_prediction, name, None)
-    if asked is not None:
-        setattr(multi_token_prediction, name, lambda module: False)
-    try:
+    with replaced(multi_token_prediction, is_inference_column_parallel_linear=lambda module: False):
         yield
-    finally:
-        if asked is not None:
-            setattr(multi_token_prediction, name, asked)
 
 
 def _on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:
@@ -170,8 +162,5 @@ def _only_own_groups(rank: int) -> Iterator[None]:
             return dist.GroupMember.NON_GROUP_MEMBER
         return create_group(ranks, *args, **kwargs)
 
-    parallel_state.create_group = create_own_group
-    try:
+    with replaced(parallel_state, create_group=create_own_group):
         yield
-    finally:
-        parallel_state.create_group = create_group

@@ -59,6 +59,7 @@ from megatron_muon.runtime.consensus import (
 )
 from megatron_muon.runtime.exchange import Exchange, Meter
 from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.runtime.patches import turn_into
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.version import __version__
 
@@ -92,13 +93,13 @@ def make_muons(
     )
     for part in parts:
         part.muon = None
-        part.__class__ = MuonDistributedOptimizer
+        turn_into(part, MuonDistributedOptimizer)
     agree_everywhere(description, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = process_groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
     lines = [*_active(), *survey(model_chunks, config, stage)]
-    optimizer.__class__ = MuonChainedOptimizer
+    turn_into(optimizer, MuonChainedOptimizer)
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, config, stage), None, device)
@@ -240,5 +241,5 @@ def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:
     dist_opt.init_state_fn = init_state_of(dist_opt.init_state_fn, muon)
     dist_opt.optimizer.muon = muon
     adam: type[torch.optim.Optimizer] = type(dist_opt.optimizer)
-    dist_opt.optimizer.__class__ = muon_over(adam)
+    turn_into(dist_opt.optimizer, muon_over(adam))
     init_momentum(dist_opt.optimizer, muon)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,14 +16,16 @@ from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
 from megatron_muon.mcore.integrity import save_load
 from megatron_muon.mcore.params import bucket_layout
 from megatron_muon.mcore.params.validate import frozen_too_late, refuse_groups, refuse_unsupported
-from megatron_muon.mcore.seams.rows import SeamError, check_hooks, hooks_of, megatron_version
+from megatron_muon.mcore.seams.rows import SeamError, check_hooks, megatron_version, seams_of
 from megatron_muon.mcore.shards import device_of
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange import Meter
+from megatron_muon.runtime.patches import Patches, around
 
-# Megatron's own functions, kept after uninstall() too: who took a hooked name by import meanwhile,
-# where it is not found, goes on calling ours, which then only pass the call on.
-_originals: dict[str, Any] = {}
+# Who took a wrapped name by import meanwhile, where it is not found, goes on calling ours after
+# uninstall(), too, which then only passes the call on.
+_patches = Patches()
+_originals: dict[str, Any] = {}  # Megatron's own functions
 _config: MuonConfig | None = None  # None while not installed
 
 
@@ -47,34 +48,38 @@ def install(config: MuonConfig | None = None) -> None:
         raise TypeError(f"install takes a MuonConfig, got {config!r}")
     if _config is None:
         check_hooks()
-        for hook in hooks_of(megatron_version()[1]):
-            if hook.name in _WRAPPERS:
-                _originals[hook.name] = getattr(importlib.import_module(hook.module), hook.name)
-                _replace(hook.name, _originals[hook.name], _WRAPPERS[hook.name])
     wanted = config or _config or MuonConfig()
     if wanted.align_shards:
         bucket_layout.put_in(wanted)
     else:
         bucket_layout.take_out()
+    if _config is None:
+        _wrap()
     _config = wanted
 
 
+def _wrap() -> None:
+    for seam in seams_of(megatron_version()[1], "core"):
+        if seam.name in _WRAPPERS:
+            original = getattr(importlib.import_module(seam.module), seam.name)
+            ours = around(original, _WRAPPERS[seam.name], _is_installed)
+            _originals[seam.name] = original
+            _patches.everywhere(seam.name, original, ours)
+
+
 def uninstall() -> None:
-    """Give Megatron its own functions back. Optimizers already built stay as they are."""
+    """Give Megatron its own functions back, and leave no trace in its modules and classes.
+
+    Optimizers already built stay as they are.
+    """
     global _config
-    if _config is not None:
-        for name, original in _originals.items():
-            _replace(name, _WRAPPERS[name], original)
     bucket_layout.take_out()
+    _patches.undo()
     _config = None
 
 
-def _replace(name: str, old: Any, new: Any) -> None:
-    """In every loaded module that has ``old`` under its name."""
-    for module in list(sys.modules.values()):
-        namespace = getattr(module, "__dict__", {})
-        if namespace.get(name) is old:
-            namespace[name] = new
+def _is_installed() -> bool:
+    return _config is not None
 
 
 def meter(optimizer: Any) -> Meter:
@@ -100,14 +105,16 @@ def meter(optimizer: Any) -> Meter:
     )
 
 
-def _get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+def _get_megatron_optimizer(
+    original: Callable[..., Any], config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
+) -> Any:
     """Wraps Megatron's: lets it build its AdamW distributed optimizers, then makes those Muon's.
 
     With ``weight_decay_all_params`` AdamW itself spares no weight, too; else it is Megatron's.
     """
-    original = _originals["get_megatron_optimizer"]
-    twin = config.optimizer == "adam" and _config is not None and _config.weight_decay_all_params
-    if _config is None or (config.optimizer.lower() != "muon" and not twin):
+    assert _config is not None
+    twin = config.optimizer == "adam" and _config.weight_decay_all_params
+    if config.optimizer.lower() != "muon" and not twin:
         return original(config, model_chunks, *args, **kwargs)
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
     if twin:
@@ -134,11 +141,10 @@ def _refuse(config: Any, model_chunks: list[Any], given: inspect.BoundArguments)
 
 
 def _get_megatron_muon_optimizer(
-    config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
+    original: Callable[..., Any], config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Wraps what cores 0.16 and 0.17 have for the name muon, and Megatron-Bridge calls there."""
-    original = _originals["get_megatron_muon_optimizer"]
-    if _config is None or config.optimizer != "muon":
+    if config.optimizer != "muon":
         return original(config, model_chunks, *args, **kwargs)
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
     if given.pop("layer_wise_distributed_optimizer", False):
@@ -146,38 +152,28 @@ def _get_megatron_muon_optimizer(
             "layer_wise_distributed_optimizer=True asks for Megatron's own Muon, but "
             "megatron_muon.install() has made optimizer='muon' the plugin's: leave out one of both"
         )
-    return _get_megatron_optimizer(**given)
+    return _get_megatron_optimizer(_originals["get_megatron_optimizer"], **given)
 
 
-def _stopped(name: str) -> Callable[..., Any]:
-    """A function that Megatron's calls, not ours: where somebody kept it before ``install()``."""
-
-    def stopped(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if _config is not None and config.optimizer == "muon":
-            raise SeamError(
-                "optimizer='muon' was asked of a get_megatron_optimizer that was taken before "
-                "megatron_muon.install(): call megatron.core.optimizer.get_megatron_optimizer"
-            )
-        return _originals[name](config, *args, **kwargs)
-
-    return stopped
+def _stopped(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    """What Megatron's function calls, not ours: where somebody kept it before ``install()``."""
+    if config.optimizer == "muon":
+        raise SeamError(
+            "optimizer='muon' was asked of a get_megatron_optimizer that was taken before "
+            "megatron_muon.install(): call megatron.core.optimizer.get_megatron_optimizer"
+        )
+    return original(config, *args, **kwargs)
 
 
-def _save(*args: Any, **kwargs: Any) -> Any:
-    return save_load.save(_originals["save"], *args, **kwargs)
-
-
-def _load(*args: Any, **kwargs: Any) -> Any:
-    return save_load.load(_originals["load"], *args, **kwargs)
-
-
-_STOPPED = ("_get_megatron_optimizer_based_on_param_groups", "_get_megatron_emerging_optimizer")
+# Of the rows that are wrapped, by name; those for ``align_shards`` are ``bucket_layout``'s. They
+# take Megatron's function first, and are called while the plugin is installed.
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_optimizer": _get_megatron_optimizer,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
-    "save": _save,
-    "load": _load,
-    **{name: _stopped(name) for name in _STOPPED},
+    "_get_megatron_optimizer_based_on_param_groups": _stopped,
+    "_get_megatron_emerging_optimizer": _stopped,
+    "save": save_load.save,
+    "load": save_load.load,
 }
 
 

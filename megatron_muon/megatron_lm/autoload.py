@@ -7,7 +7,6 @@ before it starts the script is done once the arguments are parsed.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import os
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_muon.mcore.seams.rows import SeamError
-from megatron_muon.megatron_lm.install import asks_for_muon, install_training, replace_everywhere
+from megatron_muon.megatron_lm.install import asks_for_muon, install_training, wrap
 from megatron_muon.megatron_lm.launch import ON_CPU, check_installation, hide_gpus, without_gpu
 
 _fault: SeamError | None = None  # why Muon cannot run with this Megatron
@@ -35,13 +34,8 @@ def _install() -> None:
         _fault = error
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"[megatron_muon] no --optimizer muon here: {error}", flush=True)
-    for module, name, wrapper in (
-        ("arguments", "validate_args", _validate_args),
-        ("initialize", "initialize_megatron", _initialize_megatron),
-    ):
-        original = getattr(importlib.import_module(f"megatron.training.{module}"), name)
-        wrapped = functools.wraps(original)(functools.partial(wrapper, original))
-        replace_everywhere(name, original, wrapped)
+    wrap("megatron.training.arguments", "validate_args", _validate_args)
+    wrap("megatron.training.initialize", "initialize_megatron", _initialize_megatron)
 
 
 def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:

@@ -97,6 +97,7 @@ def _finalized_together() -> Iterator[None]:
     ends on all ranks where it fails on one."""
     from megatron_muon.mcore.integrity.save_load import is_seal
     from megatron_muon.runtime.consensus import together
+    from megatron_muon.runtime.patches import replaced
 
     module = _checkpointing()
     original = module.schedule_async_save
@@ -111,11 +112,8 @@ def _finalized_together() -> Iterator[None]:
             ]
         return original(request)
 
-    module.schedule_async_save = schedule
-    try:
+    with replaced(module, schedule_async_save=schedule):
         yield
-    finally:
-        module.schedule_async_save = original
 
 
 def _all(functions: list[Callable[[], Any]]) -> None:

@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.mcore.seams.rows import SeamError, check_arguments, check_training_hooks
-from megatron_muon.megatron_lm import bucketing, checkpointing, flags, memory, namespace
+from megatron_muon.mcore.seams.rows import (
+    check_arguments,
+    check_row,
+    megatron_version,
+    training_hooks_of,
+)
+from megatron_muon.megatron_lm import bucketing, checkpointing, flags, memory, namespace, tracker
 from megatron_muon.megatron_lm.flag_values import KEPT
+from megatron_muon.runtime.patches import Patches, around
 
-
-class Seam(NamedTuple):
-    """A function of megatron.training that is wrapped.
-
-    Attributes:
-        module: of megatron.training, where it is defined or looked up.
-        name: of the function.
-        parameters: those that must be in its signature.
-        wrapper: takes Megatron's function, then what that takes.
-        always: False where some releases do without it.
-        everywhere: also where other modules of Megatron's have it by import.
-    """
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
-    wrapper: Callable[..., Any]
-    always: bool = True
-    everywhere: bool = True
+_patches = Patches()
+_is_on = False  # False while not installed
 
 
 def install_training() -> None:
@@ -48,24 +35,44 @@ def install_training() -> None:
     Raises:
         SeamError: megatron.training lacks a function, or has another shape of it; names it.
     """
-    modules = {
-        name: importlib.import_module(f"megatron.training.{name}")
-        for name in ("arguments", "checkpointing", "initialize", "training")
-    }
-    check_training_hooks()
-    for seam in _SEAMS:
-        original: Any = getattr(modules[seam.module], seam.name, None)
-        if hasattr(original, "megatron_muon_wraps"):
-            continue
-        if original is None and not seam.always:
-            continue
-        _check_shape(seam, original)
-        wrapped: Any = functools.wraps(original)(functools.partial(seam.wrapper, original))
-        wrapped.megatron_muon_wraps = original
-        if seam.everywhere:
-            replace_everywhere(seam.name, original, wrapped)
-        else:
-            setattr(modules[seam.module], seam.name, wrapped)
+    text, version = megatron_version()
+    for seam in training_hooks_of(version):  # the parser first: it knows Muon where others lack
+        check_row(seam, text)
+        if seam.name in _WRAPPERS:
+            wrap(seam.module, seam.name, _WRAPPERS[seam.name])
+
+
+def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
+    """Put ``wrapper`` around a function of megatron.training until ``uninstall_training``.
+
+    The same wrapper is put around it once.
+
+    Args:
+        module_name: where Megatron defines it or looks it up.
+        name: of the function.
+        wrapper: takes Megatron's function, then what that takes.
+    """
+    global _is_on
+    _is_on = True
+    module = importlib.import_module(module_name)
+    original: Any = getattr(module, name)
+    before: tuple[Any, ...] = getattr(original, "megatron_muon_wrappers", ())
+    if wrapper in before:
+        return
+    wrapped = around(original, wrapper, lambda: _is_on)
+    wrapped.megatron_muon_wrappers = (wrapper, *before)
+    if name in _THERE_ALONE:
+        _patches.set(module, name, wrapped)
+    else:
+        _patches.everywhere(name, original, wrapped, within="megatron.")
+
+
+def uninstall_training() -> None:
+    """Give megatron.training its own functions back, and leave no trace in its modules."""
+    global _is_on
+    tracker.take_out()
+    _patches.undo()
+    _is_on = False
 
 
 def asks_for_muon(args: Any) -> bool:
@@ -75,32 +82,6 @@ def asks_for_muon(args: Any) -> bool:
         ValueError: ``--muon-backend upstream`` cannot be.
     """
     return getattr(args, "optimizer", None) == "muon" and flags.muon_backend(args) == "plugin"
-
-
-def _check_shape(seam: Seam, original: Any) -> None:
-    symbol = f"megatron.training.{seam.module}.{seam.name}"
-    version = importlib.import_module("megatron.core").__version__
-    if original is None:
-        raise SeamError(
-            f"the Megatron-LM of core {version} has no {symbol}, which megatron_muon wraps: if it "
-            "is a fork's, give it the function that the release of its version has; else take a "
-            "megatron_muon that knows it, or run the script without it"
-        )
-    found = inspect.signature(original).parameters
-    missing = [name for name in seam.parameters if name not in found]
-    if missing:
-        raise SeamError(
-            f"{symbol} of core {version} has no parameter {', '.join(missing)}, which "
-            "megatron_muon needs: if this Megatron-LM is a fork's, give it the one that the "
-            "release of its version has; else take a megatron_muon that knows it"
-        )
-
-
-def replace_everywhere(name: str, old: Any, new: Any) -> None:
-    """In every module of Megatron's that has ``old`` under its name, by import too."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("megatron.") and getattr(module, name, None) is old:
-            setattr(module, name, new)
 
 
 # --- the wrappers ----------------------------------------------------------------------------
@@ -286,38 +267,16 @@ def _get_megatron_muon_optimizer(
     )
 
 
-_SEAMS = (
-    Seam("arguments", "parse_args", ("extra_args_provider",), _parse_args),
-    Seam("arguments", "validate_args", ("args", "defaults"), _validate_args),
-    Seam("arguments", "_print_args", ("title", "args"), _print_args),
-    Seam("checkpointing", "generate_state_dict", ("args",), checkpointing.generate_state_dict),
-    Seam("checkpointing", "save_checkpoint", ("iteration", "model"), checkpointing.save_checkpoint),
-    Seam(
-        "checkpointing",
-        "load_checkpoint",
-        ("ddp_model", "optimizer", "opt_param_scheduler"),
-        checkpointing.load_checkpoint,
-    ),
-    Seam(
-        "training",
-        "get_megatron_optimizer_config",  # since 0.16
-        ("args",),
-        _get_megatron_optimizer_config,
-        always=False,
-    ),
-    Seam(
-        "training",
-        "get_megatron_muon_optimizer",  # 0.16 and 0.17
-        ("config", "model_chunks", "layer_wise_distributed_optimizer"),
-        _get_megatron_muon_optimizer,
-        always=False,
-        everywhere=False,  # megatron.core's own is mcore.install's
-    ),
-    Seam(
-        "training",
-        "report_theoretical_memory",
-        ("args",),
-        memory.report_theoretical_memory,
-        always=False,
-    ),
-)
+# Of the rows that are wrapped, by name; ``initialize_megatron`` is ``autoload``'s.
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "parse_args": _parse_args,
+    "validate_args": _validate_args,
+    "_print_args": _print_args,
+    "generate_state_dict": checkpointing.generate_state_dict,
+    "save_checkpoint": checkpointing.save_checkpoint,
+    "load_checkpoint": checkpointing.load_checkpoint,
+    "get_megatron_optimizer_config": _get_megatron_optimizer_config,
+    "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
+    "report_theoretical_memory": memory.report_theoretical_memory,
+}
+_THERE_ALONE = ("get_megatron_muon_optimizer",)  # megatron.core's own is mcore.install's

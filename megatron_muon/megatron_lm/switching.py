@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
+from megatron_muon.runtime.patches import replaced
 
 _SAID = {
     "momentum": "AdamW's: Muon's momentum starts as exp_avg / (1 - β1)",
@@ -135,13 +136,8 @@ def _metadata_of_whole_weights() -> Iterator[None]:
         metadata = original(*args, **kwargs) or {}
         return {**metadata, "distrib_optim_sharding_type": WHOLE_WEIGHTS}
 
-    if original is not None:
-        dist_checkpointing.load_content_metadata = load_content_metadata
-    try:
+    with replaced(dist_checkpointing, load_content_metadata=load_content_metadata):
         yield
-    finally:
-        if original is not None:
-            dist_checkpointing.load_content_metadata = original
 
 
 def _into_adamw(folder: Path) -> str:

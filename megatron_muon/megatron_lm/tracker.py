@@ -20,6 +20,7 @@ from typing import Any
 from megatron_muon.files import claim, digest
 from megatron_muon.files.durable import write_text
 from megatron_muon.files.regular import read_regular
+from megatron_muon.runtime.patches import Patches, replaced
 
 NAME = "latest_checkpointed_iteration.txt"
 # While the checkpoint that the tracker names is saved anew: where it is, and an empty file that is
@@ -28,6 +29,7 @@ _ASIDE, _MARK = "{name}.before", "{name}.anew"
 _MARKED = re.compile(r"(iter_[0-9]{7,}|release)\.anew")
 _MOST = 4096  # bytes of a tracker; a number has few
 
+_patches = Patches()  # of megatron.training.checkpointing
 _first: Callable[[], None] | None = None  # called before the tracker is written
 _failed: Callable[[BaseException], None] | None = None  # called where it could not be written
 
@@ -41,12 +43,17 @@ def put_into(checkpointing: Any) -> None:
     """
     if hasattr(checkpointing, "maybe_msc"):
         if not isinstance(checkpointing.maybe_msc, _Storage):
-            checkpointing.maybe_msc = _Storage(checkpointing.maybe_msc)
+            _patches.set(checkpointing, "maybe_msc", _Storage(checkpointing.maybe_msc))
         return
     name = "open_file" if hasattr(checkpointing, "open_file") else "open"
     opened = getattr(checkpointing, name, builtins.open)
     if not isinstance(opened, _Open):
-        setattr(checkpointing, name, _Open(opened))
+        _patches.add(checkpointing, name, _Open(opened))
+
+
+def take_out() -> None:
+    """Have it write the tracker itself again."""
+    _patches.undo()
 
 
 class _Open:
@@ -124,6 +131,9 @@ def naming(checkpointing: Any, load_dir: str | None, step: int | None) -> Iterat
     Args:
         checkpointing: the module ``megatron.training.checkpointing``.
     """
+    if load_dir is None or step is None:
+        yield
+        return
     original = checkpointing.read_metadata
 
     def read_metadata(tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
@@ -131,12 +141,8 @@ def naming(checkpointing: Any, load_dir: str | None, step: int | None) -> Iterat
             return step, False
         return original(tracker_filename, *args, **kwargs)
 
-    if load_dir is not None and step is not None:
-        checkpointing.read_metadata = read_metadata
-    try:
+    with replaced(checkpointing, read_metadata=read_metadata):
         yield
-    finally:
-        checkpointing.read_metadata = original
 
 
 def named_by(save_dir: Path) -> str | None:

@@ -21,7 +21,8 @@ CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 NO_MEGATRON = "import sys; sys.modules['megatron'] = None"
 STRANGE = (
     "import sys, megatron_muon.mcore.seams.rows as h, dataclasses; "
-    "h.HOOKS = (*h.HOOKS, dataclasses.replace(h.HOOKS[0], name='gone', until=h.NEWEST))"
+    "at = 'megatron.core.optimizer'; row = next(row for row in h.SEAMS if row.module == at); "
+    "h.SEAMS = (*h.SEAMS, dataclasses.replace(row, name='gone', since=h.OLDEST, until=h.NEWEST))"
 )
 TOO_NEW = "import megatron_muon.mcore.seams.rows as h; h.OLDEST, h.NEWEST = (0, 97), (0, 98)"
 

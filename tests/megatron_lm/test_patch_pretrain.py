@@ -166,9 +166,9 @@ def test_a_mixed_installation_is_refused_for_muon_alone(
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_a_megatron_of_another_shape_stops_muon_alone(patched: Path, optimizer: str) -> None:
     code = (
-        "import megatron_muon.megatron_lm.install as install\n"
-        "gone = install._SEAMS[0]._replace(name='gone')\n"
-        "install._SEAMS = (*install._SEAMS, gone)\n"
+        "import dataclasses, megatron_muon.mcore.seams.rows as rows\n"
+        "row = next(row for row in rows.SEAMS if row.part == 'training')\n"
+        "rows.SEAMS = (*rows.SEAMS, dataclasses.replace(row, name='gone'))\n"
         "from megatron.training.arguments import parse_args, validate_args\n"
         "args = parse_args()\n"
         "print('parsed', args.optimizer)\n"

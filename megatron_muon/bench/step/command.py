@@ -28,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
         the same weights do not; wrong arguments end the process with status 2.
     """
     from megatron_muon.cli.routes import megatron_is_quiet
+    from megatron_muon.mcore.seams.rows import SeamError, check_part
 
     parser = command_parser()
     given, of_megatron = parser.parse_known_args(argv)
@@ -35,9 +36,10 @@ def main(argv: Sequence[str]) -> int:
         if not megatron_muon.cpu.enabled():
             megatron_muon.cpu.enable(allow_cuda=True)  # this process only starts ranks
         try:
+            check_part("dry_run", "bench")
             flags = model_flags(parser.prog, given, of_megatron)
             task, left_out = _task(given, flags)
-        except (ValueError, TypeError, AssertionError) as error:
+        except (ValueError, TypeError, AssertionError, SeamError) as error:
             parser.error(" ".join(str(error).split()) or f"Megatron refuses this model: {error!r}")
     if left_out is not None:
         print(f"{parser.prog}: upstream-layerwise is left out: {left_out}", file=sys.stderr)

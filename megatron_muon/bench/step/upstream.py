@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from megatron_muon.bench.step.meter import NEWTON_SCHULZ, PARAM_GATHER
 from megatron_muon.bench.step.rows import NO_CLIP, Row
-from megatron_muon.mcore.seams.rows import megatron_version
+from megatron_muon.mcore.seams.rows import SeamError, check_part, megatron_version
 from megatron_muon.runtime import collectives
+from megatron_muon.runtime.patches import replaced
 
 _TP_GATHER = "muon-tp_gather"
 # What Megatron's pyproject.toml asks for, by the minor version of core.
@@ -68,6 +69,10 @@ def why_no_upstream(flags: Namespace) -> str | None:
             f"megatron-core {name} does not find the emerging_optimizers that is importable, since "
             "it asks for what pip has installed: pip install --no-deps that checkout"
         )
+    try:
+        check_part("upstream")
+    except SeamError as error:
+        return str(error)
     return None
 
 
@@ -176,19 +181,13 @@ def _parts(row: Row, timers: Any) -> Iterator[None]:
     utils = importlib.import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")
     muon = _muon_module()
     over_tp = _with_coefficients(muon.newton_schulz_tp, row.config.ns_coefficients)
-    replaced = [
-        (utils, "newton_schulz", _timed(utils.newton_schulz, timers, NEWTON_SCHULZ)),
-        (muon, "newton_schulz_tp", _timed(over_tp, timers, _TP_GATHER)),
-        (dist, "all_gather", _uneven(dist.all_gather)),
-    ]
-    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, value in replaced:
-        setattr(owner, name, value)
-    try:
+    iteration = _timed(utils.newton_schulz, timers, NEWTON_SCHULZ)
+    with (
+        replaced(utils, newton_schulz=iteration),
+        replaced(muon, newton_schulz_tp=_timed(over_tp, timers, _TP_GATHER)),
+        replaced(dist, all_gather=_uneven(dist.all_gather)),
+    ):
         yield
-    finally:
-        for owner, name, value in kept:
-            setattr(owner, name, value)
 
 
 def _with_coefficients(function: Callable[..., Any], coefficients: Any) -> Callable[..., Any]:

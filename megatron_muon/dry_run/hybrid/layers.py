@@ -24,8 +24,9 @@ from megatron.core.transformer import transformer_layer as layers
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_muon.dry_run.hybrid.gated_delta import attention_spec
-from megatron_muon.dry_run.stand_ins import MIXER, imported, replaced, without_kernels
+from megatron_muon.dry_run.stand_ins import MIXER, imported, without_kernels
 from megatron_muon.dry_run.versions import having
+from megatron_muon.runtime.patches import replaced
 
 
 def build_hybrid(flags: Namespace, config: Any, **options: Any) -> Any:

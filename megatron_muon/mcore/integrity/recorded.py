@@ -21,6 +21,7 @@ from megatron_muon.mcore.integrity.model_table import Table, table_of
 from megatron_muon.mcore.integrity.registry import Trained
 from megatron_muon.mcore.integrity.save_load import Saving, hashed, require_unchanged
 from megatron_muon.runtime.consensus import attempt, raise_together, together
+from megatron_muon.runtime.patches import replaced
 
 
 class Votes:
@@ -74,19 +75,14 @@ def voting(device: torch.device) -> Iterator[Votes]:
             return own(*args, **kwargs)
         return votes.vote()
 
-    dist.barrier = barrier
     try:
-        yield votes
+        with replaced(dist, barrier=barrier):
+            yield votes
     except BaseException as error:
-        dist.barrier = own
         if votes.keeps(error):  # raised where Megatron waits for this rank alone
             votes.vote()
         raise
-    else:
-        dist.barrier = own
-        votes.vote()
-    finally:
-        dist.barrier = own
+    votes.vote()
 
 
 @contextmanager
@@ -129,9 +125,9 @@ def recorded(trained: Trained | None, saving: Saving, votes: Votes) -> Iterator[
         require_unchanged(folder, files)
 
     votes.checks.append(check)
-    torch.save = save_and_hash
     try:
-        yield
+        with replaced(torch, save=save_and_hash):
+            yield
     except BaseException as error:
         saving.claim.abandon()
         explained = saving.claim.explained(error)
@@ -140,7 +136,6 @@ def recorded(trained: Trained | None, saving: Saving, votes: Votes) -> Iterator[
             raise
         raise explained from error
     finally:
-        torch.save = own
         votes.checks.remove(check)
         saving.claim.release()
 

@@ -25,6 +25,7 @@ from megatron_muon.mcore.checkpoint.sharded import StateDict
 from megatron_muon.mcore.params.placement import local_experts, muons_of
 from megatron_muon.mcore.process_groups import Sizes
 from megatron_muon.mcore.shards import owned_shards
+from megatron_muon.runtime.patches import turn_into
 
 Tensor = torch.Tensor
 Group = dict[str, Any]
@@ -177,20 +178,20 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     config = MuonConfig(**settings)
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
-        part.__class__ = MuonReader
+        turn_into(part, MuonReader)
         part.sizes = _sizes()
         part.muon = _Former(config, part)
         part.stage_group = part.data_parallel_group
         part.local_experts, part.ep_rank = _experts(part)
     yield  # an error in it ends the run: nothing is made of what was read by then
-    optimizer.__class__ = ChainAfterMuon
+    turn_into(optimizer, ChainAfterMuon)
     for part in parts:
         _start_after_muon(part, config)
 
 
 def _start_after_muon(part: Any, former: MuonConfig) -> None:
     part.muon = None
-    part.__class__ = AdamWAfterMuon
+    turn_into(part, AdamWAfterMuon)
     part.former = former
     for shard in _young_shards(part, former):
         for key in ("exp_avg", "exp_avg_sq"):
@@ -201,10 +202,10 @@ def _start_after_muon(part: Any, former: MuonConfig) -> None:
 
 def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
     """Before AdamW's optimizer loads a checkpoint that has ``YOUNG`` in it."""
-    optimizer.__class__ = ChainAfterMuon
+    turn_into(optimizer, ChainAfterMuon)
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
-            part.__class__ = AdamWAfterMuon
+            turn_into(part, AdamWAfterMuon)
             part.former = MuonConfig(**former)
             part._split()
 

@@ -11,7 +11,6 @@ known. Megatron-LM makes layouts before that, which nothing else reads.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,13 +29,13 @@ from megatron_muon.mcore.shards import device_of
 from megatron_muon.orthogonalize.matmul import KernelError, plan_device
 from megatron_muon.planning.bucket_order import Bucket, Holders, orders, starts
 from megatron_muon.planning.layout import Parameter
+from megatron_muon.runtime.patches import Patches, around
 from megatron_muon.setting_names import named
 
 SINCE = (0, 18)
 _LAYOUT = "_compute_per_buffer_param_layout"
-_original: Callable[..., Any] | None = None  # None while Megatron's own is in place
-_original_init: Callable[..., None] | None = None
-_config: MuonConfig | None = None
+_patches = Patches()
+_config: MuonConfig | None = None  # None while Megatron's own order is in place
 _ordered: WeakSet[Any] = WeakSet()  # DistributedDataParallel that were made while this is in
 _wrapped: _Model | None = None  # the model that DistributedDataParallel is making a layout of
 
@@ -64,27 +63,28 @@ def put_in(config: MuonConfig) -> None:
     Raises:
         NotImplementedError: this Megatron takes no layout.
     """
-    global _original, _original_init, _config
+    global _config
     if not takes_layouts():
         raise NotImplementedError(
             f"{named('align_shards')} needs megatron-core 0.18 or later, which takes a layout of "
             f"its buffers; here is {megatron_version()[0]}: leave it out"
         )
-    _config = config
-    if _original is None:
-        _original = getattr(DistributedOptimizer, _LAYOUT)
-        setattr(DistributedOptimizer, _LAYOUT, staticmethod(_laid_out))
-        _original_init = DistributedDataParallel.__init__
-        DistributedDataParallel.__init__ = functools.wraps(_original_init)(_init)
+    before, _config = _config, config
+    if before is None:
+        layout, init = getattr(DistributedOptimizer, _LAYOUT), DistributedDataParallel.__init__
+        _patches.set(DistributedOptimizer, _LAYOUT, staticmethod(around(layout, _laid_out, _is_in)))
+        _patches.set(DistributedDataParallel, "__init__", around(init, _init, _is_in))
 
 
 def take_out() -> None:
     """Megatron's own order again."""
-    global _original, _original_init
-    if _original is not None:
-        setattr(DistributedOptimizer, _LAYOUT, staticmethod(_original))
-        DistributedDataParallel.__init__ = _original_init
-        _original = _original_init = None
+    global _config
+    _patches.undo()
+    _config = None
+
+
+def _is_in() -> bool:
+    return _config is not None
 
 
 @contextmanager
@@ -112,11 +112,10 @@ def require_ordered(model_chunks: Sequence[Any]) -> None:
         )
 
 
-def _init(self: Any, *args: Any, **kwargs: Any) -> None:
+def _init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """DistributedDataParallel's: what it lays out, or is given, is ordered."""
     global _wrapped
-    assert _original_init is not None
-    call = inspect.signature(_original_init).bind(self, *args, **kwargs)
+    call = inspect.signature(original).bind(self, *args, **kwargs)
     model = _model(call.arguments["module"], call.arguments.get("pg_collection"))
     given = call.arguments.get("full_param_layout")
     if given is not None and model is not None:
@@ -124,16 +123,15 @@ def _init(self: Any, *args: Any, **kwargs: Any) -> None:
         call.arguments["full_param_layout"] = dataclasses.replace(given, layouts=layouts)
     _wrapped = model
     try:
-        _original_init(*call.args, **call.kwargs)
+        original(*call.args, **call.kwargs)
     finally:
         _wrapped = None
     _ordered.add(self)
 
 
-def _laid_out(*args: Any, **kwargs: Any) -> Any:
+def _laid_out(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Megatron's layout of one grad buffer, ordered where its model is known."""
-    assert _original is not None
-    layout = _original(*args, **kwargs)
+    layout = original(*args, **kwargs)
     return layout if _wrapped is None else _in_order(layout, _wrapped)
 
 

@@ -1,35 +1,61 @@
-"""A row of the tables of what the plugin relies on in Megatron: see ``rows``."""
+"""A row of the table of what this package uses of others' code: see ``rows``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 # Minor versions of megatron-core, 0.x, that the plugin was tested with; 20 is main's.
 Version = tuple[int, int]
 OLDEST, NEWEST = (0, 12), (0, 20)
 
+# What is done with a symbol. ``wrapped`` and ``replaced`` ones are put back by ``uninstall()``,
+# those that are replaced for the time of a ``with`` at its end.
+Use = Literal["called", "wrapped", "replaced", "overridden", "subclassed", "read"]
+# Who needs a row, and so who checks it: ``core`` every run with Muon at ``install()``; ``training``
+# one that Megatron-LM starts; ``dry_run`` and ``hybrid`` the commands that build a model on the
+# meta device; ``bench`` the benchmark, ``upstream`` its row of Megatron's own Muon; ``cpu`` the
+# runtime without a GPU, ``cpu_training`` with Megatron-LM's scripts; ``torch`` every run; and
+# ``kernels`` whoever has that package, which says itself what it lacks.
+Part = Literal[
+    "core",
+    "training",
+    "dry_run",
+    "hybrid",
+    "bench",
+    "upstream",
+    "cpu",
+    "cpu_training",
+    "torch",
+    "kernels",
+]
+
 
 @dataclass(frozen=True, slots=True)
-class Hook:
-    """A symbol of Megatron.
+class Seam:
+    """A symbol of Megatron, of torch's internals or of a package of kernels.
 
     Attributes:
         module: where it is looked up at call time.
         name: of the symbol, with a dot for a class's attribute.
+        use: what is done with it.
+        relied_on: what the package needs it to do.
         parameters: those that must be in its signature.
-        relied_on: what the plugin needs it to do.
-        since, until: the first and the last minor version that has it in this shape.
+        since, until: the first and the last minor version of Megatron that has it in this shape.
         inherited: the class has it from a base class; else it must define it itself, since a base
             class may have another of that name.
+        part: of this package, that needs it.
     """
 
     module: str
     name: str
-    parameters: tuple[str, ...]
+    use: Use
     relied_on: str
+    parameters: tuple[str, ...] = ()
     since: Version = OLDEST
     until: Version = NEWEST
     inherited: bool = False
+    part: Part = "core"
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -37,13 +63,18 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """An attribute that objects of a class of Megatron's have.
+    """An attribute that objects have; a type of its own, since no module has it to be asked for.
+
+    Whether objects have it is told by the methods, fields and annotations of their class, and of an
+    optimizer that Megatron has built by the object itself (``check_built``).
 
     Attributes:
-        module, owner: the class.
+        module, owner: the class; without an owner it is a mark, which functions and methods of the
+            module set on parameters.
         name: of the attribute.
         relied_on: what it is read for.
         of_stubs: a DistributedOptimizer without parameters has it, too.
+        since, until, part: as of a Seam.
     """
 
     module: str
@@ -51,6 +82,9 @@ class Attribute:
     name: str
     relied_on: str
     of_stubs: bool = False
+    since: Version = OLDEST
+    until: Version = NEWEST
+    part: Part = "core"
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.owner}.{self.name}"
+        return ".".join(word for word in (self.module, self.owner, self.name) if word)

@@ -1,198 +1,79 @@
-"""The Megatron symbols that the plugin relies on, and what it relies on them for.
+"""The one table of what this package uses of others' code, and its comparison with what is here.
 
-Read this and ``checkpoint_rows`` to know what a Megatron upgrade can break. ``check_hooks``
-compares both with the installed megatron-core, ``check_training_hooks`` the rows of Megatron-LM
-with what is imported, ``check_built`` the attributes with an optimizer that Megatron has built; all
-stop with the symbol's name where they differ.
+Everything of Megatron, of torch's internals and of packages of kernels that is called, wrapped,
+replaced, overridden or read is a row of this folder's modules, with what is relied on: read them to
+know what an upgrade can break. A test reads the package's syntax trees and holds it to the table.
+
+``check_hooks`` compares the rows of every run with the installed megatron-core and torch,
+``check_training_hooks`` those of Megatron-LM with what is imported, ``check_part`` those of a
+command, ``check_built`` the attributes with an optimizer that Megatron has built; all stop with the
+symbol's name where they differ.
 """
 
 from __future__ import annotations
 
+import ast
 import dis
 import importlib
+import importlib.util
 import inspect
+import types
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from megatron_muon.mcore.seams.checkpoint_rows import (
-    ARGUMENTS,
-    ATTRIBUTES,
-    CHECKPOINT_HOOKS,
-    GROUP_KEYS,
+from megatron_muon.mcore.seams import (
+    bench,
+    checkpointing,
+    cpu,
+    dry_run,
+    model,
+    optimizer,
+    parallel,
+    torch_internals,
+    training,
 )
-from megatron_muon.mcore.seams.row import NEWEST, OLDEST, Attribute, Hook, Version
+from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
+from megatron_muon.mcore.seams.row import NEWEST, OLDEST, Attribute, Part, Seam, Version
+from megatron_muon.mcore.seams.training import ARGUMENTS
 
-__all__ = ["HOOKS", "NEWEST", "OLDEST", "Hook", "SeamError", "Version"]
-_TRAINING = "megatron.training"
+__all__ = ["ATTRIBUTES", "NEWEST", "OLDEST", "SEAMS", "Seam", "SeamError", "Version"]
 
 _WAY_OUT = (
     "If this Megatron is a fork's, give it the symbol that the release of its version has; else "
     "take a megatron_muon that knows it, or choose optimizer='adam'"
 )
+_WRAPPED_WAY_OUT = (
+    "if it is a fork's, give it the function that the release of its version has; else take a "
+    "megatron_muon that knows it, or run the script without it"
+)
+_TORCH_WAY_OUT = "take a megatron_muon that knows this torch, or one that it was tested with"
+
+SEAMS: tuple[Seam, ...] = (
+    *model.SEAMS,
+    *optimizer.SEAMS,
+    *parallel.SEAMS,
+    *checkpointing.SEAMS,
+    *training.SEAMS,
+    *dry_run.SEAMS,
+    *bench.SEAMS,
+    *bench.PACKAGES,
+    *cpu.SEAMS,
+    *cpu.TRAINING,
+    *torch_internals.SEAMS,
+)
+ATTRIBUTES: tuple[Attribute, ...] = (
+    *model.ATTRIBUTES,
+    *optimizer.ATTRIBUTES,
+    *parallel.ATTRIBUTES,
+    *bench.ATTRIBUTES,
+)
+_CORE: tuple[Part, ...] = ("core", "torch")  # of every run
 
 
 class SeamError(RuntimeError):
     """The installed Megatron lacks a symbol that the plugin hooks, or has another shape of it."""
-
-
-HOOKS = (
-    Hook(
-        "megatron.core.optimizer",
-        "get_megatron_optimizer",
-        ("config", "model_chunks", "no_weight_decay_cond"),
-        "builds a ChainedOptimizer of DistributedOptimizers around Adam; wrapped to make those "
-        "Muon's. no_weight_decay_cond says what is not decayed",
-        until=(0, 15),
-    ),
-    Hook(
-        "megatron.core.optimizer",
-        "get_megatron_optimizer",
-        ("config", "model_chunks", "config_overrides", "pg_collection"),
-        "builds a ChainedOptimizer of DistributedOptimizers around Adam; wrapped to make those "
-        "Muon's. config_overrides holds wd_mult = 0 for what is not decayed",
-        since=(0, 16),
-    ),
-    Hook(
-        "megatron.core.optimizer",
-        "get_standard_config_overrides",
-        ("config",),
-        "the overrides that Megatron uses where it is given none",
-        since=(0, 16),
-    ),
-    Hook(
-        "megatron.core.optimizer",
-        "_get_megatron_optimizer_based_on_param_groups",
-        ("config",),
-        "what a get_megatron_optimizer that was taken before install() calls: stopped there",
-    ),
-    Hook(
-        "megatron.core.optimizer",
-        "_get_megatron_emerging_optimizer",
-        ("config",),
-        "what such a one calls for the name muon, Megatron's own: stopped there",
-        since=(0, 18),
-    ),
-    Hook(
-        "megatron.core.optimizer.muon",
-        "get_megatron_muon_optimizer",
-        ("config", "model_chunks", "layer_wise_distributed_optimizer", "pg_collection"),
-        "what callers take for the name muon in these cores, Megatron's own Muon; wrapped to be "
-        "the plugin's",
-        since=(0, 16),
-        until=(0, 17),
-    ),
-    Hook(
-        "megatron.core.optimizer",
-        "ChainedOptimizer.get_grad_norm",
-        ("self",),
-        "called on every rank once gradients are reduced and copied to the shards of each of its "
-        "chained_optimizers, before one of them steps; a float or, where Megatron does not wait "
-        "for it, a tensor, the same on all ranks of the grad_stats_parallel_group",
-    ),
-    Hook(
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer.get_main_grads_for_grad_norm",
-        ("self",),
-        "the gradients that the norm is of, without those that other ranks have, too",
-        inherited=True,
-        until=(0, 18),
-    ),
-    Hook(
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer.get_grads_for_grad_norm",
-        ("self", "grad_norm_group"),
-        "the same; with a group those of parameters that are clipped by a norm of their own",
-        inherited=True,
-        since=(0, 19),
-    ),
-    Hook(
-        "megatron.core.optimizer",
-        "ChainedOptimizer.grads_states_parallel_group_is_shared",
-        ("self",),
-        "whether all of its chained_optimizers have one norm",
-    ),
-    Hook(
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer.step_with_ready_grads",
-        ("self",),
-        "called on every rank once gradients are prepared and clipped; calls the inner optimizer's "
-        "step, copies main to model parameters and starts the all-gather",
-    ),
-    Hook(
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer.get_grad_stats_parallel_group",
-        ("self",),
-        "the ranks that skip or take a step together: all stages of one optimizer instance",
-    ),
-    Hook(
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer.get_parameters",
-        ("self",),
-        "the flat fp32 shards that the inner optimizer updates",
-        inherited=True,
-    ),
-    Hook(
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer._build_model_gbuf_range",
-        ("param_and_grad_buffer", "bucket_index"),
-        "cuts each bucket into equal shards, one per DP rank, as layout.Parameter.pieces does",
-    ),
-    Hook(
-        "megatron.core.optimizer.distrib_optimizer",
-        "DistributedOptimizer._compute_per_buffer_param_layout",
-        ("params", "bucket_size", "data_parallel_world_size", "ddp_config", "param_indices"),
-        "lays out a grad buffer before its model is wrapped; wrapped, with align_shards "
-        "(--muon-dp-layout), to order the parameters of each bucket",
-        since=(0, 18),
-    ),
-    Hook(
-        "megatron.core.distributed",
-        "DistributedDataParallel.__init__",
-        ("module", "pg_collection", "full_param_layout"),
-        "takes the layouts or makes them; wrapped, with align_shards (--muon-dp-layout), to order "
-        "them by its model",
-        since=(0, 18),
-    ),
-    Hook(
-        "megatron.core.dist_checkpointing",
-        "save",
-        ("sharded_state_dict", "checkpoint_dir"),
-        "writes a torch_dist checkpoint, or returns the AsyncRequest that will, whose finalize_fns "
-        "are called in order on every rank; wrapped to make the digest",
-    ),
-    Hook(
-        "megatron.core.dist_checkpointing",
-        "load",
-        ("sharded_state_dict", "checkpoint_dir"),
-        "reads one on every rank; wrapped to check the digest",
-    ),
-    Hook(
-        "megatron.core.parallel_state",
-        "get_tensor_and_data_parallel_group",
-        ("with_context_parallel",),
-        "the ranks of a pipeline stage",
-    ),
-    Hook(
-        "megatron.core.parallel_state",
-        "get_tensor_model_parallel_group",
-        (),
-        "the ranks that share a dense weight",
-    ),
-    Hook(
-        "megatron.core.parallel_state",
-        "get_expert_tensor_parallel_group",
-        (),
-        "the ranks that share an expert's weights",
-    ),
-    Hook(
-        "megatron.core.parallel_state",
-        "get_expert_model_parallel_group",
-        (),
-        "the ranks that a layer's experts are spread over",
-    ),
-    *CHECKPOINT_HOOKS,
-)
 
 
 def check_built(dist_opt: Any) -> None:
@@ -202,13 +83,14 @@ def check_built(dist_opt: Any) -> None:
         SeamError: names the attribute, or the key of a parameter group.
     """
     is_stub = getattr(dist_opt, "is_stub_optimizer", False)
-    for attribute in ATTRIBUTES:
+    rows = [row for row in optimizer.ATTRIBUTES if row.part == "core"]
+    for attribute in rows:
         if attribute.owner == "DistributedOptimizer" and (attribute.of_stubs or not is_stub):
             _require(dist_opt, attribute)
     if is_stub:
         return
     for buffer in dist_opt.buffers:
-        for attribute in ATTRIBUTES:
+        for attribute in rows:
             if attribute.owner == "_ParamAndGradBuffer":
                 _require(buffer, attribute)
             elif attribute.owner == "_ParamAndGradBucket":
@@ -245,24 +127,41 @@ def check_arguments(args: Any) -> None:
 
 
 def megatron_version() -> tuple[str, Version]:
-    """The installed megatron-core's version, as it is and as two numbers."""
-    text = str(importlib.import_module("megatron.core").__version__)
+    """The installed megatron-core's version, as it is and as two numbers.
+
+    Raises:
+        SeamError: it does not say.
+    """
+    text = getattr(importlib.import_module("megatron.core"), "__version__", None)
+    if not isinstance(text, str):
+        raise _missing(model.SEAMS[0], "of no version")
     major, minor = text.split(".")[:2]
     return text, (int(major), int(minor))
 
 
-def hooks_of(version: Version) -> list[Hook]:
-    """Those that a version of megatron-core has."""
-    return [hook for hook in _of(version) if not hook.module.startswith(_TRAINING)]
+def seams_of(version: Version, *parts: Part) -> list[Seam]:
+    """The symbols that a version of megatron-core has, of some parts of this package."""
+    return [row for row in SEAMS if row.part in parts and row.since <= version <= row.until]
 
 
-def training_hooks_of(version: Version) -> list[Hook]:
+def attributes_of(version: Version, *parts: Part) -> list[Attribute]:
+    """The attributes that objects of a version of megatron-core have, likewise."""
+    return [row for row in ATTRIBUTES if row.part in parts and row.since <= version <= row.until]
+
+
+def rows_of(version: Version, *parts: Part) -> list[Seam | Attribute]:
+    """Both."""
+    return [*seams_of(version, *parts), *attributes_of(version, *parts)]
+
+
+def hooks_of(version: Version) -> list[Seam | Attribute]:
+    """What every run needs: ``install()`` compares these."""
+    return rows_of(version, *_CORE)
+
+
+def training_hooks_of(version: Version) -> list[Seam]:
     """Those that the Megatron-LM of a version has beside its core."""
-    return [hook for hook in _of(version) if hook.module.startswith(_TRAINING)]
-
-
-def _of(version: Version) -> Iterator[Hook]:
-    return (hook for hook in HOOKS if hook.since <= version <= hook.until)
+    return seams_of(version, "training")
 
 
 def check_hooks() -> None:
@@ -278,10 +177,8 @@ def check_hooks() -> None:
             f"{_text(OLDEST)} to {_text(NEWEST)}: install one of those, or a megatron_muon that "
             f"knows {text}"
         )
-    for hook in hooks_of(version):
-        check_hook(hook, text)
-    for attribute in ATTRIBUTES:
-        check_attribute(attribute, text)
+    for row in hooks_of(version):
+        check_row(row, text)
 
 
 def check_training_hooks() -> None:
@@ -290,81 +187,173 @@ def check_training_hooks() -> None:
     Raises:
         SeamError: names the symbol, and the way out.
     """
+    check_part("training")
+
+
+def check_part(*parts: Part) -> None:
+    """Compare the rows of some parts of this package with what is installed.
+
+    Raises:
+        SeamError: names the symbol, and the way out.
+    """
     text, version = megatron_version()
-    for hook in training_hooks_of(version):
-        check_hook(hook, text)
+    for row in rows_of(version, *parts):
+        check_row(row, text)
 
 
 def _text(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-def check_hook(hook: Hook, version: str) -> None:
-    """Compare a hook with the installed megatron-core.
+def check_row(row: Seam | Attribute, version: str) -> None:
+    """Compare a row with what is installed.
+
+    Args:
+        row: of the version that is installed.
+        version: of megatron-core, for errors.
 
     Raises:
         SeamError: names it and the way out.
     """
-    symbol = _module(hook.module, f"{hook}", hook.relied_on, version)
-    for part in hook.name.split("."):
-        own = not isinstance(symbol, type) or hook.inherited or part in vars(symbol)
-        symbol = getattr(symbol, part, None) if own else None
-        if symbol is None:
-            raise SeamError(
-                f"megatron-core {version} has no {hook}, which megatron_muon needs: "
-                f"{hook.relied_on}. {_WAY_OUT}"
-            )
-    if not hook.parameters:
+    if isinstance(row, Attribute):
+        _check_attribute(row, version)
+    else:
+        _check_symbol(row, version)
+
+
+def _check_symbol(row: Seam, version: str) -> None:
+    try:
+        symbol = _module(row, version)
+    except ImportError:
+        if row.part != "hybrid":
+            raise
+        _check_source(row, version)  # without the packages that its import needs
         return
-    found = inspect.signature(symbol).parameters
-    missing = [name for name in hook.parameters if name not in found]
+    for part in row.name.split("."):
+        own = not isinstance(symbol, type) or row.inherited or part in vars(symbol)
+        symbol = getattr(symbol, part, _ABSENT) if own else _ABSENT
+        if symbol is _ABSENT and row.part == "upstream":
+            _check_source(row, version)  # imported where its package is installed
+            return
+        if symbol is _ABSENT:
+            raise _missing(row, version)
+    if not row.parameters:
+        return
+    there = inspect.signature(symbol).parameters
+    missing = [name for name in row.parameters if name not in there]
     if missing:
         raise SeamError(
-            f"{hook} of megatron-core {version} has no parameter {', '.join(missing)}, which "
-            f"megatron_muon needs: {hook.relied_on}. {_WAY_OUT}"
+            f"{row} of megatron-core {version} has no parameter {', '.join(missing)}, which "
+            f"megatron_muon needs: {row.relied_on}. {_WAY_OUT}"
         )
 
 
-def _module(name: str, row: str, relied_on: str, version: str) -> Any:
+_ABSENT = object()
+
+
+def _missing(row: Seam | Attribute, version: str) -> SeamError:
+    if row.module.split(".")[0] != "megatron":
+        package = row.module.split(".")[0]
+        here = getattr(importlib.import_module(package), "__version__", "")
+        return SeamError(
+            f"{package} {here} has no {row}, which megatron_muon needs: {row.relied_on}: "
+            f"{_TORCH_WAY_OUT}"
+        )
+    if row.part == "training" and isinstance(row, Seam) and row.use == "wrapped":
+        return SeamError(
+            f"the Megatron-LM of core {version} has no {row}, which megatron_muon wraps: "
+            f"{_WRAPPED_WAY_OUT}"
+        )
+    return SeamError(
+        f"megatron-core {version} has no {row}, which megatron_muon needs: {row.relied_on}. "
+        f"{_WAY_OUT}"
+    )
+
+
+def _module(row: Seam | Attribute, version: str) -> Any:
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(row.module)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+        if error.name is None or not f"{row.module}.".startswith(f"{error.name}."):
             raise  # it is there, and lacks something that is not Megatron's
-        raise SeamError(
-            f"megatron-core {version} has no {row}, which megatron_muon needs: {relied_on}. "
-            f"{_WAY_OUT}"
-        ) from error
+        raise _missing(row, version) from error
 
 
-def check_attribute(attribute: Attribute, version: str) -> None:
-    """See that some method of a class sets an attribute: there is no object of it to ask yet.
+def _check_source(row: Seam, version: str) -> None:
+    """See that a module's source has a name, where the module cannot be imported here."""
+    if row.name.split(".")[0] not in _names_in_source(row.module):
+        raise _missing(row, version)
 
-    Raises:
-        SeamError: names it and the way out.
-    """
-    module = _module(attribute.module, f"{attribute}", attribute.relied_on, version)
-    owner = getattr(module, attribute.owner, None)
-    if owner is None or attribute.name not in _attributes_set(owner):
-        raise SeamError(
-            f"megatron-core {version} has no {attribute}, which megatron_muon needs: "
-            f"{attribute.relied_on}. {_WAY_OUT}"
-        )
+
+@cache
+def _names_in_source(module: str) -> frozenset[str]:
+    """What a module's source defines, imports or assigns to, anywhere."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return frozenset()
+    names = set()
+    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return frozenset(names)
+
+
+def _check_attribute(row: Attribute, version: str) -> None:
+    """See that some method or function sets an attribute: there is no object of it to ask yet."""
+    module = _module(row, version)
+    if not row.owner:
+        there = _marks_set(module)
+    else:
+        owner = getattr(module, row.owner, None)
+        there = _attributes_set(owner) if owner is not None else frozenset()
+    if row.name not in there:
+        raise _missing(row, version)
 
 
 @cache
 def _attributes_set(owner: type) -> frozenset[str]:
-    """Names that methods of a class of Megatron's, and of those it inherits from, assign to."""
+    """Names that methods of a class of Megatron's, and of those it inherits from, assign to; and of
+    its fields."""
     classes = [each for each in owner.__mro__ if each.__module__.startswith("megatron.")]
-    codes = (
-        getattr(inspect.unwrap(getattr(member, "__func__", member)), "__code__", None)
-        for each in classes
-        for member in vars(each).values()
-    )
-    return frozenset(
-        step.argval
-        for code in codes
-        if code is not None
-        for step in dis.get_instructions(code)
-        if step.opname == "STORE_ATTR"
-    )
+    members = [member for each in classes for member in vars(each).values()]
+    return frozenset((*_stored(members), *getattr(owner, "__dataclass_fields__", ())))
+
+
+@cache
+def _marks_set(module: types.ModuleType) -> frozenset[str]:
+    """Names of attributes that functions and methods of a module set, by ``setattr`` too."""
+    members = list(vars(module).values())
+    classes = [each for each in members if isinstance(each, type)]
+    members += [member for each in classes for member in vars(each).values()]
+    own = [member for member in members if getattr(member, "__module__", "") == module.__name__]
+    return frozenset((*_stored(own), *(word for each in own for word in _words(_code(each)))))
+
+
+def _stored(members: list[Any]) -> Iterator[str]:
+    for code in map(_code, members):
+        if code is not None:
+            for step in dis.get_instructions(code):
+                if step.opname == "STORE_ATTR":
+                    yield step.argval
+
+
+def _code(member: Any) -> types.CodeType | None:
+    function = inspect.unwrap(getattr(member, "__func__", member))
+    code: types.CodeType | None = getattr(function, "__code__", None)
+    return code
+
+
+def _words(value: Any) -> Iterator[str]:
+    """Texts among a function's constants, as those that ``setattr`` is given."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, types.CodeType):
+        for each in value.co_consts:
+            yield from _words(each)
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _words(each)

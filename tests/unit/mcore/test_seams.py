@@ -1,37 +1,52 @@
-"""``install()`` refuses a core in which a symbol of the table is gone or renamed, and names it.
+"""Each symbol and attribute of the table, gone or renamed, is named before anything trains.
 
-Each row is renamed in the real core of this process, which is put back then. `bash tests/run.sh`
-does so with every core of tests/cores.txt.
+Each row is renamed in the real core of this process, which is put back then; some in the source of
+a copy that a process of its own installs into. `bash tests/run.sh` does so with every core of
+tests/cores.txt, and with the scripts of a Megatron-LM checkout where MEGATRON_LM_PATH names one.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import os
 import re
+import shutil
+import subprocess
+import sys
+import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from enum import EnumMeta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core
 import pytest
 
 import megatron_muon
-from megatron_muon.mcore.seams import rows
-from megatron_muon.mcore.seams.checkpoint_rows import ARGUMENTS, ATTRIBUTES, GROUP_KEYS
-from megatron_muon.mcore.seams.row import Attribute, Hook
+from megatron_muon.mcore.seams import optimizer, rows
+from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
+from megatron_muon.mcore.seams.row import Attribute, Part, Seam
 from megatron_muon.mcore.seams.rows import (
     SeamError,
     check_arguments,
     check_built,
+    check_part,
+    check_row,
     check_training_hooks,
     hooks_of,
+    rows_of,
     training_hooks_of,
 )
-from support import ROOT
-from support.installed import VERSION
+from megatron_muon.mcore.seams.training import ARGUMENTS
+from support import PYTHON311, ROOT
+from support.installed import NAME, VERSION
 
-ROWS: list[Hook | Attribute] = [*hooks_of(VERSION), *ATTRIBUTES]
+ROWS = hooks_of(VERSION)
+OF_COMMANDS: tuple[Part, ...] = ("dry_run", "bench", "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -41,60 +56,73 @@ def _not_installed() -> Iterator[None]:
 
 
 @contextmanager
-def renamed(row: Hook | Attribute) -> Iterator[None]:
-    """Within it the imported Megatron has the symbol by another name."""
-    if isinstance(row, Hook):
-        *path, name = row.name.split(".")
-        holder: Any = importlib.import_module(row.module)
-        for part in path:
-            holder = getattr(holder, part)
-        if name not in vars(holder):  # get_parameters, which the class has from a base
-            holder = next(base for base in holder.__mro__ if name in vars(base))
-        own = vars(holder)[name]
-        delattr(holder, name)
-        setattr(holder, f"{name}_of_a_fork", own)
-        try:
-            yield
-        finally:
-            delattr(holder, f"{name}_of_a_fork")
-            setattr(holder, name, own)
-        return
+def renamed(row: Seam | Attribute) -> Iterator[None]:
+    """Within it what is imported has the symbol by another name."""
     module = importlib.import_module(row.module)
-    owner = getattr(module, row.owner)
-    setattr(module, row.owner, class_without(owner, row.name))
-    try:
+    with ExitStack() as undo:
+        undo.callback(rows._attributes_set.cache_clear)
+        undo.callback(rows._marks_set.cache_clear)
+        if isinstance(row, Seam):
+            *path, name = row.name.split(".")
+            holder: Any = module
+            for part in path[:-1]:
+                holder = getattr(holder, part)
+            held = getattr(holder, path[-1]) if path else holder
+            if path and (isinstance(held, EnumMeta) or not isinstance(held, type)):
+                undo.callback(setattr, holder, path[-1], held)
+                setattr(holder, path[-1], SimpleNamespace())  # none of its names can be deleted
+            else:
+                _rename(held, name, undo)
+        else:
+            owner = getattr(module, row.owner) if row.owner else None
+            for member in [module] if owner is None else owner.__mro__:
+                if member.__name__.startswith("megatron.") or owner is not None:
+                    _without_name(member, row.name, undo)
+        rows._attributes_set.cache_clear()
+        rows._marks_set.cache_clear()
         yield
-    finally:
-        setattr(module, row.owner, owner)
 
 
-def class_without(owner: type, name: str) -> type:
-    """The class and its bases from their own source, with an attribute of another name."""
-    module = importlib.import_module(owner.__module__)
-    file = module.__file__
-    assert file is not None
-    text = Path(file).read_text()
-    source = re.sub(rf"\bself\.{name}\b", f"self.{name}_of_a_fork", text)
-    namespace = dict(vars(module))
-    for base in owner.__mro__[1:]:  # of another file, as MixedPrecisionOptimizer
-        if base.__module__.startswith("megatron.") and base.__module__ != owner.__module__:
-            if name in rows._attributes_set(base):
-                source = source.replace(f"({base.__name__}", f"(_{base.__name__}")
-                namespace[f"_{base.__name__}"] = class_without(base, name)
-    own = compile(source, file, "exec", flags=annotations_of(source), dont_inherit=True)
-    exec(own, namespace)
-    made: type = namespace[owner.__name__]
-    return made
+def _rename(holder: Any, name: str, undo: ExitStack) -> None:
+    if isinstance(holder, type):  # get_parameters, which a class inherits
+        holder = next(base for base in holder.__mro__ if name in vars(base))
+    own = vars(holder)[name]
+    delattr(holder, name)
+    setattr(holder, f"{name}_of_a_fork", own)
+    undo.callback(setattr, holder, name, own)
+    undo.callback(delattr, holder, f"{name}_of_a_fork")
 
 
-def annotations_of(source: str) -> int:
-    import __future__
+def _without_name(holder: Any, name: str, undo: ExitStack) -> None:
+    """Of a module's functions and classes, or a class's methods and fields, by another name."""
+    if not getattr(holder, "__module__", holder.__name__).startswith("megatron."):
+        return
+    fields = vars(holder).get("__dataclass_fields__", {})
+    if name in fields:
+        undo.callback(fields.__setitem__, name, fields.pop(name))
+    for member in list(vars(holder).values()):
+        if isinstance(member, type) and isinstance(holder, types.ModuleType):
+            _without_name(member, name, undo)
+            continue
+        function = inspect.unwrap(getattr(member, "__func__", member))
+        if isinstance(function, types.FunctionType):
+            undo.callback(setattr, function, "__code__", function.__code__)
+            function.__code__ = _code_without(function.__code__, name)
 
-    return __future__.annotations.compiler_flag if "import annotations" in source else 0
+
+def _code_without(code: types.CodeType, name: str) -> types.CodeType:
+    def other(value: Any) -> Any:
+        if isinstance(value, types.CodeType):
+            return _code_without(value, name)
+        if isinstance(value, tuple):
+            return tuple(other(each) for each in value)
+        return f"{name}_of_a_fork" if value == name and isinstance(value, str) else value
+
+    return code.replace(co_names=other(code.co_names), co_consts=other(code.co_consts))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row).removeprefix("megatron.core."))
-def test_install_names_a_symbol_that_was_renamed(row: Hook | Attribute) -> None:
+def test_install_names_a_symbol_that_was_renamed(row: Seam | Attribute) -> None:
     with renamed(row):
         with pytest.raises(SeamError) as caught:
             megatron_muon.install()
@@ -102,9 +130,30 @@ def test_install_names_a_symbol_that_was_renamed(row: Hook | Attribute) -> None:
     rows.check_hooks()
 
 
+@pytest.mark.parametrize(
+    "row",
+    rows_of(VERSION, *OF_COMMANDS),
+    ids=lambda row: str(row).removeprefix("megatron.core."),
+)
+def test_a_command_names_a_symbol_that_was_renamed(row: Seam | Attribute) -> None:
+    check_part(row.part)
+    with renamed(row), pytest.raises(SeamError, match=re.escape(f"has no {row}, which")):
+        check_part(row.part)
+
+
+@pytest.mark.parametrize("row", rows_of(VERSION, "hybrid", "upstream"), ids=str)
+def test_what_needs_packages_to_be_imported_is_looked_for_in_the_source(
+    row: Seam | Attribute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_row(row, NAME)
+    gone = replace(row, name=row.name.replace(row.name.split(".")[0], "gone", 1))
+    with pytest.raises(SeamError, match=re.escape(f"has no {gone}, which")):
+        check_row(gone, NAME)
+
+
 def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Hook("megatron.core.optimizer.gone", "anything", (), "nothing")
-    monkeypatch.setattr(rows, "HOOKS", (*rows.HOOKS, row))
+    row = Seam("megatron.core.optimizer.gone", "anything", "called", "nothing")
+    monkeypatch.setattr(rows, "SEAMS", (*rows.SEAMS, row))
     with pytest.raises(SeamError, match=r"has no megatron\.core\.optimizer\.gone\.anything"):
         megatron_muon.install()
 
@@ -115,14 +164,13 @@ def test_a_symbol_of_megatron_lm_that_was_renamed_is_named(monkeypatch: pytest.M
     modules: dict[str, Any] = {}
     for hook in wanted:
         module = modules.setdefault(hook.module, SimpleNamespace())
-        code = f"lambda {', '.join(hook.parameters)}: None"
-        setattr(module, hook.name, eval(code))
+        setattr(module, hook.name, eval(f"lambda {', '.join(hook.parameters)}: None"))
     monkeypatch.setattr(rows, "importlib", SimpleNamespace(import_module=_of(modules)))
     check_training_hooks()
     for hook in wanted:
         own = getattr(modules[hook.module], hook.name)
         delattr(modules[hook.module], hook.name)
-        with pytest.raises(SeamError, match=re.escape(f"has no {hook}, which megatron_muon")):
+        with pytest.raises(SeamError, match=re.escape(f"has no {hook}, which megatron_muon ")):
             check_training_hooks()
         setattr(modules[hook.module], hook.name, own)
 
@@ -147,7 +195,7 @@ def test_a_key_of_parameter_groups_that_was_renamed_is_named(key: str) -> None:
     value = group.pop(key)
     built = SimpleNamespace(
         **{
-            **{row.name: None for row in ATTRIBUTES},
+            **{row.name: None for row in optimizer.ATTRIBUTES},
             "buffers": [],
             "optimizer": SimpleNamespace(param_groups=[group]),
         }
@@ -158,27 +206,37 @@ def test_a_key_of_parameter_groups_that_was_renamed_is_named(key: str) -> None:
     check_built(built)
 
 
-MCORE = ROOT / "megatron_muon" / "mcore"
-SAVING = sorted(
-    path for room in ("checkpoint", "interop", "integrity") for path in (MCORE / room).glob("*.py")
+# --- copies of the core, in processes of their own
+
+_COPY = Path(megatron.core.__file__).parents[1]
+RENAMED_IN_A_COPY = (
+    ("optimizer/distrib_optimizer.py", "_get_main_param_and_optimizer_states"),
+    ("optimizer/distrib_optimizer.py", "gbuf_ranges"),
+    ("distributed/param_and_grad_buffer.py", "param_index_map"),
+    ("transformer/transformer_config.py", "gated_linear_unit"),
+    ("tensor_parallel/layers.py", "partition_dim"),
 )
 
 
-@pytest.mark.parametrize("file", SAVING, ids=lambda file: file.name)
-def test_what_saving_takes_of_megatrons_optimizers_is_in_the_table(file: Path) -> None:
-    """Methods that are called or overridden, and attributes that are read."""
-    from megatron.core.optimizer import ChainedOptimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    source = file.read_text()
-    names = set(re.findall(r"(?:super\(\)|part|self)\.(\w+)", source))
-    names |= set(re.findall(r"def (\w+)\(self", source))
-    in_table = {row.name for row in hooks_of(VERSION)}
-    chain = file.name == "chain.py"
-    for owner in (ChainedOptimizer,) if chain else (DistributedOptimizer,):
-        known = {row.name for row in ATTRIBUTES if row.owner.endswith("Optimizer")}
-        for name in names - {"__init__"}:
-            if name in vars(owner) and not isinstance(vars(owner)[name], property):
-                assert f"{owner.__name__}.{name}" in in_table, name
-            elif name in rows._attributes_set(owner):
-                assert name in known, name
+@pytest.mark.parametrize(("file", "name"), RENAMED_IN_A_COPY)
+def test_a_copy_of_the_core_with_another_name_is_refused(
+    file: str, name: str, tmp_path: Path
+) -> None:
+    """As a fork has it: everywhere in a file, so that the file itself is whole."""
+    copy = tmp_path / "megatron"
+    shutil.copytree(_COPY, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    source = copy / "core" / file
+    source.write_text(re.sub(rf"\b{name}\b", f"{name}_of_a_fork", source.read_text()))
+    code = "import megatron_muon; megatron_muon.cpu.enable(allow_cuda=True); "
+    code += "megatron_muon.install(); print('accepted')"
+    path = [str(tmp_path), str(ROOT), str(PYTHON311)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, *sys.path[1:]])},
+        capture_output=True,
+        text=True,
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "accepted" not in done.stdout, done.stderr
+    assert last.startswith("megatron_muon.mcore.seams.rows.SeamError: megatron-core "), done.stderr
+    assert f".{name}, which megatron_muon needs: " in last

@@ -1,0 +1,144 @@
+"""What the plugin uses of Megatron's models: classes, settings, and marks on parameters."""
+
+from __future__ import annotations
+
+from megatron_muon.mcore.seams.row import NEWEST, OLDEST, Attribute, Seam, Version
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_LANGUAGE = "megatron.core.models.common.language_module.language_module"
+
+
+def _setting(
+    module: str, owner: str, name: str, relied_on: str, since: Version, until: Version
+) -> Attribute:
+    return Attribute(module, owner, name, relied_on, since=since, until=until)
+
+
+def _of_model(
+    name: str, relied_on: str, since: Version = OLDEST, until: Version = NEWEST
+) -> Attribute:
+    return _setting("megatron.core.transformer", "TransformerConfig", name, relied_on, since, until)
+
+
+def _of_optimizer(
+    name: str, relied_on: str, since: Version = OLDEST, until: Version = NEWEST
+) -> Attribute:
+    return _setting("megatron.core.optimizer", "OptimizerConfig", name, relied_on, since, until)
+
+
+def _of_ddp(
+    name: str, relied_on: str, since: Version = OLDEST, until: Version = NEWEST
+) -> Attribute:
+    owner = "DistributedDataParallelConfig"
+    return _setting("megatron.core.distributed", owner, name, relied_on, since, until)
+
+
+def _mark(module: str, name: str, relied_on: str, since: Version = OLDEST) -> Attribute:
+    return Attribute(module, "", name, relied_on, since=since)
+
+
+SEAMS = (
+    Seam("megatron.core", "__version__", "read", "which rows hold here"),
+    Seam(
+        "megatron.core.utils",
+        "get_model_config",
+        "called",
+        "the TransformerConfig of a model that may be wrapped",
+        ("model",),
+    ),
+    Seam("megatron.core.transformer", "TransformerConfig", "read", "the settings of a model"),
+    Seam("megatron.core.optimizer", "OptimizerConfig", "read", "the settings of an optimizer"),
+    Seam(
+        "megatron.core.distributed",
+        "DistributedDataParallelConfig",
+        "read",
+        "the settings of the wrapper",
+    ),
+    Seam(
+        "megatron.core.tensor_parallel",
+        "VocabParallelEmbedding",
+        "read",
+        "the class of an embedding, which is AdamW's",
+    ),
+    Seam(
+        "megatron.core.transformer.attention",
+        "SelfAttention",
+        "read",
+        "the class whose linear_qkv has query groups of q, k and v rows",
+    ),
+    Seam(
+        "megatron.core.transformer.attention",
+        "CrossAttention",
+        "read",
+        "the class whose linear_kv has heads of k and v rows",
+    ),
+)
+
+_REFUSED = "on it is refused, since Muon does not have it yet"
+_EARLY = "on it is refused with fp16 or experts, where Megatron trains wrongly"
+ATTRIBUTES = (
+    # --- settings
+    _of_model("num_moe_experts", "whether there are experts, and how many"),
+    _of_model("expert_model_parallel_size", "how many ranks share a layer's experts"),
+    _of_model("expert_tensor_parallel_size", "how many ranks share an expert's weights"),
+    _of_model("tensor_model_parallel_size", "how many ranks share a dense weight"),
+    _of_model("hidden_size", "rows of the legacy grouped experts' weight"),
+    _of_model("gated_linear_unit", "whether linear_fc1 has two halves"),
+    _of_model("num_attention_heads", "which rows of linear_qkv are whose"),
+    _of_model("num_query_groups", "which rows of linear_qkv are whose"),
+    _of_model("kv_channels", "which rows of linear_qkv are whose"),
+    _of_model("attention_output_gate", "which rows of linear_qkv are whose", (0, 16)),
+    _of_model("fp8_param", _REFUSED),
+    _of_model("fp4_param", _REFUSED, (0, 15)),
+    _of_model("moe_single_grouped_weight", _REFUSED, (0, 18)),
+    _of_model("qk_clip", _REFUSED, (0, 16)),
+    _of_optimizer("optimizer", "whether it is muon; adam while Megatron builds"),
+    _of_optimizer("use_distributed_optimizer", "off it is refused"),
+    _of_optimizer("decoupled_weight_decay", "off it is refused", (0, 15)),
+    _of_optimizer("use_precision_aware_optimizer", _REFUSED),
+    _of_optimizer("optimizer_cpu_offload", _REFUSED),
+    _of_optimizer("optimizer_cuda_graph", _REFUSED, (0, 17)),
+    _of_optimizer("overlap_param_gather_with_optimizer_step", _EARLY),
+    _of_optimizer("fp16", "whether there is a loss scaler"),
+    _of_optimizer("bf16", "whether a checkpoint's main parameters are the weights themselves"),
+    _of_optimizer("clip_grad", "whether gradients are made smaller before momentum has them"),
+    _of_optimizer("timers", "Megatron's timers, which the step's phases are recorded in"),
+    _of_ddp("use_distributed_optimizer", "off it is refused"),
+    _of_ddp("num_distributed_optimizer_instances", "how many parts a stage's ranks are in"),
+    _of_ddp("fp8_param_gather", _REFUSED),
+    _of_ddp("use_megatron_fsdp", _REFUSED, (0, 14)),
+    _of_ddp("use_custom_fsdp", _REFUSED),
+    # --- modules
+    Attribute(
+        "megatron.core.transformer.attention",
+        "SelfAttention",
+        "linear_qkv",
+        "the fused projection of q, k and v",
+    ),
+    Attribute(
+        "megatron.core.transformer.attention",
+        "CrossAttention",
+        "linear_kv",
+        "the fused projection of k and v",
+    ),
+    Attribute(
+        "megatron.core.transformer.attention",
+        "SelfAttention",
+        "config",
+        "the settings that an attention was built from",
+    ),
+    Attribute(
+        "megatron.core.transformer.transformer_layer",
+        "TransformerLayer",
+        "layer_number",
+        "a layer's number over all pipeline stages, from 1 on",
+    ),
+    # --- marks on parameters
+    _mark(_LAYERS, "tensor_model_parallel", "whether TP splits it"),
+    _mark(_LAYERS, "partition_dim", "the dim that TP splits"),
+    _mark(_LAYERS, "allreduce", "False on experts' weights, which have buffers of their own"),
+    _mark(_LAYERS, "is_gtp_weight_remat", "generalized tensor parallelism: refused", (0, 19)),
+    _mark(_LANGUAGE, "is_embedding_or_output_parameter", "an embedding or output: AdamW's"),
+    _mark(_LANGUAGE, "shared_embedding", "a tied embedding, whose copies have one fate"),
+    _mark(_LANGUAGE, "shared", "the last stage's copy of a tied embedding"),
+)

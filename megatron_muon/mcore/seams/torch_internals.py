@@ -1,0 +1,64 @@
+"""What this package uses of torch beyond its documented interface, and of packages of kernels.
+
+Rows of torch with an underscore, which a release may change without a word, and those that are
+replaced for the time of a save. ``kernels`` are checked where the package is installed.
+"""
+
+from __future__ import annotations
+
+from megatron_muon.mcore.seams.row import Part, Seam, Use
+
+
+def _torch(module: str, name: str, use: Use, relied_on: str, part: Part = "torch") -> Seam:
+    return Seam(module, name, use, relied_on, part=part)
+
+
+_FOREACH = "one kernel for a list of tensors"
+SEAMS = (
+    *(
+        _torch("torch", f"_foreach_{name}", "called", _FOREACH)
+        for name in ("add_", "copy_", "mul", "mul_", "norm", "sub_")
+    ),
+    _torch("torch", "save", "replaced", "writes a file; replaced during a save, to hash it"),
+    _torch(
+        "torch.distributed",
+        "barrier",
+        "replaced",
+        "Megatron's between the parts of a save; replaced to vote on errors there",
+    ),
+    # --- without a GPU
+    _torch(
+        "torch.utils._device",
+        "_device_constructors.cache_clear",
+        "called",
+        "the functions that a device context acts on, which torch looks up once",
+        "cpu",
+    ),
+    _torch("torch._dynamo", "config.disable", "replaced", "what is compiled already is not", "cpu"),
+    # --- commands
+    _torch(
+        "torch.testing._internal.distributed.fake_pg",
+        "FakeStore",
+        "called",
+        "process groups that do nothing",
+        "dry_run",
+    ),
+    _torch("torch.cuda", "current_device", "replaced", "the meta device", "dry_run"),
+    _torch(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode",
+        "subclassed",
+        "sees every kernel of a step",
+        "bench",
+    ),
+    # --- kernels
+    _torch(
+        "quack.gemm_interface",
+        "gemm_symmetric",
+        "called",
+        "the symmetric products of Newton-Schulz; tried before the first step",
+        "kernels",
+    ),
+)
+# Objects' of Apex: not importable without a GPU, so told by the object itself.
+APEX = {"param_groups_master": "a list beside the groups, which must be as long as they are"}

@@ -1,0 +1,172 @@
+"""What the package uses of others' code is in the table: read from its syntax trees.
+
+Imports in every form, attributes of what they bring, and attributes of Megatron's objects as far as
+they go by the names that this code base gives them. What is in no row has a reason here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from functools import cache
+
+import torch
+
+from megatron_muon.mcore.seams import rows
+from megatron_muon.mcore.seams.training import ARGUMENTS, UNCHECKED_ARGUMENTS
+from megatron_muon.megatron_lm.flag_table import FLAGS
+from support import ROOT
+from support.megatron_uses import Use, own_names, uses_in, uses_in_text
+
+PACKAGE = ROOT / "megatron_muon"
+SYMBOLS = {str(row) for row in rows.SEAMS}
+MODULES = {row.module for row in (*rows.SEAMS, *rows.ATTRIBUTES)}
+ATTRIBUTES = {(row.owner or "parameter", row.name) for row in rows.ATTRIBUTES}
+METHODS = {tuple(row.name.rsplit(".", 1)) for row in rows.SEAMS if "." in row.name}
+OURS = own_names(PACKAGE)
+
+# In no row, and why.
+EXCEPTIONS = {
+    "torch.cpu._is_avx512_bf16_supported": "read where torch has it; later ones have a public way",
+    "torch.optim._muon": "a peer of bench newton-schulz, which is left out where it is not",
+    "torch.optim._muon._zeropower_via_newtonschulz": "likewise",
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": "made where Megatron lacks it",
+    "ChainedOptimizer:lower": "of a text: the optimizer of a config",
+    "arguments:extend": "of a list",
+    "arguments:get": "of a dict",
+    "DistributedOptimizer:float16_groups": "the benchmark's, of Float16OptimizerWithFloat16Params",
+    "DistributedOptimizer:fp32_from_float16_groups": "likewise, which has both as rows",
+    "DistributedDataParallel:language_model": "of models of images and text, where it is there",
+    "parameter:use_muon": "a mark since 0.20, in modules whose import needs kernels for a GPU",
+}
+# Modules that are named in a text with a gap, and what fills it.
+GAPS = {
+    "megatron.core.optimizer.{}": ("muon", "emerging_optimizers"),
+    "megatron.core.transformer.moe.{}": ("moe_utils", "token_dispatcher"),
+}
+BASES = {
+    "megatron.core.optimizer.ChainedOptimizer": "ChainedOptimizer",
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": "DistributedOptimizer",
+}
+EVERY_OBJECTS = ("__class__", "__dict__", "__file__", "__init__", "__name__", "__new__", "__path__")
+EVERY_OBJECTS += ("__module__", "__qualname__")
+
+
+def in_no_row(use: Use) -> bool:
+    """Whether a use is in no row of the table, and is no exception."""
+    if use.symbol in EXCEPTIONS or use.symbol.split(".")[-1].split(":")[-1] in EVERY_OBJECTS:
+        return False
+    owner, colon, name = use.symbol.partition(":")
+    if colon:
+        return not _is_known_attribute(BASES.get(owner, owner), name, use)
+    for gap, fillings in GAPS.items():
+        if use.symbol == gap or use.symbol.startswith(f"{gap}."):
+            filled = [use.symbol.replace("{}", filling) for filling in fillings]
+            return not all(_is_known_symbol(each) for each in filled)
+    return not _is_known_symbol(use.symbol)
+
+
+def _is_known_symbol(symbol: str) -> bool:
+    """A row, or the module of one, or a package around that, or the class of one."""
+    return any(f"{known}.".startswith(f"{symbol}.") for known in (*SYMBOLS, *MODULES))
+
+
+def _is_known_attribute(owner: str, name: str, use: Use) -> bool:
+    if (owner, name) in ATTRIBUTES or (owner, name) in METHODS:
+        return True
+    if owner == "arguments":
+        ours = {flag.dest for flag in FLAGS} | OURS
+        return use.defaulted or name in ARGUMENTS or name in UNCHECKED_ARGUMENTS or name in ours
+    if owner == "parameter":
+        return hasattr(torch.nn.Parameter, name)
+    if owner == "ChainedOptimizer" and name in ("param_groups", "state", "step"):
+        return True  # torch's: ``optimizer`` is the inner Adam there
+    made = _class(owner)
+    if made is None:
+        return False
+    if hasattr(torch.nn.Module, name) and issubclass(made, torch.nn.Module):
+        return True
+    return not _has(made, name) and name in OURS  # what this package puts on its objects
+
+
+def _has(made: type, name: str) -> bool:
+    own = [each for each in made.__mro__ if each.__module__.startswith("megatron.")]
+    return any(name in vars(each) for each in own) or name in rows._attributes_set(made)
+
+
+@cache
+def _class(owner: str) -> type | None:
+    modules = {row.module for row in rows.ATTRIBUTES if row.owner == owner}
+    modules |= {row.module for row in rows.SEAMS if row.name == owner}
+    for module in sorted(modules):
+        try:
+            made = getattr(importlib.import_module(module), owner, None)
+        except ModuleNotFoundError:  # of later versions
+            continue
+        if isinstance(made, type):
+            return made
+    return None
+
+
+def test_no_symbol_is_used_that_is_in_no_row() -> None:
+    uses = [use for use in uses_in(PACKAGE) if not use.file.startswith("mcore/seams/")]
+    assert len(uses) > 400
+    assert [str(use) for use in uses if in_no_row(use)] == []
+
+
+def test_every_exception_is_used() -> None:
+    used = {use.symbol for use in uses_in(PACKAGE)}
+    assert EXCEPTIONS.keys() <= used and GAPS.keys() <= used
+
+
+def test_a_use_that_is_in_no_row_is_found() -> None:
+    text = """
+import importlib
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron_muon.runtime.patches import replaced
+class Ours(DistributedOptimizer):
+    def step(self):
+        return self._copy_main_params_to_model_params()
+def use(dist_opt):
+    parallel_state.get_nothing()
+    importlib.import_module("megatron.core.gone").anything()
+    state = parallel_state
+    with replaced(state, get_other=None):
+        getattr(state, "get_third")
+    return dist_opt.ddp_config, dist_opt.shard_float16_groups
+"""
+    found = {use.symbol for use in uses_in_text(text, "mcore/a.py") if in_no_row(use)}
+    owner = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+    assert found == {
+        f"{owner}:step",
+        f"{owner}:_copy_main_params_to_model_params",
+        "megatron.core.parallel_state.get_nothing",
+        "megatron.core.gone",
+        "megatron.core.gone.anything",
+        "megatron.core.parallel_state.get_other",
+        "megatron.core.parallel_state.get_third",
+        "DistributedOptimizer:shard_float16_groups",
+    }
+
+
+def test_each_row_that_is_wrapped_has_a_wrapper() -> None:
+    """Beside those of ``bucket_layout`` and ``autoload``."""
+    from megatron_muon.mcore import install
+
+    wrapped = {row.name for row in rows.SEAMS if row.use == "wrapped" and row.part == "core"}
+    by_layout = {
+        "DistributedOptimizer._compute_per_buffer_param_layout",
+        "DistributedDataParallel.__init__",
+    }
+    assert wrapped == install._WRAPPERS.keys() | by_layout
+    training = {row.name for row in rows.SEAMS if row.use == "wrapped" and row.part == "training"}
+    tree = ast.parse((PACKAGE / "megatron_lm/install.py").read_text())
+    (table,) = (
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_WRAPPERS"
+    )
+    assert isinstance(table, ast.Dict)
+    names = {key.value for key in table.keys if isinstance(key, ast.Constant)}
+    assert training == names | {"initialize_megatron"}
