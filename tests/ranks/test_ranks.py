@@ -101,7 +101,8 @@ def _alive(pid: int) -> bool:
 def test_workers_end_with_the_tests_even_when_killed(how: signal.Signals, tmp_path: Path) -> None:
     code = (  # a suite started in the background has SIGINT ignored, and its children inherit that
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from test_ranks import _says_pid_and_sleeps as f; from support.ranks import run; run(f, 2, {!r})"
+        "from test_ranks import _says_pid_and_sleeps as f; "
+        "from support.ranks import run; run(f, 2, {!r})"
     )
     here = os.path.dirname(os.path.abspath(__file__))
     process = subprocess.Popen(
