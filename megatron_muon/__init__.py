@@ -48,6 +48,10 @@ def _require_core() -> None:
 def install(config: MuonConfig | None = None) -> None:
     """Make ``optimizer='muon'`` mean Distributed Muon; see ``mcore.install.install``."""
     _require_core()
+    if "megatron_muon.mcore.install" not in sys.modules:  # whose import takes names of Megatron's
+        from megatron_muon.mcore.seams.rows import check_hooks
+
+        check_hooks()
     from megatron_muon.mcore.install import install as install_into_megatron
 
     install_into_megatron(config)

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.seams.rows import (
     check_arguments,
+    check_hooks,
     check_row,
     megatron_version,
     training_hooks_of,
@@ -179,6 +180,7 @@ def _turn_on(args: Any) -> list[str]:
     Returns:
         Lines to print: what differs from Megatron's own defaults.
     """
+    check_hooks()  # before the import of what takes Megatron's names
     from megatron_muon.mcore.install import install
 
     _check(args)

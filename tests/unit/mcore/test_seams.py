@@ -123,10 +123,16 @@ def _code_without(code: types.CodeType, name: str) -> types.CodeType:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row).removeprefix("megatron.core."))
 def test_install_names_a_symbol_that_was_renamed(row: Seam | Attribute) -> None:
+    needed = f"has no {row}, which megatron_muon needs: {row.relied_on}"
     with renamed(row):
+        with pytest.raises(SeamError, match=re.escape(needed)):
+            check_row(row, NAME)
         with pytest.raises(SeamError) as caught:
             megatron_muon.install()
-    assert f"has no {row}, which megatron_muon needs: {row.relied_on}" in str(caught.value)
+    if isinstance(row, Seam):
+        assert needed in str(caught.value)
+    else:  # or of another class, which has it from the same base
+        assert f".{row.name}, which megatron_muon needs: " in str(caught.value)
     rows.check_hooks()
 
 
@@ -206,7 +212,23 @@ def test_a_key_of_parameter_groups_that_was_renamed_is_named(key: str) -> None:
     check_built(built)
 
 
-# --- copies of the core, in processes of their own
+# --- in processes of their own
+
+
+def test_a_class_that_the_plugin_imports_by_name_is_named_too() -> None:
+    code = "import megatron_muon; megatron_muon.cpu.enable(allow_cuda=True); "
+    code += "import megatron.core.optimizer as o; del o.ChainedOptimizer; megatron_muon.install()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(PYTHON311), *sys.path[1:]]),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert "has no megatron.core.optimizer.ChainedOptimizer, which megatron_muon" in done.stderr
+
 
 _COPY = Path(megatron.core.__file__).parents[1]
 RENAMED_IN_A_COPY = (
