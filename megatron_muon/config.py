@@ -19,6 +19,7 @@ from megatron_muon.setting_names import named
 
 NsIteration = Literal["standard", "gram", "auto"]
 HomePolicy = Literal["balanced", "local"]
+ElementwiseBy = Literal["auto", "foreach"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 
@@ -61,6 +62,9 @@ class MuonConfig:
             matrix's memory beside themselves, or 512 MiB in 16 bits if that is more. A batch's
             products may round otherwise than one matrix's, so but for 1 results depend on the
             layout, and torch's deterministic mode takes one at a time. No effect on CPU.
+        elementwise: who does momentum and update. ``auto``: one fused kernel each on CUDA where
+            triton is installed, else torch's operations on lists; ``foreach``: always those. The
+            same bits come out.
         weight_decay_all_params: decay RMSNorm gammas and biases too, and whatever else an override
             gives ``wd_mult`` 0. Off, as in Megatron; the paper (appendix D) recommends it for long
             runs. It holds for ``optimizer='adam'`` as well, so that Muon and AdamW are compared
@@ -104,6 +108,7 @@ class MuonConfig:
     ns_iteration: NsIteration | None = None
     ns_dtype: NsDtype = "bf16"
     ns_batch: int | None = None
+    elementwise: ElementwiseBy = "auto"
     weight_decay_all_params: bool = False
     split_qkv: bool = True
     muon_include: tuple[str, ...] = ()
@@ -130,6 +135,7 @@ class MuonConfig:
         _require_choice("ns_dtype", self.ns_dtype, get_args(NsDtype))
         if self.ns_iteration is not None:
             _require_choice("ns_iteration", self.ns_iteration, get_args(NsIteration))
+        _require_choice("elementwise", self.elementwise, get_args(ElementwiseBy))
         schedule(self.ns_coefficients, self.ns_steps, self.ns_dtype)
         if self.ns_iteration not in (None, "standard"):
             _require_restarts(self)

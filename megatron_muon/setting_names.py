@@ -12,6 +12,7 @@ FLAG_OF = {
     "ns_iteration": "--muon-ns-iteration",
     "ns_dtype": "--muon-ns-dtype",
     "ns_batch": "--muon-ns-batch",
+    "elementwise": "--muon-elementwise",
     "weight_decay_all_params": "--weight-decay-all-params",
     "split_qkv": "--muon-no-split-qkv",
     "muon_include": "--muon-include",

@@ -45,6 +45,7 @@ from megatron_muon.planning import agreed
 from megatron_muon.planning.describe import (
     active_line,
     connected_line,
+    elementwise_line,
     newton_schulz_line,
     start_line,
 )
@@ -58,6 +59,7 @@ from megatron_muon.runtime.consensus import (
     together,
 )
 from megatron_muon.runtime.exchange import Exchange, Meter
+from megatron_muon.runtime.fused import elementwise_on, said_of_elementwise, try_elementwise
 from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.runtime.tracing import phases
@@ -142,6 +144,8 @@ def _completed(
     if stage.speaks and not (plain and stage.device.type == "cpu"):
         products = said_of_products(stage.device, config.ns_dtype, iteration)
         lines.append(newton_schulz_line(config, kind, products, in_batches=in_batches))
+    if stage.speaks and stage.device.type != "cpu":
+        lines.append(elementwise_line(said_of_elementwise(stage.device, config)))
     share_loss_scale(parts)
     for (_, before), (part, _) in itertools.pairwise(muons):
         before.start_next = partial(_start_muon, part)
@@ -204,6 +208,7 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     error: Exception | None = None
     try:
         try_products(stage.device, config.ns_dtype)
+        try_elementwise(stage.device, config)
         if config.align_shards:
             require_ordered(dist_opt.model_chunks)
         found = muon_parameters(
@@ -229,7 +234,8 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     main_params = {index: shards[found[index - first][0]] for index in own.pieces}
     exchange = Exchange(own, plan.matrices, stage.group, travel_dtype(config), stage.device, meter)
     phase = phases(lambda: dist_opt.config.timers)
-    return DistributedMuon(config, plan, own, exchange, main_params, meter, phase)
+    elementwise = elementwise_on(stage.device, config)
+    return DistributedMuon(config, plan, own, exchange, main_params, meter, phase, elementwise)
 
 
 def _start_muon(dist_opt: Any) -> None:

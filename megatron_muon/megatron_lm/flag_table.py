@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, get_args
 
 from megatron_muon.coefficients import SETS, NsDtype
-from megatron_muon.config import MuonConfig, NsIteration, ScaleMode
+from megatron_muon.config import ElementwiseBy, MuonConfig, NsIteration, ScaleMode
 
 _PAPER = "arXiv 2502.16982"
 _UPSTREAMS = "Megatron's own Muon flag"
@@ -223,6 +223,13 @@ FLAGS = (
         "a number 0",
         type=auto_or_number,
         metavar="NUMBER|auto",
+    ),
+    _flag(
+        "--muon-elementwise",
+        "who does momentum and update on a GPU, a name: auto (one fused kernel each where triton "
+        "is installed) or foreach (torch's operations on lists); the same bits come out; "
+        f"megatron_muon's; default {_MOONLIGHT.elementwise}",
+        choices=get_args(ElementwiseBy),
     ),
     _flag(
         "--muon-from-adamw",

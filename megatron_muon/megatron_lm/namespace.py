@@ -109,6 +109,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_ns_coefficients": spelled(named),
         "muon_ns_iteration": config.ns_iteration,
         "muon_ns_batch": config.ns_batch or 0,
+        "muon_elementwise": config.elementwise,
         "no_muon_checkpoint_digest": not config.checkpoint_digest,
         "muon_defaults": getattr(args, "muon_defaults", None) or "moonlight",
         "muon_backend": "plugin",

@@ -136,6 +136,11 @@ def _iteration(config: MuonConfig, device: Device) -> str:
     return f"{name} (the default, {known})"
 
 
+def elementwise_line(by: str) -> str:
+    """One line about who does momentum and update."""
+    return f"{PREFIX} momentum and update: {by}"
+
+
 def connected_line(*, stage: int, peers: int, seconds: float) -> str:
     """One line about the connections that were made before the first step."""
     return (

@@ -28,10 +28,15 @@ MOMENTUM, ADAMW, STAGING = "momentum", "adamw", "staging"
 NEWTON_SCHULZ, UPDATE = "newton_schulz", "update"
 PHASES = (ADAMW, MOMENTUM, STAGING, NEWTON_SCHULZ, UPDATE, WAITING)
 
-# Bytes that elementwise operations read and write for an element. Momentum, with Nesterov: μM, + G,
-# a copy times μ, + G, and the cast into the message; then one read of G for its norm. Update: the
-# direction to fp32, times its scale, the decay, the difference. AdamW: W, G and both moments are
-# read, all but G written, by one fused kernel.
+# Bytes that elementwise operations read and write for an element, but for the message's own. With
+# fused kernels, momentum: M and G are read, M written; update: W is read and written. Beside the
+# kernel the flags are zeroed and put into the message, and the update's factors go to the device.
+_FUSED_MOMENTUM = 8 + 4, 3  # bytes, launches
+_FUSED_UPDATE = 8, 2
+# With torch's operations on lists, momentum, with Nesterov: μM, + G, a copy times μ, + G, and the
+# cast into the message; then one read of G for its norm. Update: the direction to fp32, times its
+# scale, the decay, the difference. AdamW: W, G and both moments are read, all but G written, by one
+# fused kernel.
 _MOMENTUM = {True: (8 + 12 + 8 + 12, 4), False: (8 + 12, 2)}  # bytes, operations without the cast
 _NORM, _FLAGS = 4, 4  # bytes; kernels that say which matrix has a gradient
 _UPDATE = 8 + 8 + 12, 3  # likewise, without the cast
@@ -97,7 +102,8 @@ def price_step(
         optimizers: dense, then experts', in the order that they step in; of as many ranks.
         config: the settings of the run that made the plans.
         hardware: of every rank.
-        device: kind of the hardware.
+        device: kind of the hardware. On CUDA momentum and update are the fused kernels, as where
+            triton is installed, unless ``config.elementwise`` is ``foreach``.
         experts_early: the next optimizer's first round is sent before the last scatter of the one
             before it is waited for.
     """
@@ -150,6 +156,7 @@ class _Steps:
         self._hardware, self._device = streams.hardware, device
         self._rounds = rounds_of(optimizer.plan)
         self._scratch = scratch_limit(optimizer.plan.matrices)
+        self._fused = device == "cuda" and config.elementwise == "auto"
 
     def run(self) -> Iterator[None]:
         streams, rest = self._streams, self._optimizer.rest
@@ -183,10 +190,12 @@ class _Steps:
         self._streams.run(UPDATE, partial(self._updated, work))
 
     def _momentum(self, work: RoundWork, rank: int) -> Cost:
-        nbytes, operations = _MOMENTUM[self._config.nesterov]
         elements, pieces = work.held[rank], work.pieces[rank]
         if not elements:
             return Cost()
+        if self._fused:
+            return self._in_one(elements, *_FUSED_MOMENTUM)
+        nbytes, operations = _MOMENTUM[self._config.nesterov]
         cost = self._in_chunks(elements, pieces, nbytes + 4 + self._itemsize, operations + 1)
         return (
             cost
@@ -195,9 +204,17 @@ class _Steps:
         )
 
     def _updated(self, work: RoundWork, rank: int) -> Cost:
+        if self._fused:
+            return self._in_one(work.held[rank], *_FUSED_UPDATE)
         nbytes, operations = _UPDATE
         more = nbytes + 4 + self._itemsize, operations + 1
         return self._in_chunks(work.held[rank], work.pieces[rank], *more)
+
+    def _in_one(self, elements: int, nbytes: int, launches: int) -> Cost:
+        """A fused kernel, and the small launches beside it."""
+        if not elements:
+            return Cost()
+        return stream(self._hardware, elements * (nbytes + self._itemsize), launches)
 
     def _in_chunks(self, elements: int, tensors: int, nbytes: float, operations: int) -> Cost:
         """Foreach operations over chunks of equal sizes."""

@@ -9,7 +9,8 @@ Rules, those of Megatron-LM's ``layer_wise_optimizer.py`` and of Emerging-Optimi
 - ``distributed``: each orthogonalizes its slice and all-reduces the square of the dim that TP does
   not cut, in each step. The slice of a replicated weight is all of it.
 - One matrix at a time, the standard iteration, torch's products.
-- Momentum and update move as many bytes as ours. AdamW's part is spread evenly, at no other cost.
+- Momentum and update move as many bytes as ours without fused kernels. AdamW's part is spread
+  evenly, at no other cost.
 
 Not counted: that gradients are all-reduced whole in place of reduce-scattered.
 """

@@ -7,7 +7,6 @@ launches depend on what it has, not on how many ranks there are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,11 +54,13 @@ class Leaving:
 
     Attributes:
         runs: for each run that is held here, what it is to be written to; None for a replica.
+        moves: what takes 1 for each moving run that has a gradient, else 0.
         kept: those that are home already, in staged order.
         sent: the message with the others.
     """
 
     runs: list[Tensor | None]
+    moves: Tensor
     kept: Tensor
     sent: Tensor
 
@@ -165,9 +166,9 @@ class Exchange:
         runs: list[Tensor | None] = [None] * len(table.matrices)
         for run, part in zip(table.moving, parts, strict=True):
             runs[run] = part
-        return Leaving(runs, kept, sent)
+        return Leaving(runs, self._empty(len(table.moving)), kept, sent)
 
-    def start_gather(self, round: int, leaving: Leaving, grads: Sequence[Tensor]) -> Gathering:
+    def start_gather(self, round: int, leaving: Leaving) -> Gathering:
         """Start to bring every matrix of a round to its home.
 
         A message has, after the elements, a 1 or a 0 for each of its runs: whether there is a
@@ -175,11 +176,10 @@ class Exchange:
 
         Args:
             round: its number.
-            leaving: its runs, written.
-            grads: of each run that is held here, the gradient of this step.
+            leaving: its runs and whether they move, written.
         """
         table, made = self.tables[round], self._rounds[round]
-        moves = self._moves([grads[run] for run in table.moving])
+        moves = leaving.moves
         if table.sent_flags:
             leaving.sent.index_copy_(0, made.sent_flags, moves[len(table.kept_sizes) :])
         pending = collectives.start_messages("muon/gather", leaving.sent, made.gather)
@@ -242,13 +242,6 @@ class Exchange:
         if received is not None:
             parts = [*parts, *split_with_sizes(received, table.direction_sizes)]
         return [parts[part] for part in table.direction_of]
-
-    def _moves(self, grads: Sequence[Tensor]) -> Tensor:
-        """1 for each gradient that is not all zero, ``(len(grads),)``."""
-        if not grads:
-            return self._empty(0)
-        norms = torch.stack(torch._foreach_norm(list(grads), math.inf))
-        return (norms != 0).to(self._dtype)
 
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self._dtype, device=self._device)

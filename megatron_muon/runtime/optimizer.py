@@ -18,7 +18,7 @@ from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.planning.rounds import scratch_limit
 from megatron_muon.runtime.exchange import Exchange, Gathering, Leaving, Meter, Scattering, Staged
 from megatron_muon.runtime.tracing import Phase
-from megatron_muon.runtime.update import advance_momentum, apply_updates, update_scale
+from megatron_muon.runtime.update import Elementwise, Foreach, update_scale
 
 # The momentum lives under Adam's name of a first moment, with no second one: fused Adam classes
 # refuse to save or load a state by a name that they do not know.
@@ -57,8 +57,10 @@ class DistributedMuon:
         main_params: for each parameter of the plan that has a piece here, its flat fp32 shard.
         meter: counts what is done.
         phase: names the parts of a step.
+        elementwise: makes a round's elementwise operations.
 
     Attributes:
+        elementwise: see above.
         start_next: begins the step of the optimizer that comes after this one, while the last
             directions travel; None where there is none.
     """
@@ -72,6 +74,7 @@ class DistributedMuon:
         main_params: Mapping[int, Tensor],
         meter: Meter,
         phase: Phase,
+        elementwise: Callable[[], Elementwise] = Foreach,
     ) -> None:
         sizes = {index: shard.numel() for index, shard in main_params.items()}
         planned = {index: piece.size for index, piece in own.pieces.items()}
@@ -85,6 +88,8 @@ class DistributedMuon:
         self._phase = phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
         self._tables = exchange.tables
+        self.elementwise = elementwise
+        self._elementwise = [elementwise() for _ in self._tables]
         self._scales = [update_scale(m.rows, m.cols, config) for m in plan.matrices]
         self._scratch = scratch_limit(plan.matrices)
         self._begun: _Begun | None = None
@@ -146,12 +151,11 @@ class DistributedMuon:
         return self._start_gather(shards, number)
 
     def _start_gather(self, shards: Shards, number: int) -> Gathering:
-        runs = self._runs(shards, number, "grad")
         with self._phase("muon/momentum"):
             leaving = self._exchange.leaving(number)
-            self._advance_momentum(self._runs(shards, number, "momentum_buffer"), runs, leaving)
+            self._advance_momentum(shards, number, leaving)
         with self._phase("muon/gather"):
-            return self._exchange.start_gather(number, leaving, runs)
+            return self._exchange.start_gather(number, leaving)
 
     def _finish_gather(self, number: int, gathering: Gathering) -> Staged:
         with self._phase("muon/gather"):
@@ -192,13 +196,13 @@ class DistributedMuon:
             runs += [whole] if len(sizes) == 1 else split_with_sizes(whole, sizes)
         return runs
 
-    def _advance_momentum(
-        self, momentum_buffers: list[Tensor], grads: list[Tensor], leaving: Leaving
-    ) -> None:
-        advance_momentum(
-            momentum_buffers,
-            grads,
+    def _advance_momentum(self, shards: Shards, number: int, leaving: Leaving) -> None:
+        self._elementwise[number].advance_momentum(
+            self._runs(shards, number, "momentum_buffer"),
+            self._runs(shards, number, "grad"),
             leaving.runs,
+            leaving.moves,
+            self._tables[number].moving,
             momentum=self.config.momentum,
             nesterov=self.config.nesterov,
         )
@@ -238,7 +242,7 @@ class DistributedMuon:
             factors += [shard.lr * next(scales) for _ in sizes]
             decays += [shard.lr * shard.weight_decay] * len(sizes)
         params = self._runs(shards, number, "main_param")
-        apply_updates(params, directions, factors, decays)
+        self._elementwise[number].apply_updates(params, directions, factors, decays)
 
 
 _Held = Literal["main_param", "grad", "momentum_buffer"]

@@ -1,20 +1,84 @@
 """What happens to local shards: momentum before the exchange, the update after it.
 
-Every operation here is elementwise and rounds once, so a result does not depend on where a shard
-is cut: a fused multiply-add may round differently in a kernel's vector body and in its tail. Each
-is one call for many tensors, of at most ``ELEMENTS_AT_ONCE``, for which there is scratch memory.
+Here by torch's operations on lists, each one call for many tensors, of at most
+``ELEMENTS_AT_ONCE``, for which there is scratch memory; ``fused`` has kernels that make the same
+bits. Every operation is elementwise and rounds once, so a result does not depend on where a shard
+is cut: a fused multiply-add may round differently in a kernel's vector body and in its tail.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE
+
+
+class Elementwise(Protocol):
+    """The elementwise operations on one rank's runs of a round, in every step."""
+
+    def advance_momentum(
+        self,
+        momentum_buffers: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        into: Sequence[Tensor | None],
+        moves: Tensor,
+        moving: Sequence[int],
+        *,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
+        """See the function, and which gradients are not zero.
+
+        Args:
+            moves: ``(len(moving),)``: takes 1 for a gradient that is not all zero, else 0.
+            moving: the numbers of the runs that it is about.
+        """
+
+    def apply_updates(
+        self,
+        params: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        factors: Sequence[float],
+        decays: Sequence[float],
+    ) -> None:
+        """See the function."""
+
+
+class Foreach:
+    """By torch's operations on lists, on any device."""
+
+    def advance_momentum(
+        self,
+        momentum_buffers: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        into: Sequence[Tensor | None],
+        moves: Tensor,
+        moving: Sequence[int],
+        *,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
+        """See ``Elementwise``."""
+        advance_momentum(momentum_buffers, grads, into, momentum=momentum, nesterov=nesterov)
+        if moving:
+            norms = torch._foreach_norm([grads[run] for run in moving], math.inf)
+            moves.copy_(torch.stack(norms) != 0)
+
+    def apply_updates(
+        self,
+        params: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        factors: Sequence[float],
+        decays: Sequence[float],
+    ) -> None:
+        """See ``Elementwise``."""
+        apply_updates(params, directions, factors, decays)
 
 
 def advance_momentum(

@@ -123,6 +123,8 @@ def test_each_room_imports_only_what_it_is_for(path: Path) -> None:
             assert not {module, room(module)} & WITHOUT_TORCH, f"{path} imports {name}"
         if name.startswith("torch.distributed"):
             assert tier >= TIER_OF["runtime"], f"{path} imports {name}"
+        if root == "triton":
+            assert module == "runtime.fused_kernels", f"{path} imports {name}"
         if root == "matplotlib":
             assert module == "bench.plot", f"{path} imports {name}"
 

@@ -102,6 +102,7 @@ _REFUSED = {
         ("--muon-ns-coefficients", "--muon-ns-dtype", "--muon-ns-iteration", "--muon-ns-batch"),
         _ITERATION,
     ),
+    "--muon-elementwise": "rows do momentum and update as auto does, on this machine",
 }
 _LIKE_LLAMA = (
     *("--bf16", "--untie-embeddings-and-output-weights", "--disable-bias-linear"),

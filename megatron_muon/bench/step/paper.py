@@ -37,7 +37,7 @@ from megatron_muon.planning.segments import Segment
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.optimizer import DistributedMuon, ParamGroups, Shards, State
-from megatron_muon.runtime.update import advance_momentum, apply_updates
+from megatron_muon.runtime.update import Elementwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,7 @@ class PaperMuon(DistributedMuon):
     rank: int
     device: torch.device
     buckets: list[BucketRoutes]
+    by_bucket: list[Elementwise]
 
     @staticmethod
     def take_over(muon: DistributedMuon, dist_opt: Any, rank: int, tp_group: Group) -> None:
@@ -153,6 +154,7 @@ class PaperMuon(DistributedMuon):
         assert isinstance(muon, PaperMuon)
         muon.rank, muon.tp_group, muon.dp_group = rank, tp_group, dist_opt.data_parallel_group
         muon.device, muon.buckets = device_of(dist_opt.model_chunks), routes(muon.plan, rank)
+        muon.by_bucket = [muon.elementwise() for _ in muon.buckets]
 
     @torch.no_grad()
     def step(self, groups: ParamGroups, state: State, step_adamw: Any) -> None:
@@ -161,26 +163,31 @@ class PaperMuon(DistributedMuon):
         with self._phase("muon/adamw"):
             step_adamw()
         shards = dict(self._shards(groups, state))
-        for bucket in self.buckets:
+        for bucket, elementwise in zip(self.buckets, self.by_bucket, strict=True):
             runs = sorted(bucket.kept, key=_in_order)
             with self._phase("muon/momentum"):
-                pieces = self._moved(shards, runs)
+                pieces = self._moved(elementwise, shards, runs)
             staged = self._gather(bucket, pieces)
             with self._phase("muon/newton_schulz"):
                 for index, elements in staged.items():
                     self._direct(index, elements)
             with self._phase("muon/update"):
-                self._update_runs(shards, runs, [_part(staged, segment) for segment in runs])
+                directions = [_part(staged, segment) for segment in runs]
+                self._update_runs(elementwise, shards, runs, directions)
 
-    def _moved(self, shards: Shards, runs: Sequence[Segment]) -> dict[int, Tensor]:
+    def _moved(
+        self, elementwise: Elementwise, shards: Shards, runs: Sequence[Segment]
+    ) -> dict[int, Tensor]:
         """What is orthogonalized of each parameter's piece, by parameter."""
         held = list(dict.fromkeys(segment.parameter for segment in runs))
         dtype = travel_dtype(self.config)
         pieces = {index: torch.empty_like(shards[index].grad, dtype=dtype) for index in held}
-        advance_momentum(
+        elementwise.advance_momentum(
             [shards[index].momentum_buffer for index in held],
             [shards[index].grad for index in held],
             list(pieces.values()),
+            torch.empty(0, dtype=dtype, device=self.device),
+            (),
             momentum=self.config.momentum,
             nesterov=self.config.nesterov,
         )
@@ -202,7 +209,11 @@ class PaperMuon(DistributedMuon):
         self.meter.ns_flops += ns_flops(matrix.rows, matrix.cols, self.config, kind)
 
     def _update_runs(
-        self, shards: Shards, runs: Sequence[Segment], directions: Sequence[Tensor]
+        self,
+        elementwise: Elementwise,
+        shards: Shards,
+        runs: Sequence[Segment],
+        directions: Sequence[Tensor],
     ) -> None:
         local = self.own.pieces
         params, factors, decays = [], [], []
@@ -212,7 +223,7 @@ class PaperMuon(DistributedMuon):
             params.append(shard.main_param[span.start : span.stop])
             factors.append(shard.lr * self._scales[segment.matrix])
             decays.append(shard.lr * shard.weight_decay)
-        apply_updates(params, directions, factors, decays)
+        elementwise.apply_updates(params, directions, factors, decays)
 
     def _gather(self, bucket: BucketRoutes, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """The whole matrices of a bucket that this rank has a piece of, in staging order."""

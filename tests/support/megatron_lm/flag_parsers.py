@@ -83,6 +83,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "one triple": (["--muon-ns-coefficients", "3.4445,-4.775,2.0315"], {}),
     "iteration": (["--muon-ns-iteration", "auto"], {"ns_iteration": "auto"}),
     "batch": (["--muon-ns-batch", "4"], {"ns_batch": 4}),
+    "elementwise": (["--muon-elementwise", "foreach"], {"elementwise": "foreach"}),
     "fp16": (["--muon-ns-dtype", "fp16"], {"ns_dtype": "fp16"}),
     "medium": (["--muon-fp32-matmul-prec", "medium"], {"ns_dtype": "bf16"}),
     "no-split-qkv": (["--muon-no-split-qkv"], {"split_qkv": False}),

@@ -2,7 +2,9 @@
 
 For each model of ``plans.MODELS`` (with WORDs those whose names have one of them) the Muon part of
 a step is recorded on rank 0 and on the rank with most Newton-Schulz work: launches, host
-synchronisations and bytes over state. ``--set name=value`` changes a setting of ``MuonConfig``,
+synchronisations and bytes over state, of the second step: the first makes the fused kernels'
+tables, too. ``--set name=value`` changes a setting of ``MuonConfig``; with
+``--set elementwise=foreach`` there are no fused kernels.
 ``--phases`` adds launches and peak by phase, and who holds the memory at the peak. The vote and
 Megatron's own part of ``optimizer.step()`` are not in it (``megatron`` records those).
 """
@@ -112,7 +114,7 @@ def _row(
         who,
         tuple(len(plan.rounds) for _, plan in plans),
         sum(len(plan.for_rank(rank).homes) for _, plan in plans),
-        tuple(record_step(plan, rank, config) for _, plan in plans),
+        tuple(record_step(plan, rank, config, steps=2) for _, plan in plans),
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -13,6 +14,7 @@ import megatron_muon.cpu
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.runtime import fused
 from megatron_muon.runtime.exchange import Exchange, Meter
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.tracing import phases
@@ -30,12 +32,20 @@ from support.virtual_gpu.trace import StepStart, Trace
 def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
     """A GPU, switched on, with ``torch.cuda`` and ``torch.distributed`` over it.
 
+    It has triton, installed here or not: a fused kernel is one operation, which is recorded and not
+    run. ``MuonConfig.elementwise`` says whether a step has them.
+
     Args:
         scalar: what the host reads wherever it reads an element.
     """
     register_guard()
     gpu = Gpu(scalar)
-    with without_cpu_runtime(), on_gpu(gpu), VirtualNccl(gpu).in_place(), _steady_memory(), gpu:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(fused, "has_triton", lambda: True))
+        for part in (without_cpu_runtime(), on_gpu(gpu), VirtualNccl(gpu).in_place()):
+            stack.enter_context(part)
+        stack.enter_context(_steady_memory())
+        stack.enter_context(gpu)
         yield gpu
 
 
@@ -80,7 +90,8 @@ def record_step(
         meter = Meter()
         exchange = Exchange(own, plan.matrices, group, travel_dtype(config), CUDA, meter)
         phase = phases(lambda: None)
-        muon = DistributedMuon(config, plan, own, exchange, shards, meter, phase)
+        elementwise = fused.elementwise_on(CUDA, config)
+        muon = DistributedMuon(config, plan, own, exchange, shards, meter, phase, elementwise)
         for _ in range(steps):
             gpu.trace.events.append(StepStart())
             muon.step(groups, state, lambda: gpu.launch("adamw", [], [], adamw))

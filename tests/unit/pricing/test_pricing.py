@@ -47,11 +47,22 @@ def priced(plan: ExchangePlan, hardware: Hardware, **options: Any) -> StepTime:
     return price_step([Optimizer(plan, (0,) * plan.size)], CONFIG, hardware, **options)
 
 
-def test_one_matrix_on_one_rank_takes_what_its_kernels_take() -> None:
+FOREACH = dataclasses.replace(CONFIG, elementwise="foreach")
+
+
+@pytest.mark.parametrize(
+    ("config", "momentum", "update", "launches"),
+    [(CONFIG, 14, 10, 3 + 2), (FOREACH, 46 + 4, 34, 10 + 4)],
+    ids=["fused", "foreach"],
+)
+def test_one_matrix_on_one_rank_takes_what_its_kernels_take(
+    config: MuonConfig, momentum: int, update: int, launches: int
+) -> None:
+    """Foreach: momentum 5, a norm, 4 flags; update 4. Fused: a kernel each, and small ones."""
     rows, cols = 4, 8
     plan = one_matrix(rows, cols, dp=1)
     elements = rows * cols
-    momentum, update, staging = 46 + 4, 34, 4
+    staging = 4
     enter = 6 * 2  # read for the largest entry and the norm, divided twice
     # products: XXᵀ, AA, BX; those with a linear term copy it: 2 bytes read, 2 written
     flops = 2 * (rows * rows * cols + rows**3 + rows * rows * cols)
@@ -62,12 +73,18 @@ def test_one_matrix_on_one_rank_takes_what_its_kernels_take() -> None:
     copies = 4 * (rows * rows + elements)
     newton = elements * enter + 5 * (sum(moved) + copies)
     expected = (elements * (momentum + staging + update) + newton) / 1e9
-    step = priced(plan, PLAIN)
+    step = price_step([Optimizer(plan, (0,))], config, PLAIN)
     assert step.seconds == pytest.approx(expected, rel=1e-9)
     assert step.newton_schulz_busiest == pytest.approx(newton / 1e9, rel=1e-9)
     assert step.exposed_most == 0
-    # momentum 5, a norm, 4 flags; no message; 11 and 25 of Newton-Schulz; staging; update 4
-    assert step.launches == 10 + 11 + 25 + 1 + 4
+    # no message; 11 and 25 of Newton-Schulz; staging
+    assert step.launches == launches + 11 + 25 + 1
+
+
+def test_a_cpu_has_no_fused_kernels() -> None:
+    plan = one_matrix(4, 8, dp=1)
+    momentum = priced(plan, PLAIN, device="cpu").phases["momentum"]
+    assert momentum == pytest.approx(4 * 8 * 50 / 1e9, rel=1e-9)
 
 
 def test_two_halves_of_a_matrix_wait_for_their_bytes_and_for_the_home() -> None:
@@ -76,7 +93,7 @@ def test_two_halves_of_a_matrix_wait_for_their_bytes_and_for_the_home() -> None:
     half = 16
     there, back = 2 * (half + 1) / 1e9, 2 * half / 1e9  # with the element of the flag
     one, two = priced(one_matrix(4, 8, dp=1), PLAIN), priced(plan, PLAIN)
-    momentum, update = half * 50 / 1e9, half * 34 / 1e9
+    momentum, update = half * 14 / 1e9, half * 10 / 1e9
     received, staged = half * 4 / 1e9, 2 * half * 4 / 1e9
     at_home = momentum + there + received + one.newton_schulz_busiest + staged + back + update
     assert two.by_rank[home] == pytest.approx(at_home, rel=1e-9)

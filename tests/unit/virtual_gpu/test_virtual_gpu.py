@@ -14,10 +14,12 @@ import megatron_muon.runtime.optimizer
 from megatron_muon import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.round_table import round_tables
+from megatron_muon.runtime.fused import Fused
 from support.virtual_gpu import Recording, check_stage, record_step
 from support.virtual_gpu.nccl import Launcher, Part, Work
 from support.virtual_gpu.plans import small_plan
 from support.virtual_gpu.races import MEMORY, Memory, races
+from support.virtual_gpu.trace import Kernel
 
 SIZES = {"one round": 1 << 30, "some": 60_000, "a round each": 1}  # a fc1 has 160 kB
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -25,6 +27,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ns_batch": {"ns_batch": 4},
     "fp32": {"ns_dtype": "fp32"},
     "gram": {"ns_iteration": "gram"},
+    "foreach": {"elementwise": "foreach"},
+    "foreach in fp32": {"elementwise": "foreach", "ns_dtype": "fp32"},
 }
 
 
@@ -258,18 +262,94 @@ def test_a_step_is_counted_once_for_each_phase() -> None:
     assert set(recording.launches_by_phase) == phases | {"muon/update"}
 
 
-def test_the_first_and_the_second_step_count_alike() -> None:
-    config = MuonConfig(round_bytes=SIZES["some"])
-    one, two = record_step(small_plan(config), 0, config), recorded("some", "default")[0]
+def test_the_first_and_the_second_step_count_alike_but_for_tables() -> None:
+    """On a GPU that gives a message the same memory in each step, tables of addresses stay, too."""
+    config = MuonConfig(round_bytes=SIZES["some"], elementwise="foreach")
+    plan = small_plan(config)
+    one, two = record_step(plan, 0, config), recorded("some", "foreach")[0]
     assert (one.launches, one.peak.over_state) == (two.launches, two.peak.over_state)
     assert len(one.collectives) == len(two.collectives)
+    fused, config = recorded("some", "default")[0], MuonConfig(round_bytes=SIZES["some"])
+    with_runs = sum(bool(table.matrices) for table in round_tables(plan, 0))
+    first = record_step(plan, 0, config)
+    copies = [r.launches_by_name["copy from host"] for r in (first, fused)]
+    assert copies == [5 * with_runs, 2 * with_runs]  # blocks, addresses; and factors
+    assert first.launches - fused.launches == copies[0] - copies[1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("settings", ["default", "fp32"])
+def test_a_round_has_one_launch_for_its_momentum_and_one_for_its_update(
+    size: str, settings: str
+) -> None:
+    for rank, recording in recorded(size, settings).items():
+        plan = small_plan(MuonConfig(round_bytes=SIZES[size], **SETTINGS[settings]))
+        with_runs = sum(bool(table.matrices) for table in round_tables(plan, rank))
+        names = recording.launches_by_name
+        assert names["advance_momentum"] == names["apply_updates"] == with_runs > 0
+        assert not any(name.startswith("_foreach_mul") for name in names)
+        assert "_foreach_norm" not in names
+
+
+def test_a_fused_kernel_is_seen_to_touch_all_of_its_tensors() -> None:
+    """So that races see them: every element of momentum and weights, every gradient's."""
+    config = MuonConfig(round_bytes=SIZES["some"])
+    plan, recording = small_plan(config), recorded("some", "default")[0]
+    held = sum(piece.size for piece in plan.pieces(0).values())
+    itemsize = plan.itemsize
+    for name, reads, writes in (
+        ("advance_momentum", 4 + 4, 4),
+        ("apply_updates", 4 + itemsize, 4),
+    ):
+        kernels = [e for e in recording.step if isinstance(e, Kernel) and e.name == name]
+        read, written = (
+            sum(stop - start for kernel in kernels for _, start, stop in getattr(kernel, side))
+            for side in ("reads", "writes")
+        )
+        assert read >= reads * held and written >= writes * held
+
+
+def test_the_step_takes_no_scratch_memory_for_momentum_and_update() -> None:
+
+    for rank, fused in recorded("some", "default").items():
+        foreach = recorded("some", "foreach")[rank]
+        assert fused.peak_bytes <= foreach.peak_bytes and fused.launches < foreach.launches
+        update, scratch = (r.peak.by_phase["muon/update"] for r in (fused, foreach))
+        largest = max(s.elements.size for s in small_plan(MuonConfig()).segments if s.rank == rank)
+        assert update + 4 * largest <= scratch
+
+
+def updated_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
+    original = Fused.apply_updates
+
+    def on_another(*args: Any) -> None:
+        with torch.cuda.Stream():
+            original(*args)
+
+    patch.setattr(Fused, "apply_updates", on_another)
+
+
+def test_a_fused_update_that_nothing_orders_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MuonConfig(round_bytes=SIZES["some"])
+    updated_on_a_wrong_stream(monkeypatch)
+    found = races(record_step(small_plan(config), 0, config, steps=2).trace, "stash")
+    assert any("apply_updates" in race.operation + race.other for race in found)
 
 
 def test_state_is_main_parameter_gradient_and_momentum() -> None:
-    config = MuonConfig(round_bytes=SIZES["some"])
+    config = MuonConfig(round_bytes=SIZES["some"], elementwise="foreach")
     plan = small_plan(config)
     rounded = sum(-(-piece.size * 4 // 512) * 512 for piece in plan.for_rank(0).pieces.values())
     tables = round_tables(plan.for_rank(0), plan.matrices)
     places = [places for t in tables for places in (t.places, t.sent_flags, t.received_flags)]
     held = 512 * sum(map(bool, places))  # of runs and their flags, by round
-    assert recorded("some", "default")[0].peak.state == 3 * rounded + held
+    assert recorded("some", "foreach")[0].peak.state == 3 * rounded + held
+    rows = [len(table.matrices) for table in tables]
+    sizes = [size for count in rows for size in _bytes_of_tables(count)]
+    fused = sum(-(-size // 512) * 512 for size in sizes)
+    assert recorded("some", "default")[0].peak.state == 3 * rounded + held + fused
+
+
+def _bytes_of_tables(runs: int) -> list[int]:
+    """Of momentum, update and factors; and the runs of their blocks, few here."""
+    return [8 * 6 * runs, 8 * 4 * runs, 4 * 2 * runs, 4 * runs, 4 * runs]

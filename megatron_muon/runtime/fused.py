@@ -1,0 +1,291 @@
+"""Momentum and update by one fused kernel each, where triton is there: CUDA's elementwise work.
+
+Each is one launch for all runs of a round, through a table of their addresses, and makes the bits
+that ``update.Foreach`` makes: products and sums are rounded one by one. It reads and writes 14 and
+10 bytes an element in place of 54 and 34, counted with bf16 messages, and takes no scratch memory.
+
+Kernels are operations of ``torch.ops.megatron_muon``, so that whoever watches torch's dispatch sees
+every tensor that they read or write. No GPU has run them yet: ``try_elementwise`` compares them
+with foreach, bit by bit, before a run's first step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, split_with_sizes
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.runtime.update import Elementwise, Foreach
+from megatron_muon.setting_names import named
+
+_BLOCK = 2048  # elements; as fused_kernels has it, which imports triton
+_KNOWN = (torch.float32, torch.bfloat16)
+_LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "advance_momentum(Tensor(a!)[] buffers, Tensor[] grads, Tensor(b!)[] into, Tensor(c!) moves, "
+    "Tensor rows, Tensor run_of_block, float momentum, bool nesterov) -> ()"
+)
+_LIBRARY.define(
+    "apply_updates(Tensor(a!)[] params, Tensor[] directions, Tensor rows, Tensor run_of_block, "
+    "Tensor factors) -> ()"
+)
+
+
+def _advance_momentum(
+    buffers: list[Tensor],
+    grads: list[Tensor],
+    into: list[Tensor],
+    moves: Tensor,
+    rows: Tensor,
+    run_of_block: Tensor,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    from megatron_muon.runtime.fused_kernels import launch_momentum
+
+    with torch.cuda.device(_index(rows)):  # triton launches on the current one
+        launch_momentum(
+            rows,
+            run_of_block,
+            moves,
+            grad=grads[0].dtype,
+            into=into[0].dtype if into else moves.dtype,
+            momentum=momentum,
+            nesterov=nesterov,
+        )
+
+
+def _apply_updates(
+    params: list[Tensor],
+    directions: list[Tensor],
+    rows: Tensor,
+    run_of_block: Tensor,
+    factors: Tensor,
+) -> None:
+    from megatron_muon.runtime.fused_kernels import launch_update
+
+    with torch.cuda.device(_index(rows)):
+        launch_update(rows, run_of_block, factors, direction=directions[0].dtype)
+
+
+def _index(tensor: Tensor) -> int:
+    """Of its CUDA device; -1, which changes nothing, on a CPU."""
+    return tensor.get_device() if tensor.is_cuda else -1
+
+
+def _nothing(*args: object) -> None:
+    """On the meta device."""
+
+
+for _name, _kernel in (("advance_momentum", _advance_momentum), ("apply_updates", _apply_updates)):
+    _LIBRARY.impl(_name, _kernel, "CUDA")
+    _LIBRARY.impl(_name, _kernel, "CPU")  # triton's interpreter
+    _LIBRARY.impl(_name, _nothing, "Meta")
+
+
+class Fused:
+    """An ``update.Elementwise`` for one list of runs, whose tables stay on the device.
+
+    A table is made anew where an address or a size is not the last call's. It goes to the device
+    from pinned memory without a wait of the host; torch keeps that memory until it is there.
+    """
+
+    def __init__(self) -> None:
+        self._momentum, self._update = _Table(), _Table()
+        self._factors: tuple[list[float], Tensor] | None = None
+
+    def advance_momentum(
+        self,
+        momentum_buffers: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        into: Sequence[Tensor | None],
+        moves: Tensor,
+        moving: Sequence[int],
+        *,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
+        """See ``update.Elementwise``."""
+        moves.zero_()
+        buffers, targets = list(momentum_buffers), [x for x in into if x is not None]
+        places = [-1] * len(buffers)
+        for place, run in enumerate(moving):
+            places[run] = place
+        table, run_of_block = self._momentum.on_device(
+            [buffers, grads, into], places, rounded=(False, True, True)
+        )
+        if run_of_block.numel():
+            torch.ops.megatron_muon.advance_momentum(
+                buffers, list(grads), targets, moves, table, run_of_block, momentum, nesterov
+            )
+
+    def apply_updates(
+        self,
+        params: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        factors: Sequence[float],
+        decays: Sequence[float],
+    ) -> None:
+        """See ``update.Elementwise``; directions in fp32 are not overwritten."""
+        if not params:
+            return
+        table, run_of_block = self._update.on_device([params, directions], rounded=(False, True))
+        scalars = [*factors, *(1.0 - decay for decay in decays)]
+        if self._factors is None or self._factors[0] != scalars:
+            made = torch.tensor(scalars, dtype=torch.float32)
+            self._factors = scalars, _on_device(made, params[0].device)
+        if run_of_block.numel():
+            torch.ops.megatron_muon.apply_updates(
+                list(params), list(directions), table, run_of_block, self._factors[1]
+            )
+
+
+class _Table:
+    """Sizes, first blocks and addresses of runs, and the run of each block, on the device."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] | None = None
+        self._numbers: list[list[int]] = []
+        self._firsts: list[int] = []
+        self._rows = self._run_of_block = torch.empty(0)
+
+    def on_device(
+        self,
+        lists: Sequence[Sequence[Tensor | None]],
+        places: list[int] | None = None,
+        *,
+        rounded: Sequence[bool],
+    ) -> tuple[Tensor, Tensor]:
+        """``(rows, run of each block)``.
+
+        Args:
+            lists: parallel; the first has no None.
+            places: a row between the first blocks and the addresses.
+            rounded: of each list, whether it may be in bf16.
+
+        Raises:
+            ValueError: tensors are not of one size or dtype, or not contiguous.
+        """
+        sizes = [0 if tensor is None else tensor.numel() for tensor in lists[0]]
+        numbers = [] if places is None else [places]
+        numbers += [[0 if x is None else x.data_ptr() for x in tensors] for tensors in lists]
+        if sizes == self._sizes and numbers == self._numbers:
+            return self._rows, self._run_of_block
+        for tensors, in_bf16 in zip(lists, rounded, strict=True):
+            _check(tensors, sizes, in_bf16)
+        device = next((x.device for x in lists[0] if x is not None), torch.device("cpu"))
+        if sizes != self._sizes:
+            blocks = [-(-size // _BLOCK) for size in sizes]
+            self._firsts = [0, *accumulate(blocks)][:-1]
+            runs = torch.arange(len(sizes), dtype=torch.int32)
+            of_blocks = torch.repeat_interleave(runs, torch.tensor(blocks, dtype=torch.int64))
+            self._run_of_block = _on_device(of_blocks, device)
+        table = torch.tensor([sizes, self._firsts, *numbers], dtype=torch.int64)
+        self._rows = _on_device(table, device)
+        self._sizes, self._numbers = sizes, numbers
+        return self._rows, self._run_of_block
+
+
+def _check(tensors: Sequence[Tensor | None], sizes: Sequence[int], in_bf16: bool) -> None:
+    dtypes = {x.dtype for x in tensors if x is not None}
+    allowed = _KNOWN if in_bf16 else _KNOWN[:1]
+    if len(dtypes) > 1 or not dtypes.issubset(allowed):
+        raise ValueError(
+            f"a fused kernel takes tensors of one dtype of {', '.join(map(str, allowed))}, got "
+            f"{', '.join(sorted(map(str, dtypes)))}; {_WAY_OUT}"
+        )
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if tensor is not None and (tensor.numel() != size or not tensor.is_contiguous()):
+            raise ValueError(
+                f"a fused kernel takes contiguous runs of {size} elements, got shape "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}; {_WAY_OUT}"
+            )
+
+
+def _on_device(table: Tensor, device: torch.device) -> Tensor:
+    """A copy from pinned memory: neither this one nor the kernel after it is waited for."""
+    if device.type == "cpu":
+        return table
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+# --- which one a run has --------------------------------------------------------------------------
+
+_WAY_OUT = f"set {named('elementwise')} foreach: torch's operations on lists take its place"
+
+
+def elementwise_on(device: torch.device, config: MuonConfig) -> Callable[[], Elementwise]:
+    """What makes a round's elementwise operations: ``Fused`` on CUDA where triton is installed."""
+    wanted = config.elementwise == "auto" and device.type == "cuda"
+    return Fused if wanted and has_triton() else Foreach
+
+
+@cache
+def has_triton() -> bool:
+    """Whether triton is installed; that it works is ``try_elementwise``'s to find out."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def said_of_elementwise(device: torch.device, config: MuonConfig) -> str:
+    """For the log: who does the elementwise work."""
+    if elementwise_on(device, config) is Fused:
+        return "fused kernels (triton)"
+    missing = device.type == "cuda" and config.elementwise == "auto"
+    return "torch's foreach" + (", since triton is not installed" if missing else "")
+
+
+def try_elementwise(device: torch.device, config: MuonConfig) -> None:
+    """Compile the fused kernels, where they would be used, and compare them with foreach.
+
+    Raises:
+        RuntimeError: they do not compile or run, or other bits come out; with the way out.
+    """
+    if elementwise_on(device, config) is Foreach:
+        return
+    try:
+        made, expected = (_trial(kind, device, config) for kind in (Fused(), Foreach()))
+        differ = not all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+    except Exception as error:  # whatever it is: triton calls two compilers
+        raise RuntimeError(
+            "the fused kernels of momentum and update do not run: "
+            f"{type(error).__name__}: {error}. Install a release of triton that fits this GPU and "
+            f"torch, and a C compiler, or {_WAY_OUT}"
+        ) from error
+    if differ:
+        raise RuntimeError(
+            "the fused kernels of momentum and update round otherwise than torch's operations "
+            f"here, so that results would depend on them: {_WAY_OUT}. Please report it"
+        )
+
+
+def _trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[Tensor]:
+    """All that two steps write: of a run at an odd offset, a whole block, and one that is zero."""
+    sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
+    elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)
+    values = [torch.sin(factor * elements).float().to(device) for factor in (1, 3, 5)]
+    buffers, grads, params = (list(split_with_sizes(x, sizes)) for x in values)
+    grads[3].zero_()
+    sent = torch.zeros(sum(sizes), dtype=travel_dtype(config), device=device)
+    targets: list[Tensor | None] = [None, *split_with_sizes(sent, sizes)[1:]]
+    moves = torch.zeros(3, dtype=sent.dtype, device=device)
+    for _ in range(2):
+        kind.advance_momentum(
+            buffers,
+            grads,
+            targets,
+            moves,
+            (3, 1, 2),
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+        )
+        directions = list(split_with_sizes(sent.clone(), sizes))
+        kind.apply_updates(params, directions, [0.3, 0.007, 0.1, 1e-4], [0.0, 1e-3, 0.1, 0.0])
+    return [values[0], values[2], sent, moves]

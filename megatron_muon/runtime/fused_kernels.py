@@ -1,0 +1,188 @@
+"""Triton's source of the two fused kernels. Only ``fused`` imports it, and only for a launch.
+
+Both take a table of addresses, so that one launch does a whole list of runs of any sizes at any
+offsets. A block does ``BLOCK`` elements of one run. Whole blocks of runs that begin at multiples of
+16 bytes are read and written 16 bytes at a time, others element by element.
+
+Each product and each sum is rounded by itself: launches pass ``enable_fp_fusion=False``, which
+triton has since 2.2 (triton-lang/triton#2495), against its default until 3.8 at least. Casts to
+bf16 are ``cvt.rn``. Triton's interpreter is not exact here: it cuts bf16 off in place of rounding.
+
+No GPU has run these kernels yet. ``tests/unit/runtime/test_fused.py`` runs them in triton's interpreter and
+reads the PTX that triton makes of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements of a block, and its warps: 16 elements a thread.
+BLOCK, WARPS = 2048, 4
+LAUNCH: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
+OF_TORCH = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+@triton.jit(do_not_specialize=["runs"])
+def momentum_kernel(
+    rows,
+    run_of_block,
+    moves,
+    runs,
+    momentum,
+    GRAD: tl.constexpr,
+    INTO: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """M ← μM + G; what is orthogonalized of it; and whether a gradient is not zero.
+
+    Rows, each of ``runs`` numbers: sizes, first blocks, places in ``moves`` (-1: none), addresses
+    of momentum buffers, of gradients, and of what the run is written to (0: nothing). All blocks of
+    a run that find a gradient write the same 1, so their order does not matter.
+    """
+    block = tl.program_id(0)
+    run = tl.load(run_of_block + block)
+    size = tl.load(rows + run)
+    start = (block - tl.load(rows + runs + run)) * BLOCK
+    place = tl.load(rows + 2 * runs + run)
+    buffer_at = tl.load(rows + 3 * runs + run)
+    grad_at = tl.load(rows + 4 * runs + run)
+    into_at = tl.load(rows + 5 * runs + run)
+    buffer = buffer_at.to(tl.pointer_type(tl.float32))
+    grad = grad_at.to(tl.pointer_type(GRAD))
+    into = into_at.to(tl.pointer_type(INTO))
+    if (start + BLOCK <= size) & ((buffer_at | grad_at | into_at) % 16 == 0):
+        buffer = tl.multiple_of(buffer, 16)
+        grad = tl.multiple_of(grad, 16)
+        into = tl.multiple_of(into, 16)
+        found = _advance(buffer, grad, into, into_at, start, size, momentum, NESTEROV, True, BLOCK)
+    else:
+        found = _advance(buffer, grad, into, into_at, start, size, momentum, NESTEROV, False, BLOCK)
+    if (place >= 0) & (found > 0):
+        tl.store(moves + place, 1.0)
+
+
+@triton.jit
+def _advance(
+    buffer,
+    grad,
+    into,
+    into_at,
+    start,
+    size,
+    momentum,
+    NESTEROV: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block; above 0 if a gradient in it is not zero."""
+    at = start + tl.arange(0, BLOCK)
+    if WHOLE:
+        g = tl.load(grad + at)
+        m = tl.load(buffer + at)
+    else:
+        here = at < size
+        g = tl.load(grad + at, mask=here, other=0.0)
+        m = tl.load(buffer + at, mask=here, other=0.0)
+    g = g.to(tl.float32)
+    m = m * momentum + g
+    out = m
+    if NESTEROV:
+        out = m * momentum + g
+    if WHOLE:
+        tl.store(buffer + at, m)
+    else:
+        tl.store(buffer + at, m, mask=at < size)
+    if into_at != 0:
+        if WHOLE:
+            tl.store(into + at, out.to(into.dtype.element_ty))
+        else:
+            tl.store(into + at, out.to(into.dtype.element_ty), mask=at < size)
+    return tl.max((g != 0.0).to(tl.int32), axis=0)
+
+
+@triton.jit(do_not_specialize=["runs"])
+def update_kernel(
+    rows,
+    run_of_block,
+    factors,
+    runs,
+    DIRECTION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """W ← keep·W - factor·direction.
+
+    Rows: sizes, first blocks, addresses of main parameters and of directions. ``factors`` has
+    ``runs`` factors, then ``runs`` times what a weight keeps: 1 - lr·λ.
+    """
+    block = tl.program_id(0)
+    run = tl.load(run_of_block + block)
+    size = tl.load(rows + run)
+    start = (block - tl.load(rows + runs + run)) * BLOCK
+    param_at = tl.load(rows + 2 * runs + run)
+    direction_at = tl.load(rows + 3 * runs + run)
+    factor = tl.load(factors + run)
+    keep = tl.load(factors + runs + run)
+    param = param_at.to(tl.pointer_type(tl.float32))
+    direction = direction_at.to(tl.pointer_type(DIRECTION))
+    if (start + BLOCK <= size) & ((param_at | direction_at) % 16 == 0):
+        param = tl.multiple_of(param, 16)
+        direction = tl.multiple_of(direction, 16)
+        at = start + tl.arange(0, BLOCK)
+        d = tl.load(direction + at).to(tl.float32)
+        w = tl.load(param + at)
+        tl.store(param + at, w * keep - d * factor)
+    else:
+        at = start + tl.arange(0, BLOCK)
+        here = at < size
+        d = tl.load(direction + at, mask=here, other=0.0).to(tl.float32)
+        w = tl.load(param + at, mask=here, other=0.0)
+        tl.store(param + at, w * keep - d * factor, mask=here)
+
+
+def launch_momentum(
+    rows: Tensor,
+    run_of_block: Tensor,
+    moves: Tensor,
+    *,
+    grad: torch.dtype,
+    into: torch.dtype,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """One launch of ``momentum_kernel`` on the current stream of the current device."""
+    momentum_kernel[(run_of_block.numel(),)](
+        rows,
+        run_of_block,
+        moves,
+        rows.size(1),
+        momentum,
+        GRAD=OF_TORCH[grad],
+        INTO=OF_TORCH[into],
+        NESTEROV=nesterov,
+        BLOCK=BLOCK,
+        **LAUNCH,
+    )
+
+
+def launch_update(
+    rows: Tensor, run_of_block: Tensor, factors: Tensor, *, direction: torch.dtype
+) -> None:
+    """One launch of ``update_kernel`` on the current stream of the current device."""
+    update_kernel[(run_of_block.numel(),)](
+        rows,
+        run_of_block,
+        factors,
+        rows.size(1),
+        DIRECTION=OF_TORCH[direction],
+        BLOCK=BLOCK,
+        **LAUNCH,
+    )

@@ -1,0 +1,228 @@
+"""The fused kernels make the bits of torch's operations on lists: in triton's interpreter, and by
+the instructions that triton makes of them. No GPU runs here.
+
+Both need triton (``requirements-pretrain.txt``); without it the tests say that they are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_muon.runtime.fused as fused
+from megatron_muon import MuonConfig
+from megatron_muon.runtime.fused import Fused, elementwise_on, said_of_elementwise, try_elementwise
+from megatron_muon.runtime.update import Foreach
+
+HERE = Path(__file__).parent
+CUDA, CPU_DEVICE = torch.device("cuda", 0), torch.device("cpu")
+
+
+# --- which one a run has --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "triton", "fused_kernels"),
+    [
+        (CUDA, "auto", True, True),
+        (CUDA, "auto", False, False),
+        (CUDA, "foreach", True, False),
+        (CPU_DEVICE, "auto", True, False),
+    ],
+)
+def test_kernels_are_cudas_where_triton_is_and_the_log_says_so(
+    device: torch.device,
+    setting: Any,
+    triton: bool,
+    fused_kernels: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused, "has_triton", lambda: triton)
+    config = MuonConfig(elementwise=setting)
+    assert elementwise_on(device, config) is (Fused if fused_kernels else Foreach)
+    said = said_of_elementwise(device, config)
+    assert ("fused" in said) == fused_kernels
+    assert ("triton is not installed" in said) == (setting == "auto" and not triton)
+
+
+def test_kernels_that_do_not_run_are_an_error_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def trial(kind: object, *rest: object) -> list[torch.Tensor]:
+        raise SystemError("Failed to find C compiler")
+
+    monkeypatch.setattr(fused, "has_triton", lambda: True)
+    monkeypatch.setattr(fused, "_trial", trial)
+    said = r"Failed to find C compiler.*set elementwise \(--muon-elementwise\) foreach"
+    with pytest.raises(RuntimeError, match=said):
+        try_elementwise(CUDA, MuonConfig())
+    try_elementwise(CUDA, MuonConfig(elementwise="foreach"))
+
+
+def test_kernels_that_round_otherwise_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trial(kind: object, *rest: object) -> list[torch.Tensor]:
+        return [torch.tensor([1.0 if isinstance(kind, Fused) else 1.0 + 2**-23])]
+
+    monkeypatch.setattr(fused, "has_triton", lambda: True)
+    monkeypatch.setattr(fused, "_trial", trial)
+    with pytest.raises(RuntimeError, match=r"round otherwise.*--muon-elementwise\) foreach"):
+        try_elementwise(CUDA, MuonConfig())
+
+
+def test_a_fused_multiply_add_would_fail_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial's numbers tell: in double precision, rounded once, other bits come out."""
+
+    class Contracted(Foreach):
+        def advance_momentum(self, buffers: Any, grads: Any, *rest: Any, **more: Any) -> None:
+            for m, g in zip(buffers, grads, strict=True):
+                m.copy_((m.double() * torch.tensor(more["momentum"]).double() + g.double()).float())
+
+    monkeypatch.setattr(fused, "has_triton", lambda: True)
+    made, expected = (
+        fused._trial(kind, CPU_DEVICE, MuonConfig()) for kind in (Contracted(), Foreach())
+    )
+    assert not torch.equal(made[0], expected[0])
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda n: torch.zeros(n, dtype=torch.float64), "torch.float64"),
+        (lambda n: torch.zeros(2 * n)[::2], r"strides \(2,\)"),
+        (lambda n: torch.zeros(n + 1), r"runs of 5 elements, got shape \(6,\)"),
+    ],
+    ids=["dtype", "strides", "size"],
+)
+def test_tensors_that_the_kernels_do_not_take_are_an_error(broken: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"{said}.*--muon-elementwise"):
+        Fused().advance_momentum(
+            [torch.zeros(5)],
+            [broken(5)],
+            [None],
+            torch.zeros(0),
+            (),
+            momentum=0.9,
+            nesterov=True,
+        )
+
+
+def test_a_table_is_made_anew_where_an_address_has_changed() -> None:
+    table, runs = fused._Table(), [torch.zeros(3), torch.zeros(5000)]
+    rows, blocks = table.on_device([runs], rounded=[False])
+    assert blocks.tolist() == [0, 1, 1, 1]
+    assert rows.tolist() == [[3, 5000], [0, 1], [x.data_ptr() for x in runs]]
+    assert table.on_device([runs], rounded=[False])[0] is rows
+    other = [runs[0], torch.zeros(5000)]
+    moved, same = table.on_device([other], rounded=[False])
+    assert same is blocks and moved.tolist()[2] == [x.data_ptr() for x in other]
+    assert table.on_device([[runs[0]]], rounded=[False])[1].tolist() == [0]
+
+
+# --- in triton's interpreter ----------------------------------------------------------------------
+
+
+def test_the_interpreter_makes_foreachs_bits() -> None:
+    """In a process of its own, since triton reads the variable when a kernel is defined."""
+    pytest.importorskip("triton", reason="the kernels are triton's")
+    done = subprocess.run(
+        [sys.executable, "-m", "interpreted_kernels"],
+        cwd=HERE,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{HERE.parent}:{HERE}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert re.search(r"^\d{2,} cases agree$", done.stdout, re.M), done.stdout
+
+
+# --- the instructions -----------------------------------------------------------------------------
+
+CAPABILITIES = (80, 90, 100)
+
+
+def _instructions(capability: int, into: str, nesterov: bool) -> dict[str, Counter[str]]:
+    """Instructions of each kernel in PTX, by name."""
+    triton = pytest.importorskip("triton", reason="the kernels are triton's")
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_muon.runtime import fused_kernels as kernels
+
+    dtype = {"bf16": tl.bfloat16, "fp32": tl.float32}[into]
+    tables = {"rows": "*i64", "run_of_block": "*i32"}
+    momentum = tables | {"moves": f"*{into}", "runs": "i32", "momentum": "fp32"}
+    constants = {"GRAD": tl.float32, "INTO": dtype, "NESTEROV": nesterov, "BLOCK": kernels.BLOCK}
+    found = {}
+    for kernel, signature, fixed in (
+        (kernels.momentum_kernel, momentum, constants),
+        (
+            kernels.update_kernel,
+            tables | {"factors": "*fp32", "runs": "i32"},
+            {"DIRECTION": dtype, "BLOCK": kernels.BLOCK},
+        ),
+    ):
+        source = ASTSource(
+            fn=kernel, signature=signature | dict.fromkeys(fixed, "constexpr"), constexprs=fixed
+        )
+        target = GPUTarget("cuda", capability, 32)
+        made = triton.compile(source, target=target, options=kernels.LAUNCH)
+        names = re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]+)\s", made.asm["ptx"], re.M)
+        assert "cubin" in made.asm  # ptxas takes it
+        found[kernel.fn.__name__] = Counter(names)
+    return found
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("into", ["bf16", "fp32"])
+def test_each_product_and_sum_is_rounded_by_itself(capability: int, into: str) -> None:
+    """ptxas never contracts ``mul.rn`` and ``add.rn`` (PTX ISA); none flushes subnormals."""
+    for name, count in _instructions(capability, into, True).items():
+        floats = {x for x in count if re.search(r"\.(f32|f32x2)$", x) and not x.startswith("cvt")}
+        plus = "add.rn" if name == "momentum_kernel" else "sub.rn"
+        allowed = {f"{op}.{kind}" for op in ("mul.rn", plus) for kind in ("f32", "f32x2")}
+        compared = {x for x in floats if x.startswith("setp.")}
+        moved = {x for x in floats if x.startswith(("mov.", "selp."))}
+        assert floats - compared - moved <= allowed, name
+        assert not any(x.startswith(("fma", "mad.rn", "mad.f32")) or "ftz" in x for x in count)
+        assert any(x.startswith("mul.rn") for x in floats) and any(
+            x.startswith(plus) for x in floats
+        )
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_messages_are_rounded_to_nearest_even(capability: int) -> None:
+    counts = _instructions(capability, "bf16", True)
+    casts = {x for count in counts.values() for x in count if x.startswith("cvt") and "bf16" in x}
+    assert casts <= {"cvt.rn.bf16.f32", "cvt.rn.bf16x2.f32", "cvt.f32.bf16"}
+    assert any(x.startswith("cvt.rn") for x in counts["momentum_kernel"])
+    assert not any("bf16" in x for x in _instructions(capability, "fp32", True)["update_kernel"])
+
+
+def test_whole_blocks_are_read_16_bytes_at_a_time() -> None:
+    for count in _instructions(90, "bf16", True).values():
+        assert count["ld.global.v4.b32"] and count["st.global.v4.b32"]
+
+
+def test_nesterov_off_is_one_product() -> None:
+    on, off = (_instructions(90, "bf16", nesterov)["momentum_kernel"] for nesterov in (True, False))
+    assert on["mul.rn.f32"] == 2 * off["mul.rn.f32"]
+
+
+def test_the_kernels_blocks_are_those_of_the_tables() -> None:
+    pytest.importorskip("triton", reason="the kernels are triton's")
+    from megatron_muon.runtime import fused_kernels
+
+    assert fused_kernels.BLOCK == fused._BLOCK
+    assert fused_kernels.LAUNCH["enable_fp_fusion"] is False
+    assert SimpleNamespace(**fused_kernels.LAUNCH).num_warps * 32 * 16 == fused_kernels.BLOCK
