@@ -8,7 +8,7 @@ Each product and each sum is rounded by itself: launches pass ``enable_fp_fusion
 triton has since 2.2 (triton-lang/triton#2495), against its default until 3.8 at least. Casts to
 bf16 are ``cvt.rn``. Triton's interpreter is not exact here: it cuts bf16 off in place of rounding.
 
-No GPU has run these kernels yet. ``tests/unit/runtime/test_fused.py`` runs them in triton's interpreter and
+No GPU has run these kernels yet. ``test_fused`` runs them in triton's interpreter and
 reads the PTX that triton makes of them.
 """
 
