@@ -156,7 +156,7 @@ class _Steps:
         self._hardware, self._device = streams.hardware, device
         self._rounds = rounds_of(optimizer.plan)
         self._scratch = scratch_limit(optimizer.plan.matrices)
-        self._fused = device == "cuda" and config.elementwise == "auto"
+        self._fused = is_cuda(device) and config.elementwise == "auto"
 
     def run(self) -> Iterator[None]:
         streams, rest = self._streams, self._optimizer.rest

@@ -23,8 +23,9 @@ ASSUMPTIONS = (
     "all ranks begin the step at the same moment",
     "the compute and the communication stream do not slow each other down",
     "a rank waits only for ranks that it shares bytes with; a message has its share of both links",
-    "elementwise operations read and write memory, whatever the L2 cache holds: momentum 50 bytes "
-    "an element in 6 operations, update 34 in 4 (module pricing/step.py), AdamW 28",
+    "kernels of momentum and update read and write memory, whatever the L2 cache holds: fused ones "
+    "14 and 10 bytes an element, with --muon-elementwise foreach 50 and 34 (pricing/step.py); "
+    "AdamW's 28",
     "a library's kernel for symmetric products takes the linear term with it; torch's addmm copies "
     "it first",
     "compute time of a rank does not vary from step to step",

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +21,8 @@ import megatron_muon.runtime.fused as fused
 from megatron_muon import MuonConfig
 from megatron_muon.runtime.fused import Fused, elementwise_on, said_of_elementwise, try_elementwise
 from megatron_muon.runtime.update import Foreach
+from support import ROOT, TESTS
 
-HERE = Path(__file__).parent
 CUDA, CPU_DEVICE = torch.device("cuda", 0), torch.device("cpu")
 
 
@@ -134,9 +133,9 @@ def test_the_interpreter_makes_foreachs_bits() -> None:
     """In a process of its own, since triton reads the variable when a kernel is defined."""
     pytest.importorskip("triton", reason="the kernels are triton's")
     done = subprocess.run(
-        [sys.executable, "-m", "interpreted_kernels"],
-        cwd=HERE,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{HERE.parent}:{HERE}"},
+        [sys.executable, "-m", "support.interpreted_kernels"],
+        cwd=TESTS,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{TESTS}"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -270,7 +270,7 @@ def test_the_first_and_the_second_step_count_alike_but_for_tables() -> None:
     assert (one.launches, one.peak.over_state) == (two.launches, two.peak.over_state)
     assert len(one.collectives) == len(two.collectives)
     fused, config = recorded("some", "default")[0], MuonConfig(round_bytes=SIZES["some"])
-    with_runs = sum(bool(table.matrices) for table in round_tables(plan, 0))
+    with_runs = sum(bool(table.matrices) for table in round_tables(plan.for_rank(0), plan.matrices))
     first = record_step(plan, 0, config)
     copies = [r.launches_by_name["copy from host"] for r in (first, fused)]
     assert copies == [5 * with_runs, 2 * with_runs]  # blocks, addresses; and factors
@@ -284,7 +284,9 @@ def test_a_round_has_one_launch_for_its_momentum_and_one_for_its_update(
 ) -> None:
     for rank, recording in recorded(size, settings).items():
         plan = small_plan(MuonConfig(round_bytes=SIZES[size], **SETTINGS[settings]))
-        with_runs = sum(bool(table.matrices) for table in round_tables(plan, rank))
+        with_runs = sum(
+            bool(table.matrices) for table in round_tables(plan.for_rank(rank), plan.matrices)
+        )
         names = recording.launches_by_name
         assert names["advance_momentum"] == names["apply_updates"] == with_runs > 0
         assert not any(name.startswith("_foreach_mul") for name in names)
@@ -295,7 +297,7 @@ def test_a_fused_kernel_is_seen_to_touch_all_of_its_tensors() -> None:
     """So that races see them: every element of momentum and weights, every gradient's."""
     config = MuonConfig(round_bytes=SIZES["some"])
     plan, recording = small_plan(config), recorded("some", "default")[0]
-    held = sum(piece.size for piece in plan.pieces(0).values())
+    held = sum(piece.size for piece in plan.for_rank(0).pieces.values())
     itemsize = plan.itemsize
     for name, reads, writes in (
         ("advance_momentum", 4 + 4, 4),

@@ -40,11 +40,15 @@ def test_a_step_takes_its_round_and_the_scratch_of_its_largest_matrix(
 
 
 def test_a_smaller_round_takes_less_memory() -> None:
-    """Two rounds' buffers, the scratch of the largest matrix and of elementwise operations."""
+    """Two rounds' buffers and the scratch of the largest matrix; without fused kernels that of
+    elementwise operations, too."""
     name, mib = "Llama-3-8B TP1 DP8", 400
     default, smaller = _busiest(name), _busiest(name, round_bytes=mib << 20)
-    scratch = 2 * scratch_elements(28672, 4096) + 4 * ELEMENTS_AT_ONCE
-    assert smaller.peak_bytes <= 2 * (mib << 20) + scratch
+    foreach = _busiest(name, round_bytes=mib << 20, elementwise="foreach")
+    planned = 2 * (mib << 20) + 2 * scratch_elements(28672, 4096)
+    assert smaller.peak_bytes <= planned + MIB  # a MiB of tables
+    assert foreach.peak_bytes <= planned + 4 * ELEMENTS_AT_ONCE
+    assert smaller.launches < foreach.launches
     assert smaller.peak_bytes < default.peak_bytes
 
 
