@@ -86,9 +86,9 @@ class MuonConfig:
             receives; as rank_tflops. 40 is an assumption for a 400 Gbit/s port (50 GB/s) a rank.
         round_bytes: cap on a rank's buffers for one round of the exchange; a single larger
             parameter may pass it. A step takes twice as much, in the three rounds that are under
-            way, and the scratch memory of Newton-Schulz (``ns_batch``). None: twice the buffers of
-            the largest parameter, at least 256 MiB, so that no rank waits for another's large
-            matrix. Smaller rounds take less memory.
+            way, and the scratch memory of Newton-Schulz (``ns_batch``). None: three times the
+            buffers of the largest parameter, at least 256 MiB, so that ranks seldom wait for each
+            other's large matrices. Smaller rounds take less memory.
         align_shards: order parameters within Megatron's buckets so that shards cut few of them; for
             models that are wrapped in DDP after ``install``, and from core 0.18 on.
         checkpoint_digest: write size and checksum of every file of a checkpoint into its folder,

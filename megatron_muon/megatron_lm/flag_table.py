@@ -190,7 +190,7 @@ FLAGS = (
         "--muon-round-mib",
         "most of matrices and pieces that a rank has in one round of the exchange, in MiB; while "
         "one round is orthogonalized its neighbours travel; megatron_muon's; default 0: 256, or "
-        "twice what the largest parameter has, if that is more",
+        "three times what the largest parameter has, if that is more",
         type=int,
     ),
     _flag(
