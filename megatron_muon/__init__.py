@@ -46,7 +46,22 @@ def _require_core() -> None:
 
 
 def install(config: MuonConfig | None = None) -> None:
-    """Make ``optimizer='muon'`` mean Distributed Muon; see ``mcore.install.install``."""
+    """Make ``optimizer='muon'`` mean Distributed Muon in the Megatron of this process.
+
+    Modules that have imported ``get_megatron_optimizer`` by name get the plugin's. A reference that
+    is kept elsewhere, in a local variable say, stops with an error that says so. A second call
+    changes nothing; with a config it replaces the settings of optimizers built from then on.
+
+    Args:
+        config: the settings; Moonlight's where None on the first call.
+
+    Raises:
+        ModuleNotFoundError: there is no megatron.core; says how to get one.
+        SeamError: this Megatron lacks a symbol that the plugin relies on, or has another shape of
+            it; names it.
+        TypeError: ``config`` is no MuonConfig.
+        NotImplementedError: ``align_shards`` with a Megatron that takes no layout (before 0.18).
+    """
     _require_core()
     if "megatron_muon.mcore.install" not in sys.modules:  # whose import takes names of Megatron's
         from megatron_muon.mcore.seams.rows import check_hooks
@@ -58,7 +73,10 @@ def install(config: MuonConfig | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Give Megatron its own functions back, and Megatron-LM's scripts theirs."""
+    """Give Megatron its own functions back, and Megatron-LM's scripts theirs.
+
+    Optimizers already built stay as they are.
+    """
     _require_core()
     training = sys.modules.get("megatron_muon.megatron_lm.install")
     if training is not None:
@@ -71,7 +89,19 @@ def uninstall() -> None:
 def reading_adamw(
     optimizer: Any, momentum: Literal["momentum", "fresh"]
 ) -> AbstractContextManager[None]:
-    """Within it Muon loads AdamW's checkpoint; see ``mcore.interop.switch.reading_adamw``."""
+    """Within it Muon loads a checkpoint of AdamW's. Every rank of the world enters it.
+
+    Load the model first: at the end main parameters are compared with it.
+
+    Args:
+        optimizer: what ``get_megatron_optimizer`` returned for ``optimizer='muon'``.
+        momentum: ``momentum`` starts Muon's momentum as exp_avg / (1 - β1), by the checkpoint's β1;
+            ``fresh`` starts it at zero.
+
+    Raises:
+        ValueError: main parameters do not round to the model's; names one.
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
     _require_core()
     from megatron_muon.mcore.interop.switch import reading_adamw as reading
 
@@ -79,8 +109,20 @@ def reading_adamw(
 
 
 def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:
-    """Within it Muon loads the checkpoint of Megatron's own Muon that is in a folder; see
-    ``mcore.interop.switch.reading_megatron_muon``.
+    """Within it Muon loads a checkpoint of Megatron's own Muon. Every rank of the world enters it.
+
+    Main parameters, momentum and AdamW's state go on at any topology. Load the model first: at the
+    end main parameters are compared with it.
+
+    Args:
+        optimizer: what ``get_megatron_optimizer`` returned for ``optimizer='muon'``.
+        folder: of one iteration, saved in torch_dist. The format that this run saves in does not
+            matter.
+
+    Raises:
+        ValueError: the folder has no such checkpoint, or main parameters do not round to the
+            model's; names what is wrong.
+        RuntimeError: on ranks that have no error themselves when another has.
     """
     _require_core()
     from megatron_muon.mcore.interop.switch import reading_megatron_muon as reading
@@ -89,8 +131,16 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContext
 
 
 def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:
-    """Within it AdamW loads the checkpoint of Muon's that is in a folder; see
-    ``mcore.interop.adamw_after_muon.reading_muon``.
+    """Within it AdamW loads a checkpoint of this plugin's Muon. Every rank of the world enters it.
+
+    Args:
+        optimizer: what ``get_megatron_optimizer`` returned for ``optimizer='adam'`` with the
+            distributed optimizer.
+        folder: of one iteration, saved by this plugin.
+
+    Raises:
+        ValueError: the checkpoint lacks something; names what.
+        RuntimeError: on ranks that have no error themselves when another has.
     """
     _require_core()
     from megatron_muon.mcore.interop.adamw_after_muon import reading_muon as reading
@@ -100,7 +150,14 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
 
 
 def meter(optimizer: Any) -> Meter:
-    """What this rank did for Muon in the last step; see ``mcore.install.meter``."""
+    """What this rank did for Muon in the last step.
+
+    Args:
+        optimizer: what ``get_megatron_optimizer`` returned for ``optimizer='muon'``.
+
+    Raises:
+        TypeError: it is not Muon's.
+    """
     _require_core()
     from megatron_muon.mcore.install import meter as meter_of
 
