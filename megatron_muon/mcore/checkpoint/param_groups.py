@@ -64,6 +64,8 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
     # A megatron_muon without some setting did what is its default.
     then = {**dataclasses.asdict(MuonConfig(ns_iteration="standard")), **found["settings"]}
     now = _in_force(config, device)
+    if then["ns_iteration"] is None:  # another Muon's checkpoint, which does not say it
+        then["ns_iteration"] = now["ns_iteration"]
     if "ns_coefficients" in then:  # a set may have been saved as its numbers
         then["ns_coefficients"] = canonical(then["ns_coefficients"])
     for name in sorted(then.keys() | now.keys()):
