@@ -81,11 +81,11 @@ def test_what_one_rank_has_too_much_of_closes_no_others_round() -> None:
     assert make_rounds(loads, loads, 5) == ((0, 4, 6), (1, 2, 3, 5, 7))
 
 
-def test_by_default_a_round_has_room_for_the_largest_parameter_twice() -> None:
+def test_by_default_a_round_has_room_for_the_largest_parameter_three_times() -> None:
     small, large = {0: 1 << 20}, {0: 300 << 20}
     assert len(make_rounds([small] * 256, [small] * 256, None)) == 1
     assert len(make_rounds([small] * 257, [small] * 257, None)) == 2
-    assert make_rounds([large] * 3, [large] * 3, None) == ((0, 1), (2,))
+    assert make_rounds([large] * 4, [large] * 4, None) == ((0, 1, 2), (3,))
     assert make_rounds([], [], None) == ()
 
 
