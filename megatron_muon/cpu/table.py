@@ -4,7 +4,7 @@ Line numbers are those of core 0.16.1 where no other version is named.
 """
 
 from megatron_muon.cpu import attention, experts, gathers, matmul, megatron_core, torch_cuda
-from megatron_muon.cpu.patch import Replacement
+from megatron_muon.cpu.replacement import Replacement
 
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(

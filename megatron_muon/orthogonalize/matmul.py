@@ -103,7 +103,11 @@ class Products:
         out: Tensor | None = None,
     ) -> Tensor:
         """``beta·linear + alpha·left@right``, of matrices or of batches of them."""
-        return self.rounded(_product(left, right, linear, beta, alpha, out))
+        if linear is None:
+            made = torch.bmm if left.dim() == 3 else torch.mm
+            return self.rounded(made(left, right, out=out))
+        added = torch.baddbmm if left.dim() == 3 else torch.addmm
+        return self.rounded(added(linear, left, right, beta=beta, alpha=alpha, out=out))
 
     def times(
         self,
@@ -235,23 +239,6 @@ def said_of_products(device: torch.device, ns_dtype: NsDtype, iteration: NsItera
         return "torch, plain matmul"
     of_gram = " in the Gram iteration" if iteration == "auto" else ""
     return f"torch, in panels up to the diagonal{of_gram}"
-
-
-def _product(
-    left: Tensor,
-    right: Tensor,
-    linear: Tensor | None,
-    beta: float,
-    alpha: float,
-    out: Tensor | None,
-) -> Tensor:
-    if left.dim() == 3:
-        if linear is None:
-            return torch.bmm(left, right, out=out)
-        return torch.baddbmm(linear, left, right, beta=beta, alpha=alpha, out=out)
-    if linear is None:
-        return torch.mm(left, right, out=out)
-    return torch.addmm(linear, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def _lower_and_mirrored(

@@ -2,7 +2,7 @@
 
 Each is one launch for all runs of a round, through a table of their addresses, and makes the bits
 that ``update.Foreach`` makes: products and sums are rounded one by one. It reads and writes 14 and
-10 bytes an element in place of 54 and 34, counted with bf16 messages, and takes no scratch memory.
+10 bytes an element in place of 50 and 34, counted with bf16 messages, and takes no scratch memory.
 
 Kernels are operations of ``torch.ops.megatron_muon``, so that whoever watches torch's dispatch sees
 every tensor that they read or write. No GPU has run them yet: ``try_elementwise`` compares them

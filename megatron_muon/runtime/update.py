@@ -33,11 +33,17 @@ class Elementwise(Protocol):
         momentum: float,
         nesterov: bool,
     ) -> None:
-        """See the function, and which gradients are not zero.
+        """M ← μM + G in place, and what is orthogonalized of it (arXiv 2502.16982, Algorithm 1).
 
         Args:
+            momentum_buffers: each ``(n,)`` fp32, updated.
+            grads: as they, reduced and clipped.
+            into: as they, in the dtype that travels: takes G + μM, or M with ``nesterov`` off. None
+                where another rank sends it.
             moves: ``(len(moving),)``: takes 1 for a gradient that is not all zero, else 0.
             moving: the numbers of the runs that it is about.
+            momentum: μ.
+            nesterov: see ``into``.
         """
 
     def apply_updates(
@@ -47,7 +53,14 @@ class Elementwise(Protocol):
         factors: Sequence[float],
         decays: Sequence[float],
     ) -> None:
-        """See the function."""
+        """W ← (1 - lr·λ)W - update, in place (eq. 4; the decay is decoupled and unscaled).
+
+        Args:
+            params: each ``(n,)`` fp32, of main parameters.
+            directions: as they, in the dtype that travels; in fp32 they may be overwritten.
+            factors: what each direction is multiplied by: lr times its matrix's scale.
+            decays: lr·λ of each.
+        """
 
 
 class Foreach:
@@ -65,7 +78,17 @@ class Foreach:
         nesterov: bool,
     ) -> None:
         """See ``Elementwise``."""
-        advance_momentum(momentum_buffers, grads, into, momentum=momentum, nesterov=nesterov)
+        leaves = [momentum_buffers[i] for i, target in enumerate(into) if target is not None]
+        leaving_grads = [grads[i] for i, target in enumerate(into) if target is not None]
+        targets = [target for target in into if target is not None]
+        for _, (buffers, added) in _at_once(momentum_buffers, grads):
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, added)
+        for _, (buffers, added, taken) in _at_once(leaves, leaving_grads, targets):
+            if nesterov:
+                buffers = list(torch._foreach_mul(buffers, momentum))
+                torch._foreach_add_(buffers, added)
+            torch._foreach_copy_(taken, buffers)
         if moving:
             norms = torch._foreach_norm([grads[run] for run in moving], math.inf)
             moves.copy_(torch.stack(norms) != 0)
@@ -77,39 +100,13 @@ class Foreach:
         factors: Sequence[float],
         decays: Sequence[float],
     ) -> None:
-        """See ``Elementwise``."""
-        apply_updates(params, directions, factors, decays)
-
-
-def advance_momentum(
-    momentum_buffers: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    into: Sequence[Tensor | None],
-    *,
-    momentum: float,
-    nesterov: bool,
-) -> None:
-    """M ← μM + G in place, and what is orthogonalized of it (arXiv 2502.16982, Algorithm 1).
-
-    Args:
-        momentum_buffers: each ``(n,)`` fp32, updated.
-        grads: as they, reduced and clipped.
-        into: as they, in the dtype that travels: takes G + μM, or M with ``nesterov`` off. None
-            where another rank sends it.
-        momentum: μ.
-        nesterov: see ``into``.
-    """
-    leaves = [momentum_buffers[i] for i, target in enumerate(into) if target is not None]
-    leaving_grads = [grads[i] for i, target in enumerate(into) if target is not None]
-    targets = [target for target in into if target is not None]
-    for _, (buffers, added) in _at_once(momentum_buffers, grads):
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, added)
-    for _, (buffers, added, taken) in _at_once(leaves, leaving_grads, targets):
-        if nesterov:
-            buffers = list(torch._foreach_mul(buffers, momentum))
-            torch._foreach_add_(buffers, added)
-        torch._foreach_copy_(taken, buffers)
+        """See ``Elementwise``; directions in fp32 are overwritten."""
+        for numbers, (weights, moved) in _at_once(params, directions):
+            updates = _in_fp32(moved)
+            torch._foreach_mul_(updates, [factors[number] for number in numbers])
+            if any(decays[number] != 0.0 for number in numbers):
+                torch._foreach_mul_(weights, [1.0 - decays[number] for number in numbers])
+            torch._foreach_sub_(weights, updates)
 
 
 def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
@@ -129,28 +126,6 @@ def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
         "shape_scaling": max(1.0, rows / cols),
     }
     return config.matched_adamw_rms * math.sqrt(squares[config.scale_mode])
-
-
-def apply_updates(
-    params: Sequence[Tensor],
-    directions: Sequence[Tensor],
-    factors: Sequence[float],
-    decays: Sequence[float],
-) -> None:
-    """W ← (1 - lr·λ)W - update, in place (eq. 4; the decay is decoupled and unscaled).
-
-    Args:
-        params: each ``(n,)`` fp32, of main parameters.
-        directions: as they, in the dtype that travels; in fp32 they are overwritten.
-        factors: what each direction is multiplied by: lr times its matrix's scale.
-        decays: lr·λ of each.
-    """
-    for numbers, (weights, moved) in _at_once(params, directions):
-        updates = _in_fp32(moved)
-        torch._foreach_mul_(updates, [factors[number] for number in numbers])
-        if any(decays[number] != 0.0 for number in numbers):
-            torch._foreach_mul_(weights, [1.0 - decays[number] for number in numbers])
-        torch._foreach_sub_(weights, updates)
 
 
 def _in_fp32(tensors: list[Tensor]) -> list[Tensor]:

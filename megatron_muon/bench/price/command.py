@@ -64,7 +64,7 @@ def priced_of(
     Args:
         argv: Megatron-LM's flags and this command's own; those of hardware are not read.
         hardware: of every rank.
-        more: settings to price beside ``price_stages.VARIANTS``.
+        more: settings to price beside ``stages.VARIANTS``.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``.
