@@ -26,7 +26,7 @@ from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.setting_names import named
 
 # cpu_bf16 has instructions for products in bf16; on cpu all products are made in fp32.
-# cuda_symmetric has a library's kernel for symmetric products in 16 bits (``products``).
+# cuda_symmetric has a library's kernel for symmetric products in 16 bits (``matmul``).
 Device = Literal["cpu", "cpu_bf16", "cuda", "cuda_symmetric"]
 Segments = tuple[tuple[Triple, ...], ...]
 
@@ -45,7 +45,7 @@ _KERNEL_FLOPS = 9, 16
 # this fraction of standard's). Measured on CPUs by `megatron-muon bench newton-schulz`, one thread,
 # cpu_bf16 with AVX512_BF16. On CUDA nothing is measured: limits are the time model's of an H100,
 # the largest with which no shape is more than 2 % slower, alone or in a batch
-# (tests/test_pricing_iterations.py). Small matrices by themselves take as long as their kernels'
+# (test_pricing_iterations). Small matrices by themselves take as long as their kernels'
 # number, so gains of batches of such are missed.
 _AUTO: dict[Device, tuple[tuple[int, float], ...]] = {
     "cpu": ((0, 0.0), (64, 0.8), (256, 0.85), (384, 0.75)),

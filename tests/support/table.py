@@ -1,4 +1,6 @@
-"""What was run, as a table in Markdown: `bash tests/run.sh --table tests/test_topologies*.py`.
+"""What was run, as a table in Markdown.
+
+`bash tests/run.sh --table tests/ranks/results/test_topologies*.py` prints it.
 
 ``gpt.check`` and ``parallel.trained`` note what they have verified; nothing else gets in.
 """
