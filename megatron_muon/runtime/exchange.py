@@ -19,6 +19,8 @@ from megatron_muon.planning.segments import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group, Pending, Route
 
+Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
+
 
 @dataclass(slots=True)
 class Meter:
@@ -118,6 +120,9 @@ class Exchange:
         dtype: what elements travel in.
         device: where matrices are assembled.
         meter: counts the bytes sent.
+
+    Attributes:
+        rounds: one after another, what this rank does in each.
     """
 
     def __init__(
@@ -129,13 +134,19 @@ class Exchange:
         device: torch.device,
         meter: Meter,
     ) -> None:
-        self.tables = round_tables(plan, matrices)
-        self._dtype = dtype
-        self._device = device
-        self._meter = meter
-        self._world = world = collectives.world_ranks(group)
+        self._world = collectives.world_ranks(group)
         self._rank, self._group = plan.rank, group
-        self._rounds = [_Round(table, world, plan.rank, group, device) for table in self.tables]
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self.rounds = [
+            RoundExchange(
+                table,
+                self._route(table.sent_to, table.received_from),
+                self._route(table.directions_to, table.directions_from),
+                self._like,
+                meter,
+            )
+            for table in round_tables(plan, matrices)
+        ]
 
     def connect(self) -> int:
         """Send one element to every peer and take one from each; every rank of the stage calls it.
@@ -146,17 +157,47 @@ class Exchange:
         Returns:
             The number of peers.
         """
-        peers = sorted(set().union(*(table.peers for table in self.tables)))
+        peers = sorted(set().union(*(round.table.peers for round in self.rounds)))
         ones = [(peer, 1) for peer in peers]
-        route = Route.of(self._group, self._world, self._rank, ones, ones)
-        pending = collectives.start_messages("muon/connect", self._empty(len(peers)), route)
+        sent = self._like.new_empty(len(peers))
+        pending = collectives.start_messages("muon/connect", sent, self._route(ones, ones))
         if pending is not None:
             pending.wait()
         return len(peers)
 
-    def leaving(self, round: int) -> Leaving:
+    def _route(self, to: Counts, received_from: Counts) -> Route:
+        return Route.of(self._group, self._world, self._rank, to, received_from)
+
+
+class RoundExchange:
+    """One round for one rank; all that is the same in every step is made once.
+
+    Args:
+        table: what the rank does.
+        gather: how pieces go to their homes.
+        scatter: how directions come back.
+        like: a tensor of the dtype in which elements travel, on the device of the matrices.
+        meter: counts the bytes sent.
+    """
+
+    def __init__(
+        self, table: RoundTable, gather: Route, scatter: Route, like: Tensor, meter: Meter
+    ) -> None:
+        def index(places: Sequence[int]) -> Tensor:
+            return torch.tensor(places, dtype=torch.int64, device=like.device)
+
+        self.table = table
+        self._gather, self._scatter = gather, scatter
+        self._sent_flags, self._received_flags = (
+            index(table.sent_flags),
+            index(table.received_flags),
+        )
+        self._places = index(table.places)
+        self._like, self._meter = like, meter
+
+    def leaving(self) -> Leaving:
         """Where the round's runs are to be written, before ``start_gather``."""
-        table = self.tables[round]
+        table = self.table
         kept, sent = self._empty(sum(table.kept_sizes)), self._empty(sum(table.sent_sizes))
         sent_parts = split_with_sizes(sent, table.sent_sizes)
         parts = [
@@ -168,38 +209,37 @@ class Exchange:
             runs[run] = part
         return Leaving(runs, self._empty(len(table.moving)), kept, sent)
 
-    def start_gather(self, round: int, leaving: Leaving) -> Gathering:
-        """Start to bring every matrix of a round to its home.
+    def start_gather(self, leaving: Leaving) -> Gathering:
+        """Start to bring every matrix of the round to its home.
 
         A message has, after the elements, a 1 or a 0 for each of its runs: whether there is a
         gradient that is not zero.
 
         Args:
-            round: its number.
-            leaving: its runs and whether they move, written.
+            leaving: the round's runs and whether they move, written.
         """
-        table, made = self.tables[round], self._rounds[round]
-        moves = leaving.moves
+        table, moves = self.table, leaving.moves
         if table.sent_flags:
-            leaving.sent.index_copy_(0, made.sent_flags, moves[len(table.kept_sizes) :])
-        pending = collectives.start_messages("muon/gather", leaving.sent, made.gather)
+            leaving.sent.index_copy_(0, self._sent_flags, moves[len(table.kept_sizes) :])
+        pending = collectives.start_messages("muon/gather", leaving.sent, self._gather)
         self._meter.gather_bytes += leaving.sent.nbytes
         return Gathering(leaving.kept, moves[: len(table.kept_sizes)], pending)
 
-    def finish_gather(self, round: int, gathering: Gathering) -> Staged:
+    def finish_gather(self, gathering: Gathering) -> Staged:
         """The matrices of the round whose home this rank is."""
-        table, made = self.tables[round], self._rounds[round]
+        table = self.table
         received = _received(gathering)  # what was sent is gone by now
         elements, moves = gathering.kept, gathering.moves
         if received is not None and table.received_flags:
-            moves = torch.cat([moves, received.index_select(0, made.received_flags)])
-            elements = self._assembled(table, elements, received)
+            moves = torch.cat([moves, received.index_select(0, self._received_flags)])
+            elements = self._assembled(elements, received)
         counts = moves.new_zeros(len(table.homes))
         if table.homes:
-            counts.index_add_(0, made.places, moves)
+            counts.index_add_(0, self._places, moves)
         return Staged(elements, counts > 0, table.alike)
 
-    def _assembled(self, table: RoundTable, kept: Tensor, received: Tensor) -> Tensor:
+    def _assembled(self, kept: Tensor, received: Tensor) -> Tensor:
+        table = self.table
         parts = [
             *split_with_sizes(kept, table.kept_sizes),
             *split_with_sizes(received, table.received_sizes),
@@ -209,21 +249,20 @@ class Exchange:
         _copy(places, [parts[part] for part in table.staged_from])
         return staged
 
-    def start_scatter(self, round: int, staged: Staged) -> Scattering:
-        """Start to send the directions of a round to the ranks that hold pieces of its matrices.
+    def start_scatter(self, staged: Staged) -> Scattering:
+        """Start to send the round's directions to the ranks that hold pieces of its matrices.
 
         Args:
-            round: its number.
             staged: what ``finish_gather`` returned, whose elements now are directions; emptied.
         """
-        table, made = self.tables[round], self._rounds[round]
-        kept, sent = self._leaving(table, staged.taken())
-        pending = collectives.start_messages("muon/scatter", sent, made.scatter)
+        kept, sent = self._leaving(staged.taken())
+        pending = collectives.start_messages("muon/scatter", sent, self._scatter)
         self._meter.scatter_bytes += sent.nbytes
         return Scattering(kept, pending)
 
-    def _leaving(self, table: RoundTable, staged: Tensor) -> tuple[list[Tensor], Tensor]:
+    def _leaving(self, staged: Tensor) -> tuple[list[Tensor], Tensor]:
         """Directions of runs that are held here, and the message with the others."""
+        table = self.table
         parts = split_with_sizes(staged, table.staged_sizes)
         if not table.directions_to:  # all are held here
             return list(parts), self._empty(0)
@@ -234,38 +273,16 @@ class Exchange:
         _copy([*kept, *split_with_sizes(sent, sizes)], leaving)
         return kept, sent
 
-    def finish_scatter(self, round: int, scattering: Scattering) -> list[Tensor]:
+    def finish_scatter(self, scattering: Scattering) -> list[Tensor]:
         """For each run that is held here, its directions, ``(n,)``."""
-        table = self.tables[round]
         parts, scattering.kept = scattering.kept, []
         received = _received(scattering)
         if received is not None:
-            parts = [*parts, *split_with_sizes(received, table.direction_sizes)]
-        return [parts[part] for part in table.direction_of]
+            parts = [*parts, *split_with_sizes(received, self.table.direction_sizes)]
+        return [parts[part] for part in self.table.direction_of]
 
     def _empty(self, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=self._dtype, device=self._device)
-
-
-class _Round:
-    """What is made once of a table: its messages, and places on the device."""
-
-    def __init__(
-        self,
-        table: RoundTable,
-        world: Sequence[int],
-        rank: int,
-        group: Group,
-        device: torch.device,
-    ) -> None:
-        def index(places: Sequence[int]) -> Tensor:
-            return torch.tensor(places, dtype=torch.int64, device=device)
-
-        self.gather = Route.of(group, world, rank, table.sent_to, table.received_from)
-        self.scatter = Route.of(group, world, rank, table.directions_to, table.directions_from)
-        self.sent_flags = index(table.sent_flags)
-        self.received_flags = index(table.received_flags)
-        self.places = index(table.places)
+        return self._like.new_empty(numel)
 
 
 def _received(moving: Gathering | Scattering) -> Tensor | None:

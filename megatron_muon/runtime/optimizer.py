@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, split_with_sizes
+from torch import Tensor
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import ns_flops
-from megatron_muon.orthogonalize.matmul import plan_device
-from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
-from megatron_muon.planning.rounds import scratch_limit
-from megatron_muon.runtime.exchange import Exchange, Gathering, Leaving, Meter, Scattering, Staged
+from megatron_muon.runtime.exchange import Exchange, Meter
+from megatron_muon.runtime.round import Round, Shard, Shards, Work
 from megatron_muon.runtime.tracing import Phase
-from megatron_muon.runtime.update import Elementwise, Foreach, update_scale
+from megatron_muon.runtime.update import Elementwise, Foreach
 
 # The momentum lives under Adam's name of a first moment, with no second one: fused Adam classes
 # refuse to save or load a state by a name that they do not know.
@@ -26,21 +23,6 @@ MOMENTUM_KEY = "exp_avg"
 
 ParamGroups = Sequence[Mapping[str, Any]]
 State = Mapping[Tensor, dict[str, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """A local piece of a Muon parameter in this step, and its group's settings."""
-
-    main_param: Tensor
-    grad: Tensor
-    momentum_buffer: Tensor
-    lr: float
-    weight_decay: float
-
-
-Shards = Mapping[int, _Shard]  # by the parameter's index in the plan
-_Begun = tuple[Shards, Gathering | None]
 
 
 class DistributedMuon:
@@ -61,6 +43,7 @@ class DistributedMuon:
 
     Attributes:
         elementwise: see above.
+        rounds: of a step, one after another.
         start_next: begins the step of the optimizer that comes after this one, while the last
             directions travel; None where there is none.
     """
@@ -84,54 +67,18 @@ class DistributedMuon:
         self.plan, self.own = plan, own
         self.meter = meter
         self.main_params = dict(main_params)
-        self._exchange = exchange
-        self._phase = phase
-        self._parameter_of = {id(shard): index for index, shard in main_params.items()}
-        self._tables = exchange.tables
         self.elementwise = elementwise
-        self._elementwise = [elementwise() for _ in self._tables]
-        self._scales = [update_scale(m.rows, m.cols, config) for m in plan.matrices]
-        self._scratch = scratch_limit(plan.matrices)
-        self._begun: _Begun | None = None
+        self._work = Work.of(plan.matrices, config, meter, phase)
+        self.rounds = [Round(each, self._work, elementwise()) for each in exchange.rounds]
         self.start_next: Callable[[], None] | None = None
+        self._turns = _turns(self.rounds)
+        self._exchange, self._phase = exchange, phase
+        self._parameter_of = {id(shard): index for index, shard in main_params.items()}
+        self._started: Shards | None = None
 
     def owns(self, shard: Tensor) -> bool:
         """True if Muon, not AdamW, updates this main parameter."""
         return id(shard) in self._parameter_of
-
-    @torch.no_grad()
-    def step(self, groups: ParamGroups, state: State, step_adamw: Callable[[], None]) -> None:
-        """Update Muon's parameters and AdamW's. Every rank of the stage calls it.
-
-        Round k + 1 is gathered, and the directions of round k - 1 go back, while round k is
-        orthogonalized. A round that is all at home is begun and ended in its turn, since nothing
-        of it has to travel and its memory is not needed before.
-
-        Args:
-            groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
-            state: holds each Muon shard's momentum under ``MOMENTUM_KEY``.
-            step_adamw: updates all that Muon does not own.
-        """
-        if self._begun is None:
-            self.start(groups, state)
-        assert self._begun is not None
-        (shards, gathering), self._begun = self._begun, None
-        with self._phase("muon/adamw"):  # while the first round travels
-            step_adamw()
-        scattering: Scattering | None = None
-        for number in range(len(self._tables)):
-            staged = self._finish_gather(number, gathering or self._start_gather(shards, number))
-            gathering = self._start_early(shards, number + 1)
-            with self._phase("muon/newton_schulz"):
-                self._orthogonalize(staged)
-            self._finish_round(shards, number - 1, scattering)
-            scattering = self._start_scatter(number, staged)
-            if not self._tables[number].travels:
-                self._finish_round(shards, number, scattering)
-                scattering = None
-        if self.start_next is not None:
-            self.start_next()
-        self._finish_round(shards, len(self._tables) - 1, scattering)
 
     def connect(self) -> int:
         """See ``Exchange.connect``."""
@@ -141,45 +88,54 @@ class DistributedMuon:
     def start(self, groups: ParamGroups, state: State) -> None:
         """Begin a step: its first round travels until ``step``, which is called with the same."""
         self.meter.start_step()
-        shards = dict(self._shards(groups, state))
-        self._begun = shards, self._start_early(shards, 0)
+        self._started = shards = dict(self._shards(groups, state))
+        for first in _travelling(self.rounds[:1]):
+            first.start(shards)
 
-    def _start_early(self, shards: Shards, number: int) -> Gathering | None:
-        """The gather of a round that travels, while others are at work."""
-        if number == len(self._tables) or not self._tables[number].travels:
-            return None
-        return self._start_gather(shards, number)
+    @torch.no_grad()
+    def step(self, groups: ParamGroups, state: State, step_adamw: Callable[[], None]) -> None:
+        """Update Muon's parameters and AdamW's. Every rank of the stage calls it.
 
-    def _start_gather(self, shards: Shards, number: int) -> Gathering:
-        with self._phase("muon/momentum"):
-            leaving = self._exchange.leaving(number)
-            self._advance_momentum(shards, number, leaving)
-        with self._phase("muon/gather"):
-            return self._exchange.start_gather(number, leaving)
+        While a round is orthogonalized, the next one is gathered, and the directions of the one
+        before go back. A round that is all at home is begun and ended in its turn, since nothing
+        of it has to travel and its memory is not needed before.
 
-    def _finish_gather(self, number: int, gathering: Gathering) -> Staged:
-        with self._phase("muon/gather"):
-            return self._exchange.finish_gather(number, gathering)
+        Args:
+            groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
+            state: holds each Muon shard's momentum under ``MOMENTUM_KEY``.
+            step_adamw: updates all that Muon does not own.
+        """
+        if self._started is None:
+            self.start(groups, state)
+        assert self._started is not None
+        shards, self._started = self._started, None
+        with self._phase("muon/adamw"):  # while the first round travels
+            step_adamw()
+        for turn in self._turns:
+            round = turn.round
+            if not round.travels:
+                round.start(shards)
+            staged = round.finish_gather()
+            for following in turn.coming:
+                following.start(shards)
+            round.orthogonalize(staged)
+            for preceding in turn.going_back:
+                preceding.finish(shards)
+            round.start_scatter(staged)
+            if not round.travels:
+                round.finish(shards)
+        if self.start_next is not None:
+            self.start_next()
+        for last in _travelling(self.rounds[-1:]):
+            last.finish(shards)
 
-    def _start_scatter(self, number: int, staged: Staged) -> Scattering:
-        with self._phase("muon/scatter"):
-            return self._exchange.start_scatter(number, staged)
-
-    def _finish_round(self, shards: Shards, number: int, scattering: Scattering | None) -> None:
-        if scattering is None:
-            return
-        with self._phase("muon/scatter"):
-            directions = self._exchange.finish_scatter(number, scattering)
-        with self._phase("muon/update"):
-            self._update(shards, number, directions)
-
-    def _shards(self, groups: ParamGroups, state: State) -> Iterator[tuple[int, _Shard]]:
+    def _shards(self, groups: ParamGroups, state: State) -> Iterator[tuple[int, Shard]]:
         for group in groups:
             for shard in group["params"]:
                 if self.owns(shard):
                     yield (
                         self._parameter_of[id(shard)],
-                        _Shard(
+                        Shard(
                             main_param=shard,
                             grad=shard.grad,
                             momentum_buffer=state[shard][MOMENTUM_KEY],
@@ -188,61 +144,28 @@ class DistributedMuon:
                         ),
                     )
 
-    def _runs(self, shards: Shards, number: int, name: _Held) -> list[Tensor]:
-        """One of a shard's tensors, cut into the round's runs."""
-        runs: list[Tensor] = []
-        for index, sizes in self._tables[number].parameters:
-            whole: Tensor = getattr(shards[index], name)
-            runs += [whole] if len(sizes) == 1 else split_with_sizes(whole, sizes)
-        return runs
 
-    def _advance_momentum(self, shards: Shards, number: int, leaving: Leaving) -> None:
-        self._elementwise[number].advance_momentum(
-            self._runs(shards, number, "momentum_buffer"),
-            self._runs(shards, number, "grad"),
-            leaving.runs,
-            leaving.moves,
-            self._tables[number].moving,
-            momentum=self.config.momentum,
-            nesterov=self.config.nesterov,
-        )
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A round at work, and its neighbours whose messages travel meanwhile; each has one or none.
 
-    def _orthogonalize(self, staged: Staged) -> None:
-        """Matrices become directions; zero where a matrix has no gradient in this step.
+    Attributes:
+        round: the one at work.
+        coming: the next one, whose pieces go to their homes.
+        going_back: the one before, whose directions go back.
+    """
 
-        Momentum alone would move such a matrix by a whole update for ever, since Newton-Schulz
-        takes its scale away: an expert without tokens, a layer that is frozen part-way.
-        """
-        device, first = staged.elements.device, 0
-        for alike in staged.alike:
-            like, count = alike.like, len(alike.matrices)
-            most = at_once_on(device, self.config, like.rows, like.cols, self._scratch)
-            for at in range(0, count, most):
-                together = min(most, count - at)
-                start = alike.start + at * like.numel
-                orthogonalize_staged(
-                    staged.elements[start : start + together * like.numel],
-                    staged.moves[first + at : first + at + together],
-                    self.config,
-                    rows=like.rows,
-                    cols=like.cols,
-                    column_parts=like.column_parts,
-                    column_blocks=like.column_blocks,
-                )
-            first += count
-            self.meter.matrices += count
-            kind = plan_device(device)
-            self.meter.ns_flops += count * ns_flops(like.rows, like.cols, self.config, kind)
-
-    def _update(self, shards: Shards, number: int, directions: list[Tensor]) -> None:
-        table, factors, decays = self._tables[number], [], []
-        scales = iter([self._scales[matrix] for matrix in table.matrices])
-        for index, sizes in table.parameters:
-            shard = shards[index]
-            factors += [shard.lr * next(scales) for _ in sizes]
-            decays += [shard.lr * shard.weight_decay] * len(sizes)
-        params = self._runs(shards, number, "main_param")
-        self._elementwise[number].apply_updates(params, directions, factors, decays)
+    round: Round
+    coming: Sequence[Round]
+    going_back: Sequence[Round]
 
 
-_Held = Literal["main_param", "grad", "momentum_buffer"]
+def _turns(rounds: Sequence[Round]) -> list[_Turn]:
+    return [
+        _Turn(round, _travelling(rounds[at + 1 : at + 2]), _travelling(rounds[:at][-1:]))
+        for at, round in enumerate(rounds)
+    ]
+
+
+def _travelling(rounds: Sequence[Round]) -> list[Round]:
+    return [round for round in rounds if round.travels]

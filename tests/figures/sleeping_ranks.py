@@ -25,8 +25,9 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.pricing.hardware import TERA, Hardware
 from megatron_muon.pricing.presets import H100
 from megatron_muon.pricing.step import Optimizer, StepTime, price_step
-from megatron_muon.runtime import optimizer as muon_step
+from megatron_muon.runtime import round as muon_round
 from megatron_muon.runtime.exchange import Exchange, Meter
+from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.tracing import phases
 from support.ranks import run
 from support.virtual_gpu.plans import small_plan
@@ -106,7 +107,7 @@ def _steps(case: Case, repeats: int) -> list[float]:
 
     muon, groups, state = _muon(case.config, plan, rank)
     times = []
-    with mock.patch.object(muon_step, "orthogonalize_staged", orthogonalize_staged):
+    with mock.patch.object(muon_round, "orthogonalize_staged", orthogonalize_staged):
         for _ in range(1 + repeats):
             dist.barrier()
             start = time.perf_counter()
@@ -121,13 +122,13 @@ def _muon(config: MuonConfig, plan: ExchangePlan, rank: int) -> tuple[Any, Any, 
     shards = {index: torch.zeros(piece.size) for index, piece in own.pieces.items()}
     for shard in shards.values():
         shard.grad = torch.ones_like(shard)
-    state = {shard: {muon_step.MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()}
+    state = {shard: {MOMENTUM_KEY: torch.zeros_like(shard)} for shard in shards.values()}
     groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.0}]
     meter, group = Meter(), dist.group.WORLD
     assert group is not None
     exchange = Exchange(own, plan.matrices, group, torch.bfloat16, torch.device("cpu"), meter)
     named = phases(lambda: None)
-    muon = muon_step.DistributedMuon(config, plan, own, exchange, shards, meter, named)
+    muon = DistributedMuon(config, plan, own, exchange, shards, meter, named)
     return muon, groups, state
 
 

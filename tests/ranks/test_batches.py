@@ -16,7 +16,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize_staged,
 )
 from megatron_muon.planning.describe import newton_schulz_line
-from megatron_muon.runtime import optimizer
+from megatron_muon.runtime import round as muon_round
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import run
 
@@ -94,8 +94,8 @@ def _stepped(case: Case, at_once: int) -> dict[str, Any]:
         orthogonalize_staged(staged, moves, *rest, **shape)
 
     with (
-        mock.patch.object(optimizer, "at_once_on", lambda *shape: at_once),
-        mock.patch.object(optimizer, "orthogonalize_staged", counted),
+        mock.patch.object(muon_round, "at_once_on", lambda *shape: at_once),
+        mock.patch.object(muon_round, "orthogonalize_staged", counted),
     ):
         built = start(case, Topology())
         take_step(built, 0)

@@ -36,7 +36,8 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.segments import Segment
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
-from megatron_muon.runtime.optimizer import DistributedMuon, ParamGroups, Shards, State
+from megatron_muon.runtime.optimizer import DistributedMuon, ParamGroups, State
+from megatron_muon.runtime.round import Shards
 from megatron_muon.runtime.update import Elementwise
 
 
@@ -221,7 +222,7 @@ class PaperMuon(DistributedMuon):
             shard = shards[segment.parameter]
             span = segment.elements.shift(-local[segment.parameter].start)
             params.append(shard.main_param[span.start : span.stop])
-            factors.append(shard.lr * self._scales[segment.matrix])
+            factors.append(shard.lr * self._work.scales[segment.matrix])
             decays.append(shard.lr * shard.weight_decay)
         elementwise.apply_updates(params, directions, factors, decays)
 

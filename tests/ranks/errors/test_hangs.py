@@ -24,7 +24,7 @@ TIMEOUT = 6.0  # of the process groups, in seconds
 # For each phase that communicates, the one before it, in which rank 1 fails, and what it calls.
 PHASES = {
     "muon/gather": ("muon/momentum", "_advance_momentum"),
-    "muon/scatter": ("muon/newton_schulz", "_orthogonalize"),
+    "muon/scatter": ("muon/newton_schulz", "_orthogonalize_alike"),
 }
 
 
@@ -69,7 +69,8 @@ def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple
     take_step(built, 0)
     if dist.get_rank() == 1:
         (megatron,) = built.optimizer.chained_optimizers
-        setattr(megatron.muon, PHASES[phase][1], lambda *args: _fail(how))
+        for round in megatron.muon.rounds:
+            setattr(round, PHASES[phase][1], lambda *args: _fail(how))
     begin = time.monotonic()
     try:
         take_step(built, 1)
@@ -116,7 +117,8 @@ def _error_on_every_stage(topology: Topology) -> str:
     take_step(built, 0)
     if dist.get_rank() == 1:
         for megatron in built.optimizer.chained_optimizers:
-            megatron.muon._orthogonalize = lambda *args: _fail("stop")
+            for round in megatron.muon.rounds:
+                round._orthogonalize_alike = lambda *args: _fail("stop")
     for step in (1, 2):
         try:
             take_step(built, step)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import megatron_muon.runtime.optimizer
+import megatron_muon.runtime.round
 from megatron_muon import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.round_table import round_tables
@@ -144,13 +144,13 @@ def launched_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def newton_schulz_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
-    original = megatron_muon.runtime.optimizer.orthogonalize_staged
+    original = megatron_muon.runtime.round.orthogonalize_staged
 
     def on_another(*args: Any, **shape: int) -> None:
         with torch.cuda.Stream():
             original(*args, **shape)
 
-    patch.setattr(megatron_muon.runtime.optimizer, "orthogonalize_staged", on_another)
+    patch.setattr(megatron_muon.runtime.round, "orthogonalize_staged", on_another)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ def test_a_mutant_races(
 
 
 def test_a_host_synchronisation_in_the_middle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = megatron_muon.runtime.optimizer.orthogonalize_staged
+    original = megatron_muon.runtime.round.orthogonalize_staged
 
     def reading(staged: torch.Tensor, *rest: Any, **shape: int) -> None:
         assert not bool(staged.sum() > 0)
         original(staged, *rest, **shape)
 
-    monkeypatch.setattr(megatron_muon.runtime.optimizer, "orthogonalize_staged", reading)
+    monkeypatch.setattr(megatron_muon.runtime.round, "orthogonalize_staged", reading)
     config = MuonConfig(ns_batch=1)
     plan = small_plan(config)
     recording = record_step(plan, 0, config)

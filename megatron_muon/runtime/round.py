@@ -1,0 +1,184 @@
+"""One round of a step: its matrices come to their homes, become directions, go back as updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, split_with_sizes
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
+from megatron_muon.planning.round_table import Alike
+from megatron_muon.planning.rounds import scratch_limit
+from megatron_muon.planning.segments import Matrix
+from megatron_muon.runtime.exchange import (
+    Gathering,
+    Leaving,
+    Meter,
+    RoundExchange,
+    Scattering,
+    Staged,
+)
+from megatron_muon.runtime.tracing import Phase
+from megatron_muon.runtime.update import Elementwise, update_scale
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A local piece of a Muon parameter in this step, and its group's settings."""
+
+    main_param: Tensor
+    grad: Tensor
+    momentum_buffer: Tensor
+    lr: float
+    weight_decay: float
+
+
+Shards = Mapping[int, Shard]  # by the parameter's index in the plan
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the rounds of a rank have in common.
+
+    Attributes:
+        config: the settings.
+        scales: of each matrix of the plan, per unit of lr.
+        scratch: elements that one batch of the iteration may have (``rounds.scratch_limit``).
+        meter: counts what is done.
+        phase: names the parts of a step.
+    """
+
+    config: MuonConfig
+    scales: Sequence[float]
+    scratch: int
+    meter: Meter
+    phase: Phase
+
+    @staticmethod
+    def of(matrices: Sequence[Matrix], config: MuonConfig, meter: Meter, phase: Phase) -> Work:
+        """For the stage's matrices."""
+        scales = [update_scale(matrix.rows, matrix.cols, config) for matrix in matrices]
+        return Work(config, scales, scratch_limit(matrices), meter, phase)
+
+
+class Round:
+    """A round on one rank: ``start`` it, ``orthogonalize``, ``start_scatter``, ``finish`` it.
+
+    Between two of these calls, other rounds are at work while this one's messages travel. What a
+    call has done with is freed before the next.
+
+    Args:
+        exchange: moves its pieces and directions.
+        work: what all rounds have in common.
+        elementwise: makes its elementwise operations.
+    """
+
+    def __init__(self, exchange: RoundExchange, work: Work, elementwise: Elementwise) -> None:
+        self._exchange, self._work, self._elementwise = exchange, work, elementwise
+        self._table = exchange.table
+        self._gathering: Gathering | None = None
+        self._scattering: Scattering | None = None
+
+    @property
+    def travels(self) -> bool:
+        """This rank sends or receives something in it."""
+        return self._table.travels
+
+    def start(self, shards: Shards) -> None:
+        """Advance the momentum of its shards, and send them to the homes of their matrices."""
+        with self._work.phase("muon/momentum"):
+            leaving = self._exchange.leaving()
+            self._advance_momentum(shards, leaving)
+        with self._work.phase("muon/gather"):
+            self._gathering = self._exchange.start_gather(leaving)
+
+    def finish_gather(self) -> Staged:
+        """Wait for the matrices whose home this rank is."""
+        gathering, self._gathering = self._gathering, None
+        assert gathering is not None, "a round that was not started"
+        with self._work.phase("muon/gather"):
+            return self._exchange.finish_gather(gathering)
+
+    def orthogonalize(self, staged: Staged) -> None:
+        """Turn matrices into directions, in place."""
+        with self._work.phase("muon/newton_schulz"):
+            first = 0
+            for alike in staged.alike:
+                stop = first + len(alike.matrices)
+                self._orthogonalize_alike(alike, staged.elements, staged.moves[first:stop])
+                first = stop
+
+    def start_scatter(self, staged: Staged) -> None:
+        """Send the directions to the ranks that hold pieces of their matrices."""
+        with self._work.phase("muon/scatter"):
+            self._scattering = self._exchange.start_scatter(staged)
+
+    def finish(self, shards: Shards) -> None:
+        """Wait for the directions of its shards, and update these."""
+        scattering, self._scattering = self._scattering, None
+        assert scattering is not None, "a round whose directions were not sent"
+        with self._work.phase("muon/scatter"):
+            directions = self._exchange.finish_scatter(scattering)
+        with self._work.phase("muon/update"):
+            self._update(shards, directions)
+
+    def _advance_momentum(self, shards: Shards, leaving: Leaving) -> None:
+        self._elementwise.advance_momentum(
+            self._runs(shards, "momentum_buffer"),
+            self._runs(shards, "grad"),
+            leaving.runs,
+            leaving.moves,
+            self._table.moving,
+            momentum=self._work.config.momentum,
+            nesterov=self._work.config.nesterov,
+        )
+
+    def _orthogonalize_alike(self, alike: Alike, elements: Tensor, moves: Tensor) -> None:
+        """Matrices of one layout, in batches; zero where a matrix has no gradient in this step.
+
+        Momentum alone would move such a matrix by a whole update for ever, since Newton-Schulz
+        takes its scale away: an expert without tokens, a layer that is frozen part-way.
+        """
+        like, count, work = alike.like, len(alike.matrices), self._work
+        most = at_once_on(elements.device, work.config, like.rows, like.cols, work.scratch)
+        for at in range(0, count, most):
+            together = min(most, count - at)
+            start = alike.start + at * like.numel
+            orthogonalize_staged(
+                elements[start : start + together * like.numel],
+                moves[at : at + together],
+                work.config,
+                rows=like.rows,
+                cols=like.cols,
+                column_parts=like.column_parts,
+                column_blocks=like.column_blocks,
+            )
+        kind = plan_device(elements.device)
+        work.meter.matrices += count
+        work.meter.ns_flops += count * ns_flops(like.rows, like.cols, work.config, kind)
+
+    def _update(self, shards: Shards, directions: list[Tensor]) -> None:
+        factors, decays = [], []
+        scales = iter([self._work.scales[matrix] for matrix in self._table.matrices])
+        for index, sizes in self._table.parameters:
+            shard = shards[index]
+            factors += [shard.lr * next(scales) for _ in sizes]
+            decays += [shard.lr * shard.weight_decay] * len(sizes)
+        params = self._runs(shards, "main_param")
+        self._elementwise.apply_updates(params, directions, factors, decays)
+
+    def _runs(self, shards: Shards, name: _Held) -> list[Tensor]:
+        """One of each shard's tensors, cut into the round's runs."""
+        runs: list[Tensor] = []
+        for index, sizes in self._table.parameters:
+            whole: Tensor = getattr(shards[index], name)
+            runs += [whole] if len(sizes) == 1 else split_with_sizes(whole, sizes)
+        return runs
+
+
+_Held = Literal["main_param", "grad", "momentum_buffer"]
