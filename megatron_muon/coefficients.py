@@ -236,8 +236,8 @@ def canonical(value: object) -> Coefficients:
             f"of such, got {value!r}"
         )
     triples = value if value and isinstance(value[0], tuple) else (value,)
-    found = tuple(_triple(triple) for triple in triples)
-    return "simple" if found == (SIMPLE,) else found
+    steps = tuple(_triple(triple) for triple in triples)
+    return "simple" if steps == (SIMPLE,) else steps
 
 
 def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
@@ -251,9 +251,9 @@ def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
     coefficients, room = canonical(given), 1.0
     after: After = "cycle"
     if isinstance(coefficients, str):
-        found = SETS[coefficients]
-        triples, after = found.triples, found.after
-        room = 1.0 if dtype == "fp32" else found.headroom
+        chosen = SETS[coefficients]
+        triples, after = chosen.triples, chosen.after
+        room = 1.0 if dtype == "fp32" else chosen.headroom
     else:
         triples = coefficients
     if after == "refuse" and steps != len(triples):

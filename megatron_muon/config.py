@@ -187,8 +187,10 @@ def _require_restarts(config: MuonConfig) -> None:
     if lists is not None and None not in _needed(lists, config):
         return
     known = []
-    for other, found in SETS.items():
-        counts = [s for s, lists in found.restarts.items() if None not in _needed(lists, config)]
+    for other, coefficients in SETS.items():
+        counts = [
+            s for s, lists in coefficients.restarts.items() if None not in _needed(lists, config)
+        ]
         known += [f"{other} with {', '.join(map(str, counts))}"] if counts else []
     raise ValueError(
         f"{named('ns_iteration')} {config.ns_iteration!r}: the Gram iteration has not been found "

@@ -35,7 +35,7 @@ _GPU_SHAPE, _CPU_SHAPE = (4096, 14336), (512, 2048)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SpeedsJob:
     """What a rank measures.
 
     Attributes:
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure(job: Job) -> Speeds:
+def measure(job: SpeedsJob) -> Speeds:
     """This rank's, while the others measure theirs; torch's world is up."""
     device = torch.device("cuda", torch.cuda.current_device()) if job.gpu else torch.device("cpu")
     matrix = torch.randn(*job.shape, generator=torch.Generator().manual_seed(0))
@@ -97,7 +97,7 @@ def measure(job: Job) -> Speeds:
     return Speeds(flops / statistics.median(milliseconds) / 1e9, _link_gbytes(job, device))
 
 
-def _link_gbytes(job: Job, device: torch.device) -> float | None:
+def _link_gbytes(job: SpeedsJob, device: torch.device) -> float | None:
     """What a rank sends, and receives at the same time, in the median round."""
     group = dist.group.WORLD
     assert group is not None
@@ -126,7 +126,7 @@ def _meet(device: torch.device) -> None:
 def _task(given: Namespace) -> Task:
     world = given.ranks or torch.cuda.device_count() or 2
     gpu = gpus_for(world, "--ranks", "--ranks")
-    job = Job(
+    job = SpeedsJob(
         config=MuonConfig(**newton_schulz_of(given)),
         shape=given.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE),
         message_bytes=given.mib << 20,
@@ -139,7 +139,7 @@ def _task(given: Namespace) -> Task:
 
 def _report(task: Task, ranks: Sequence[Speeds]) -> None:
     """Print what was measured, and the median rank's as flags."""
-    job: Job = task.argument
+    job: SpeedsJob = task.argument
     rows, cols = job.shape
     kind = plan_device(torch.device("cuda" if job.gpu else "cpu"))
     where = "GPU" if job.gpu else f"CPU, {task.threads} thread(s)"
@@ -160,11 +160,11 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
         print("where a run's stages span machines, give what their network has for a rank")
     else:
         print("one rank has no link to measure: --ranks 2 or more, or give what the network has")
-    print(" ".join(f"{flag} {statistics.median(found):.3g}" for flag, found in flags.items()))
+    print(" ".join(f"{flag} {statistics.median(speeds):.3g}" for flag, speeds in flags.items()))
 
 
-def _said(found: Sequence[float]) -> str:
-    return f"{statistics.median(found):.3g} ({min(found):.3g} to {max(found):.3g})"
+def _said(speeds: Sequence[float]) -> str:
+    return f"{statistics.median(speeds):.3g} ({min(speeds):.3g} to {max(speeds):.3g})"
 
 
 def _parser() -> argparse.ArgumentParser:

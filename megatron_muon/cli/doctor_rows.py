@@ -39,7 +39,7 @@ _OLDEST_TORCH = (2, 4)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Check:
     """One thing that was looked at.
 
     Attributes:
@@ -53,7 +53,7 @@ class Row:
     fault: str = ""
 
 
-def examine(checkout: Path | None) -> list[Row]:
+def examine(checkout: Path | None) -> list[Check]:
     """Look at everything, down to the first thing that the rest would need.
 
     Args:
@@ -71,76 +71,78 @@ def examine(checkout: Path | None) -> list[Row]:
     return rows
 
 
-def _environment() -> Iterator[Row]:
-    yield Row("python", f"{platform.python_version()} ({sys.executable})")
-    yield Row("megatron_muon", f"{megatron_muon.__version__} ({_folder(megatron_muon.__file__)})")
+def _environment() -> Iterator[Check]:
+    yield Check("python", f"{platform.python_version()} ({sys.executable})")
+    yield Check("megatron_muon", f"{megatron_muon.__version__} ({_folder(megatron_muon.__file__)})")
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
-        yield Row("torch", "none", f"torch cannot be imported ({error}): install torch")
+        yield Check("torch", "none", f"torch cannot be imported ({error}): install torch")
         return
     version = torch.__version__
     old = tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH
-    yield Row("torch", version, f"torch {version} is too old: install 2.4 or newer" if old else "")
+    yield Check(
+        "torch", version, f"torch {version} is too old: install 2.4 or newer" if old else ""
+    )
     if torch.cuda.is_available():
         device = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
     else:
         device = "no GPU: the CPU runtime would be on"
-    yield Row("device", device)
+    yield Check("device", device)
     for name, distribution, module in (
         ("transformer-engine", "transformer-engine", "transformer_engine"),
         ("apex", "apex", "apex.optimizers"),  # PyPI's package of that name is another
         ("emerging_optimizers", "emerging-optimizers", "emerging_optimizers"),
     ):
-        yield Row(name, _installed(distribution, module))
+        yield Check(name, _installed(distribution, module))
     if importlib.util.find_spec("psutil") is None:
-        yield Row("psutil", "none: saves in torch_dist hang without it; pip install psutil")
+        yield Check("psutil", "none: saves in torch_dist hang without it; pip install psutil")
 
 
-def _megatron(checkout: Path | None) -> Iterator[Row]:
+def _megatron(checkout: Path | None) -> Iterator[Check]:
     """What can only be told by importing Megatron, with and as the CPU runtime where it is on."""
     where = _location("megatron.core")
     if where is None:
-        yield Row(
+        yield Check(
             "megatron-core",
             "none",
             f"there is no megatron.core: {WAY_OUT}, or name one to this command",
         )
         return
-    found = checkout or _checkout_on_path()
-    if found is not None:
-        yield from _checkout(found)
+    folder = checkout or _checkout_on_path()
+    if folder is not None:
+        yield from _checkout(folder)
     yield _core(where)
     yield _hooks()
-    yield Row("hooks of commands", _those_there(*_OF_COMMANDS))
+    yield Check("hooks of commands", _those_there(*_OF_COMMANDS))
     yield _hooks_on_the_cpu()
-    if found is not None:
-        yield _plain_command(found)
-        row = _training_hooks(found)
+    if folder is not None:
+        yield _plain_command(folder)
+        row = _training_hooks(folder)
         # a core's own megatron.training, from 0.19 on, is nothing that a script needs
-        yield row if checkout is not None else Row(row.name, row.fault or row.value)
+        yield row if checkout is not None else Check(row.name, row.fault or row.value)
         yield _refused_flags()
     yield _adam()
     yield _refused()
 
 
-def _checkout(checkout: Path) -> Iterator[Row]:
+def _checkout(checkout: Path) -> Iterator[Check]:
     try:
         version = patch_tree.version_of(checkout)
         check_installation(checkout)
     except (PatchError, MixedInstallationError) as error:
-        yield Row("megatron-lm", str(checkout), str(error))
+        yield Check("megatron-lm", str(checkout), str(error))
         return
-    yield Row("megatron-lm", f"core {version} ({checkout})")
+    yield Check("megatron-lm", f"core {version} ({checkout})")
     try:
-        found = patch_tree.look(checkout)
-        way = "" if found.state == "patched" else "; use the launcher, or megatron-muon patch apply"
-        yield Row("patch", f"{found.state}: {describe(found)}{way}")
+        patch = patch_tree.look(checkout)
+        way = "" if patch.state == "patched" else "; use the launcher, or megatron-muon patch apply"
+        yield Check("patch", f"{patch.state}: {describe(patch)}{way}")
     except (PatchError, OSError) as error:
-        yield Row("patch", f"cannot be patched, use the launcher: {error}")
+        yield Check("patch", f"cannot be patched, use the launcher: {error}")
 
 
-def _core(where: Path) -> Row:
+def _core(where: Path) -> Check:
     torch = importlib.import_module("torch")
     try:
         if not torch.cuda.is_available():
@@ -148,17 +150,17 @@ def _core(where: Path) -> Row:
         importlib.import_module("megatron.core.optimizer")
         version, _ = megatron_version()
     except Exception as error:  # whatever a foreign package raises
-        return Row("megatron-core", f"({where})", _not_imported("megatron.core", where, error))
-    return Row("megatron-core", f"{version} ({where})")
+        return Check("megatron-core", f"({where})", _not_imported("megatron.core", where, error))
+    return Check("megatron-core", f"{version} ({where})")
 
 
-def _hooks() -> Row:
-    found = _those_there(*_OF_RUNS)
+def _hooks() -> Check:
+    count = _those_there(*_OF_RUNS)
     try:
         check_hooks()
     except (SeamError, ImportError) as error:
-        return Row("hooks", found, str(error))
-    return Row("hooks", found)
+        return Check("hooks", count, str(error))
+    return Check("hooks", count)
 
 
 # Of the table of what is used of others' code: what a run needs, and what it does without.
@@ -176,29 +178,29 @@ def _those_there(*parts: Part) -> str:
             check_row(row, text)
         except (SeamError, ImportError):
             missing.append(str(row))
-    found = f"{len(rows) - len(missing)} of {len(rows)}"
-    return ", ".join([found, *(f"not {name}" for name in missing)])
+    count = f"{len(rows) - len(missing)} of {len(rows)}"
+    return ", ".join([count, *(f"not {name}" for name in missing)])
 
 
-def _hooks_on_the_cpu() -> Row:
+def _hooks_on_the_cpu() -> Check:
     """Those of the CPU runtime, which a run without a GPU needs."""
-    found, fault = _those_there("cpu"), ""
+    count, fault = _those_there("cpu"), ""
     if megatron_muon.cpu.enabled():
         try:
             check_part("cpu")
         except (SeamError, ImportError) as error:
             fault = str(error)
-    return Row("hooks without a GPU", found, fault)
+    return Check("hooks without a GPU", count, fault)
 
 
-def _plain_command(checkout: Path) -> Row:
+def _plain_command(checkout: Path) -> Check:
     """Whose Muon `torchrun pretrain_gpt.py --optimizer muon --use-distributed-optimizer` is."""
     patched = False
     with contextlib.suppress(PatchError, OSError):
         patched = patch_tree.look(checkout, any_version=True).state == "patched"
     core = importlib.import_module("megatron.core.optimizer")
     emerging = getattr(core, "HAVE_EMERGING_OPTIMIZERS", False)  # since core 0.17
-    return Row("plain command", whose_muon(megatron_version()[1], patched, emerging))
+    return Check("plain command", whose_muon(megatron_version()[1], patched, emerging))
 
 
 def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
@@ -224,15 +226,15 @@ def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
     )
 
 
-def _training_hooks(checkout: Path) -> Row:
+def _training_hooks(checkout: Path) -> Check:
     try:
         importlib.import_module("megatron_muon.megatron_lm.install").install_training()
     except SeamError as error:
-        return Row("training hooks", "not all", str(error))
+        return Check("training hooks", "not all", str(error))
     except Exception as error:  # whatever a checkout raises where it is imported
         fault = _not_imported("megatron.training", checkout / "megatron" / "core", error)
-        return Row("training hooks", "none", fault)
-    return Row("training hooks", "all")
+        return Check("training hooks", "none", fault)
+    return Check("training hooks", "all")
 
 
 def _not_imported(module: str, core: Path, error: Exception) -> str:
@@ -246,21 +248,21 @@ def _not_imported(module: str, core: Path, error: Exception) -> str:
     return f"{why} ({what})" if why else f"{module} cannot be imported: {what}"
 
 
-def _adam() -> Row:
+def _adam() -> Check:
     """The one that Megatron picked, or the CPU runtime's stand-in for it."""
     adam = importlib.import_module("megatron.core.optimizer").Adam
-    return Row("adam", f"{adam.__module__}.{adam.__qualname__}")
+    return Check("adam", f"{adam.__module__}.{adam.__qualname__}")
 
 
-def _refused() -> Row:
+def _refused() -> Check:
     refused = importlib.import_module("megatron_muon.cli.doctor_options").refused_options()
-    return Row("refused options", ", ".join(refused) or "none")
+    return Check("refused options", ", ".join(refused) or "none")
 
 
-def _refused_flags() -> Row:
+def _refused_flags() -> Check:
     """What is refused on the command line: also what no configuration says."""
     flags = importlib.import_module("megatron_muon.megatron_lm.install").REFUSED
-    return Row("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
+    return Check("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
 
 
 def _location(module: str) -> Path | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_muon.cli import patch_tree
 from megatron_muon.cli.patch_lines import PatchError
-from megatron_muon.cli.patch_tree import Found
+from megatron_muon.cli.patch_tree import Checkout
 
 NOT_PATCHED = 3
 _WAY_OUT = "; or leave the checkout as it is and use torchrun -m megatron_muon SCRIPT"
@@ -60,16 +60,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(checkout: Path, any_version: bool) -> int:
-    found = patch_tree.look(checkout, any_version=any_version)
-    print(f"{found.state}: {describe(found)}")
-    return 0 if found.state == "patched" else NOT_PATCHED
+    looked_at = patch_tree.look(checkout, any_version=any_version)
+    print(f"{looked_at.state}: {describe(looked_at)}")
+    return 0 if looked_at.state == "patched" else NOT_PATCHED
 
 
-def describe(found: Found) -> str:
+def describe(checkout: Checkout) -> str:
     """The checkout's version, and whether the file has edits of one's own."""
-    release = " or ".join(found.releases) or "no release that the patch was tried on"
-    own = ", with your own edits in the file" if found.edited and found.releases else ""
-    return f"megatron-core {found.version} ({release}){own}"
+    release = " or ".join(checkout.releases) or "no release that the patch was tried on"
+    own = ", with your own edits in the file" if checkout.edited and checkout.releases else ""
+    return f"megatron-core {checkout.version} ({release}){own}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -44,7 +44,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Checkout:
     """What is known of a checkout once nothing speaks against the patch.
 
     Attributes:
@@ -106,7 +106,7 @@ def version_of(checkout: Path) -> str:
         raise PatchError(f"{checkout / _VERSION_FILE} does not say {error.args[0]}") from None
 
 
-def look(checkout: Path, *, any_version: bool = False) -> Found:
+def look(checkout: Path, *, any_version: bool = False) -> Checkout:
     """Whether a checkout is patched or can be.
 
     Args:
@@ -129,7 +129,7 @@ def look(checkout: Path, *, any_version: bool = False) -> Found:
         )
     pristine = hashlib.sha256(patch_lines.revert(data, patch)).hexdigest()
     edited = pristine not in {release.sha256 for release in same}
-    return Found(state, version, tuple(release.name for release in same), edited)
+    return Checkout(state, version, tuple(release.name for release in same), edited)
 
 
 def apply(checkout: Path, *, any_version: bool = False) -> bool:

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         if reason := why_another_model(flag):
             parser.error(reason)
     try:
-        found, config, notes = _routed(flags)
+        routed, config, notes = _routed(flags)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         parser.error(said(error))
     if unknown:
@@ -72,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
 
     core = _core()
     print(
-        as_json(found, config, notes, core) if flags.json else as_text(found, core, every=flags.all)
+        as_json(routed, config, notes, core)
+        if flags.json
+        else as_text(routed, core, every=flags.all)
     )
     return 0
 

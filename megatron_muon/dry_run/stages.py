@@ -53,7 +53,7 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RoutedParameter:
     """A parameter of a stage.
 
     Attributes:
@@ -79,7 +79,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RoutedStage:
     """A pipeline stage.
 
     Attributes:
@@ -96,7 +96,7 @@ class Stage:
 
     number: int
     ranks: tuple[int, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[RoutedParameter, ...]
     share: Share
     unsplit: tuple[str, ...]
     unknown_fusions: tuple[str, ...]
@@ -108,7 +108,7 @@ class Stage:
 class Routes:
     """A model's, over all stages; ``lines`` are those that a run prints about all of it."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[RoutedStage, ...]
     lines: tuple[str, ...]
     ranks: Ranks
 
@@ -133,7 +133,7 @@ class Planned:
 
 
 @dataclass
-class _Found:
+class _Planned:
     """From the plans of a stage's optimizers: matrices by parameter name and EP rank."""
 
     matrices: dict[tuple[str, int], tuple[Routed, ...]] = field(default_factory=dict)
@@ -210,29 +210,31 @@ def _built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
 
 def _stage(
     flags: Namespace, config: MuonConfig, ranks: Ranks, number: int, chunks: Sequence[Any]
-) -> Stage:
-    found = _Found()
+) -> RoutedStage:
+    planned_here = _Planned()
     for planned in _planned_optimizers(flags, config, ranks, chunks):
-        found.seconds += planned.seconds
-        _take(found, planned.plan, config)
+        planned_here.seconds += planned.seconds
+        _take(planned_here, planned.plan, config)
         if planned.experts:
             of_buffers = (buffer.param_index_map for buffer in planned.buffers)
-            found.on_ep_ranks |= {param for params in of_buffers for param in params}
+            planned_here.on_ep_ranks |= {param for params in of_buffers for param in params}
         buckets = [len(buffer.buckets) for buffer in planned.buffers]
         line = start_line(planned.plan, stage=number, experts=planned.experts, buckets=buckets)
-        found.lines.append(line)
+        planned_here.lines.append(line)
     here = list(weights(chunks))
     moe = ranks.expert_tp, ranks.ep
     sizes = Sizes(ranks.tp, *moe) if flags.num_experts else Sizes(ranks.tp)
-    return Stage(
+    return RoutedStage(
         number=number,
         ranks=tuple(world.stage_ranks(ranks)),
-        rows=tuple(row for weight in here for row in _rows(weight, found, config, sizes, chunks)),
+        rows=tuple(
+            row for weight in here for row in _rows(weight, planned_here, config, sizes, chunks)
+        ),
         share=share_of(here, config, sizes),
         unsplit=tuple(unsplit(here, config, sizes)),
         unknown_fusions=tuple(unknown_fusions(here, config, sizes)),
-        lines=(*unknown_lines(here, config, sizes), *found.lines),
-        plan_seconds=found.seconds,
+        lines=(*unknown_lines(here, config, sizes), *planned_here.lines),
+        plan_seconds=planned_here.seconds,
     )
 
 
@@ -268,20 +270,20 @@ def _planned(
     return Planned(plan, experts, buffers, {param for param, _ in here}, seconds)
 
 
-def _take(found: _Found, plan: ExchangePlan, config: MuonConfig) -> None:
-    planned = iter(plan.matrices)
+def _take(planned: _Planned, plan: ExchangePlan, config: MuonConfig) -> None:
+    matrices = iter(plan.matrices)
     for parameter in plan.parameters:
-        found.matrices[parameter.name, parameter.ep_rank] = tuple(
+        planned.matrices[parameter.name, parameter.ep_rank] = tuple(
             Routed(m.name, m.rows, m.cols, update_scale(m.rows, m.cols, config), m.home)
-            for m in (next(planned) for _ in parameter.matrices)
+            for m in (next(matrices) for _ in parameter.matrices)
         )
 
 
 def _rows(
-    weight: Weight, found: _Found, config: MuonConfig, sizes: Sizes, chunks: Sequence[Any]
-) -> list[Row]:
+    weight: Weight, planned: _Planned, config: MuonConfig, sizes: Sizes, chunks: Sequence[Any]
+) -> list[RoutedParameter]:
     """The parameter, once for each EP rank that has one of its own."""
-    on_ep_ranks = weight.param in found.on_ep_ranks
+    on_ep_ranks = weight.param in planned.on_ep_ranks
     tp_size = sizes.tp_of(weight)
     reason = why_adamw(weight, tp_size, config)
     if reason is None:
@@ -292,9 +294,9 @@ def _rows(
     rows = []
     for ep_rank in range(ep_size):
         name = expert_name(weight.name, ep_rank, local_experts(chunks, ep_size))
-        matrices = found.matrices[name, ep_rank] if reason is None else ()
+        matrices = planned.matrices[name, ep_rank] if reason is None else ()
         number = ep_rank if on_ep_ranks else None
-        rows.append(Row(name, tuple(weight.param.shape), tp, number, reason, matrices))
+        rows.append(RoutedParameter(name, tuple(weight.param.shape), tp, number, reason, matrices))
     return rows
 
 

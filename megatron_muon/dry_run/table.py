@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.dry_run.stages import Routed, Routes, Row, Stage
+from megatron_muon.dry_run.stages import Routed, RoutedParameter, RoutedStage, Routes
 
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
@@ -40,7 +40,7 @@ def as_json(routes: Routes, config: MuonConfig, notes: Sequence[str], core: Core
     )
 
 
-def _stage_as_json(stage: Stage) -> dict[str, Any]:
+def _stage_as_json(stage: RoutedStage) -> dict[str, Any]:
     return {
         "stage": stage.number,
         "ranks": list(stage.ranks),
@@ -80,33 +80,33 @@ def as_text(routes: Routes, core: Core, *, every: bool) -> str:
     return "\n".join(lines)
 
 
-def _heading(stage: Stage) -> str:
+def _heading(stage: RoutedStage) -> str:
     ranks = numbers(stage.ranks)
     return f"pipeline stage {stage.number}, {len(stage.ranks)} rank(s) of the world: {ranks}"
 
 
-def _shared(stage: Stage) -> list[tuple[str, ...]]:
+def _shared(stage: RoutedStage) -> list[tuple[str, ...]]:
     """Cells of the lines, in the order of their first parameters."""
-    alike: dict[tuple[Any, ...], list[Row]] = {}
+    alike: dict[tuple[Any, ...], list[RoutedParameter]] = {}
     for row in stage.rows:
         kind = (row.shape, row.tp, row.reason, tuple((m.rows, m.cols) for m in row.matrices))
         alike.setdefault((_numbered(row.name)[0], kind), []).append(row)
     return [_cells(part) for rows in alike.values() for part in _products(rows)]
 
 
-def _products(rows: Sequence[Row]) -> Iterable[list[Row]]:
+def _products(rows: Sequence[RoutedParameter]) -> Iterable[list[RoutedParameter]]:
     """Parts of ``rows`` whose names are all numbers of layers times all numbers of experts."""
-    by_layer: dict[int | None, list[Row]] = {}
+    by_layer: dict[int | None, list[RoutedParameter]] = {}
     for row in rows:
         by_layer.setdefault(_numbered(row.name)[1], []).append(row)
-    parts: dict[tuple[int | None, ...], list[Row]] = {}
+    parts: dict[tuple[int | None, ...], list[RoutedParameter]] = {}
     for members in by_layer.values():
         experts = tuple(_numbered(row.name)[2] for row in members)
         parts.setdefault(experts, []).extend(members)
     return parts.values()
 
 
-def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
+def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
     """One line for parameters that differ in numbers only."""
     first = rows[0]
     pattern, _, _ = _numbered(first.name)
@@ -127,23 +127,23 @@ def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
 
 def _matrices(matrices: Sequence[Routed]) -> str:
     """``q 4096x4096, k,v 1024x4096``; those of a batch of experts are counted."""
-    found = []
+    texts = []
     for size, same in groupby(matrices, lambda matrix: f"{matrix.rows}x{matrix.cols}"):
         parts = [matrix.name.partition("[")[2].rstrip("]") for matrix in same]
         if len(parts) > 1 and parts[0].startswith("expert "):
-            found.append(f"{len(parts)} of {size}")
+            texts.append(f"{len(parts)} of {size}")
         else:
-            found.append(f"{','.join(parts)} {size}".strip())
-    return ", ".join(found)
+            texts.append(f"{','.join(parts)} {size}".strip())
+    return ", ".join(texts)
 
 
 def _numbered(name: str) -> tuple[str, int | None, int | None]:
     """The name with ``{layer}`` and ``{expert}`` in place of the numbers, and those."""
     layer = expert = None
-    if found := _EXPERT.match(name):
-        name, expert = f"{found[1]}{{expert}}{found[3]}", int(found[2])
-    if found := _LAYER.match(name):
-        name, layer = f"{found[1]}{{layer}}{found[3]}", int(found[2])
+    if match := _EXPERT.match(name):
+        name, expert = f"{match[1]}{{expert}}{match[3]}", int(match[2])
+    if match := _LAYER.match(name):
+        name, layer = f"{match[1]}{{layer}}{match[3]}", int(match[2])
     return name, layer, expert
 
 

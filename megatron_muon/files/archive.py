@@ -173,7 +173,7 @@ def _record(view: memoryview, entry: zipfile.ZipInfo) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class _Record:
     """A record's bytes, and what its elements are."""
 
     data: memoryview
@@ -186,7 +186,7 @@ class _Storages:
     def __init__(self, records: dict[str, memoryview], folder: str) -> None:
         self._records, self._folder = records, folder
 
-    def persistent(self, saved: Any) -> _Storage:
+    def persistent(self, saved: Any) -> _Record:
         """``("storage", type, key, device, number of elements)``."""
         if not isinstance(saved, tuple) or len(saved) != 5 or saved[0] != "storage":
             raise ArchiveError("it refers to something that is no storage")
@@ -200,7 +200,7 @@ class _Storages:
         (numel,) = _sizes([numel])
         if numel * dtype.itemsize > len(data):
             raise ArchiveError(f"record {key} has {len(data)} bytes, {numel} of {dtype} are wanted")
-        return _Storage(data[: numel * dtype.itemsize], dtype)
+        return _Record(data[: numel * dtype.itemsize], dtype)
 
 
 def _sizes(numbers: Any) -> tuple[int, ...]:
@@ -216,7 +216,7 @@ def _tensor(
     storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """A view of a storage, with all of its elements inside."""
-    if not isinstance(storage, _Storage):
+    if not isinstance(storage, _Record):
         raise ArchiveError("a tensor has no storage")
     dtype = storage.dtype if dtype is None else dtype
     (offset,) = _sizes([offset])

@@ -89,10 +89,10 @@ def _large_records(file: BinaryIO, size: int) -> list[_Record]:
     records: list[_Record] = []
     stop = size
     while stop:
-        found = _archive(file, stop)
-        if found is None:
+        archive = _archive(file, stop)
+        if archive is None:
             break
-        stop, more = found
+        stop, more = archive
         records = more + records
     return records
 

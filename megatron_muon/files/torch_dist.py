@@ -49,7 +49,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FileRange:
     """Where something is: bytes ``[offset, offset + length)`` of a file of the folder."""
 
     file: str
@@ -67,7 +67,7 @@ class Metadata:
     """
 
     entries: Mapping[str, Tensor | None]
-    places: Mapping[tuple[str, Numbers | None], Place]
+    places: Mapping[tuple[str, Numbers | None], FileRange]
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -149,7 +149,7 @@ def _chunk(chunk: Any) -> Chunk:
     return Chunk(_numbers(state.get("offsets")), _numbers(state.get("sizes")))
 
 
-def _place(index: Any, info: Any) -> tuple[tuple[str, Numbers | None], Place]:
+def _place(index: Any, info: Any) -> tuple[tuple[str, Numbers | None], FileRange]:
     where, state = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
     offset = where.get("offset")
     key = _text(where.get("fqn")), None if offset is None else _numbers(offset)
@@ -159,7 +159,7 @@ def _place(index: Any, info: Any) -> tuple[tuple[str, Numbers | None], Place]:
     if state.get("transform_descriptors"):
         raise MetadataError(f"{key[0]!r} is compressed, which is not read here")
     start, length = _numbers((state.get("offset"), state.get("length")))
-    return key, Place(file, start, length)
+    return key, FileRange(file, start, length)
 
 
 # --- what it places ------------------------------------------------------------------------------

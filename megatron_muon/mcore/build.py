@@ -204,17 +204,17 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     An error of this rank waits until then, so that no other rank is left alone in the agreement.
     """
     coordinates, kind = stage.coordinates(dist_opt), plan_device(stage.device)
-    found: Found = []
+    mine: Found = []
     error: Exception | None = None
     try:
         try_products(stage.device, config.ns_dtype)
         try_elementwise(stage.device, config)
         if config.align_shards:
             require_ordered(dist_opt.model_chunks)
-        found = muon_parameters(
+        mine = muon_parameters(
             dist_opt.model_chunks, dist_opt.buffers, stage.sizes.tp, stage.sizes.expert_tp, config
         )
-        description = agreed.description([parameter for _, parameter in found], config, kind)
+        description = agreed.description([parameter for _, parameter in mine], config, kind)
     except Exception as routing_error:
         error = routing_error
         description = [*agreed.description([], config, kind), f"error: {routing_error}"]
@@ -224,14 +224,14 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
         raise error or mismatch from None
     if error is not None:
         raise error
-    here = [parameter for _, parameter in found]
+    here = [parameter for _, parameter in mine]
     ep_rank, ep_size = coordinates.ep_rank, coordinates.ep_size
     everywhere = on_every_ep_rank(here, ep_size, local_experts(dist_opt.model_chunks, ep_size))
     plan = make_plan(everywhere, grid, config, kind)
     own, meter = plan.for_rank(dist.get_rank(stage.group)), Meter()
     shards = dict(owned_shards(dist_opt))
-    first = ep_rank * len(found)  # of this EP rank's own parameters
-    main_params = {index: shards[found[index - first][0]] for index in own.pieces}
+    first = ep_rank * len(mine)  # of this EP rank's own parameters
+    main_params = {index: shards[mine[index - first][0]] for index in own.pieces}
     exchange = Exchange(own, plan.matrices, stage.group, travel_dtype(config), stage.device, meter)
     phase = phases(lambda: dist_opt.config.timers)
     elementwise = elementwise_on(stage.device, config)

@@ -15,7 +15,7 @@ from megatron_muon.megatron_lm.flag_values import value_given
 from megatron_muon.megatron_lm.flags import muon_config
 from megatron_muon.planning.bucket_count import (
     Buffer,
-    Weight,
+    LocalParameter,
     choose,
     cost,
     exchanged,
@@ -129,7 +129,7 @@ def buffers(args: Namespace, dp_size: int, expert_dp_size: int) -> list[Buffer]:
     tp = args.tensor_model_parallel_size
     expert_tp = args.expert_tensor_parallel_size or tp
     vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
-    embedding = Weight(vocabulary * args.hidden_size // tp)
+    embedding = LocalParameter(vocabulary * args.hidden_size // tp)
     dense, experts = [embedding], []
     for number in range(_layers(args)):
         of_layer, of_experts = _feed_forward(args, number)
@@ -137,8 +137,8 @@ def buffers(args: Namespace, dp_size: int, expert_dp_size: int) -> list[Buffer]:
         experts += [weight.of(expert_tp) for weight in of_experts]
     if args.pipeline_model_parallel_size == 1 and args.untie_embeddings_and_output_weights:
         dense.append(embedding)
-    found = [Buffer(tuple(dense), dp_size, tp), Buffer(tuple(experts), expert_dp_size, expert_tp)]
-    return [buffer for buffer in found if buffer.weights]
+    both = [Buffer(tuple(dense), dp_size, tp), Buffer(tuple(experts), expert_dp_size, expert_tp)]
+    return [buffer for buffer in both if buffer.weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class _Whole:
     partition_dim: int | None
     parts: tuple[tuple[str, int], ...] = ()
 
-    def of(self, tp_size: int) -> Weight:
+    def of(self, tp_size: int) -> LocalParameter:
         """On one of so many TP ranks."""
         rows = self.rows // tp_size if self.partition_dim == 0 else self.rows
         cols = self.cols // tp_size if self.partition_dim == 1 else self.cols
@@ -166,7 +166,7 @@ class _Whole:
         else:
             matrices, blocks = whole_matrix("", shape, dim, tp_size)
         muon = Parameter("", shape, dim, UNPLACED, UNPLACED, 0, matrices, blocks)
-        return Weight(rows * cols, muon)
+        return LocalParameter(rows * cols, muon)
 
 
 def _layers(args: Namespace) -> int:

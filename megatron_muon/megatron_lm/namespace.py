@@ -127,8 +127,8 @@ def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:
     known = {flag.option for flag in FLAGS} | {
         option for option in parser._option_string_actions if option.startswith("--muon-")
     }
-    found = [word for word in line if word.split("=")[0] in known]
+    options = [word for word in line if word.split("=")[0] in known]
     pairs = itertools.pairwise(line)
     if "--optimizer=muon" in line or ("--optimizer", "muon") in pairs:
-        found.insert(0, "--optimizer muon")
-    return found
+        options.insert(0, "--optimizer muon")
+    return options

@@ -42,8 +42,8 @@ def put_into(checkpointing: Any) -> None:
             ``open_file`` (since 0.14), or by the built-in ``open``.
     """
     if hasattr(checkpointing, "maybe_msc"):
-        if not isinstance(checkpointing.maybe_msc, _Storage):
-            _patches.set(checkpointing, "maybe_msc", _Storage(checkpointing.maybe_msc))
+        if not isinstance(checkpointing.maybe_msc, _StorageClient):
+            _patches.set(checkpointing, "maybe_msc", _StorageClient(checkpointing.maybe_msc))
         return
     name = "open_file" if hasattr(checkpointing, "open_file") else "open"
     opened = getattr(checkpointing, name, builtins.open)
@@ -69,7 +69,7 @@ class _Open:
         return self._original(file, mode, *args, **kwargs)
 
 
-class _Storage:
+class _StorageClient:
     """Megatron's ``maybe_msc`` with that ``open``."""
 
     def __init__(self, original: Any) -> None:

@@ -178,8 +178,8 @@ def _restarts(config: MuonConfig, device: Device) -> tuple[int, ...] | None:
     lists = restarts_of(config.ns_coefficients, config.ns_steps)
     squares: str = held_dtype(config.ns_dtype, device)
     kind = squares if squares == config.ns_dtype else "fp32_squares"
-    found: tuple[int, ...] | None = getattr(lists, kind, None)
-    return found
+    restarts: tuple[int, ...] | None = getattr(lists, kind, None)
+    return restarts
 
 
 def _standard_flops(rows: int, cols: int, config: MuonConfig, device: Device) -> int:

@@ -31,7 +31,7 @@ _GRAD, _PARAM, _PIECE = 4, 2, 2  # bytes of an element in a reduction, an all-ga
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class LocalParameter:
     """A parameter as a rank has it.
 
     Attributes:
@@ -53,13 +53,13 @@ class Buffer:
         tp_size: ranks that have slices of the same weights.
     """
 
-    weights: tuple[Weight, ...]
+    weights: tuple[LocalParameter, ...]
     dp_size: int
     tp_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class BucketCost:
     """Of a number of buckets, in a step, per rank.
 
     Attributes:
@@ -85,8 +85,8 @@ class Choice:
     """``number`` of buckets to ask for, what it costs, and what Megatron's own number would."""
 
     number: int
-    cost: Cost
-    stock: Cost
+    cost: BucketCost
+    stock: BucketCost
 
 
 def stock_bucket_size(dp_size: int) -> int:
@@ -115,18 +115,18 @@ def choose(buffers: Sequence[Buffer]) -> Choice | None:
     return Choice(number, several[number], stock)
 
 
-def cost(buffers: Sequence[Buffer], bucket_size: int) -> Cost:
+def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
     """What it comes to if a bucket is closed as soon as it has ``bucket_size`` elements.
 
     Args:
         buffers: of a rank.
         bucket_size: in elements.
     """
-    found = boundary = waited = cut = 0
+    count = boundary = waited = cut = 0
     for buffer in buffers:
         size, elements = buffer.dp_size, 0
         for bucket in in_buckets(buffer, bucket_size):
-            found += 1
+            count += 1
             elements = bucket.numel
             for start, numel, muon in zip(
                 starts(bucket.own(), bucket.sizes), bucket.sizes, bucket.muons, strict=True
@@ -135,7 +135,7 @@ def cost(buffers: Sequence[Buffer], bucket_size: int) -> Cost:
                 boundary += elsewhere > 0
                 cut += 2 * _PIECE * elsewhere // size  # there and back
         waited += (_GRAD + _PARAM) * elements * (size - 1) // size
-    return Cost(found, boundary, waited, cut)
+    return BucketCost(count, boundary, waited, cut)
 
 
 def exchanged(

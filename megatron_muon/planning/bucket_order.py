@@ -64,11 +64,11 @@ def orders(buckets: Sequence[Bucket], holders: Holders, config: MuonConfig) -> O
         config: homes, the two speeds and what Newton-Schulz costs matter.
     """
     own = [bucket.own() for bucket in buckets]
-    found = [_fitting(bucket, holders.dp_size) for bucket in buckets]
-    if found == own:
+    fitting = [_fitting(bucket, holders.dp_size) for bucket in buckets]
+    if fitting == own:
         return own
-    before, after = (sent_bytes(buckets, each, holders, config) for each in (own, found))
-    return found if after < before else own
+    before, after = (sent_bytes(buckets, each, holders, config) for each in (own, fitting))
+    return fitting if after < before else own
 
 
 def sent_bytes(
@@ -86,7 +86,7 @@ def sent_bytes(
 
 def parameters_in(buckets: Sequence[Bucket], by_bucket: Orders) -> list[Parameter]:
     """Muon's parameters in their places, in the order of the model; buckets begin at its end."""
-    found, first = [], 0
+    parameters, first = [], 0
     for bucket, order in zip(buckets, by_bucket, strict=True):
         whole = Span(first, first + bucket.numel)
         begun = dict(zip(order, starts(order, bucket.sizes), strict=True))
@@ -94,9 +94,9 @@ def parameters_in(buckets: Sequence[Bucket], by_bucket: Orders) -> list[Paramete
             if parameter is not None:
                 start = first + begun[index]
                 span = Span(start, start + bucket.sizes[index])
-                found.append(replace(parameter, bucket=whole, span=span))
+                parameters.append(replace(parameter, bucket=whole, span=span))
         first = whole.stop
-    return found[::-1]
+    return parameters[::-1]
 
 
 def _fitting(bucket: Bucket, dp_size: int) -> list[int]:
@@ -126,17 +126,17 @@ def shard_order(sizes: Sequence[int], is_whole: Sequence[bool], shard: int) -> l
         left.remove(index)
         order.append(index)
         position = _aligned(position + sizes[index])
-    found, stock = (cut_off(by, sizes, is_whole, shard) for by in (order, own))
-    return order if found < stock else own
+    fewest, stock = (cut_off(by, sizes, is_whole, shard) for by in (order, own))
+    return order if fewest < stock else own
 
 
 def starts(order: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """Where each parameter of ``order`` starts."""
-    position, found = 0, []
+    position, positions = 0, []
     for index in order:
-        found.append(position)
+        positions.append(position)
         position = _aligned(position + sizes[index])
-    return found
+    return positions
 
 
 def cut_off(

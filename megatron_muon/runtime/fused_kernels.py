@@ -63,10 +63,14 @@ def momentum_kernel(
         buffer = tl.multiple_of(buffer, 16)
         grad = tl.multiple_of(grad, 16)
         into = tl.multiple_of(into, 16)
-        found = _advance(buffer, grad, into, into_at, start, size, momentum, NESTEROV, True, BLOCK)
+        is_nonzero = _advance(
+            buffer, grad, into, into_at, start, size, momentum, NESTEROV, True, BLOCK
+        )
     else:
-        found = _advance(buffer, grad, into, into_at, start, size, momentum, NESTEROV, False, BLOCK)
-    if (place >= 0) & (found > 0):
+        is_nonzero = _advance(
+            buffer, grad, into, into_at, start, size, momentum, NESTEROV, False, BLOCK
+        )
+    if (place >= 0) & (is_nonzero > 0):
         tl.store(moves + place, 1.0)
 
 

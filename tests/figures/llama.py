@@ -11,7 +11,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.megatron_lm.bucketing import REFERENCE_DP_SIZE
 from megatron_muon.planning.bucket_count import (
     Buffer,
-    Weight,
+    LocalParameter,
     choose,
     in_buckets,
     stock_bucket_size,
@@ -41,16 +41,16 @@ def _weights() -> list[tuple[str, tuple[int, int]]]:
     return [*found, ("norm", (HIDDEN, 1)), ("output_layer", (VOCABULARY, HIDDEN))]
 
 
-def _weight(name: str, shape: tuple[int, int]) -> Weight:
+def _weight(name: str, shape: tuple[int, int]) -> LocalParameter:
     if "linear" not in name:
-        return Weight(shape[0] * shape[1])
+        return LocalParameter(shape[0] * shape[1])
     if "qkv" in name:
         parts = (("q", 512), ("k", 128), ("v", 128))
         matrices, blocks = interleaved_rows(name, shape, 1, parts)
     else:
         matrices, blocks = whole_matrix(name, shape, 0, 1)
     muon = Parameter(name, shape, 0, UNPLACED, UNPLACED, 0, matrices, blocks)
-    return Weight(shape[0] * shape[1], muon)
+    return LocalParameter(shape[0] * shape[1], muon)
 
 
 def whole_buffer(dp_size: int) -> Buffer:

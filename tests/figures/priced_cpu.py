@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
-from megatron_muon.bench.step.measure import Job, measure
+from megatron_muon.bench.step.measure import StepJob, measure
 from megatron_muon.bench.step.rows import rows
 from megatron_muon.cli.routes import megatron_is_quiet
 from megatron_muon.config import MuonConfig
@@ -84,7 +84,7 @@ def _on_rank(words: str) -> tuple[dict[str, float], list[dict[str, float]]]:
     """On a rank: its constants, and seconds of each part in each round."""
     flags = model_and_ranks(words)
     constants = _constants()
-    job = Job(flags, tuple(rows(MuonConfig(), ["muon-contiguous"], [], "duplicated")), ROUNDS)
+    job = StepJob(flags, tuple(rows(MuonConfig(), ["muon-contiguous"], [], "duplicated")), ROUNDS)
     (row,) = measure(job)
     return constants, [
         {part: 1e-3 * times.parts_ms.get(f"muon-{part}", 0.0) for part in PARTS}

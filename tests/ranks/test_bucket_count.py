@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.megatron_lm.bucketing import buffers, choose_buckets
-from megatron_muon.planning.bucket_count import SLACK, Buffer, Weight, choose, cost, exchanged
+from megatron_muon.planning.bucket_count import (
+    SLACK,
+    Buffer,
+    LocalParameter,
+    choose,
+    cost,
+    exchanged,
+)
 from megatron_muon.planning.bucket_order import UNPLACED, away
 from megatron_muon.planning.layout import Parameter, whole_matrix
 from support.models.gpt import Case, Topology, distributed_optimizers, start
@@ -33,7 +40,7 @@ def _built(case: Case, topology: Topology) -> tuple[int, int, int, Any]:
     names = {param: name for name, param in built.params.items()}
     order = [names[param] for param in reversed(buffer.param_index_map)]  # the first comes last
     muons = {parameter.name: parameter for parameter in plan.parameters}
-    weights = [Weight(built.params[name].numel(), muons.get(name)) for name in order]
+    weights = [LocalParameter(built.params[name].numel(), muons.get(name)) for name in order]
     return buckets, len(plan.boundary_parameters()), sum(plan.sent_bytes()), weights
 
 
@@ -65,10 +72,10 @@ def test_what_is_away_is_all_but_the_largest_piece(start: int, numel: int, shard
     assert away(start, numel, shard) == numel - max(pieces.values())
 
 
-def _weight(numel: int, muon: bool = True) -> Weight:
+def _weight(numel: int, muon: bool = True) -> LocalParameter:
     matrices, blocks = whole_matrix("", (1, numel), 0, 1)
     parameter = Parameter("", (1, numel), 0, UNPLACED, UNPLACED, 0, matrices, blocks)
-    return Weight(numel, parameter if muon else None)
+    return LocalParameter(numel, parameter if muon else None)
 
 
 @given(

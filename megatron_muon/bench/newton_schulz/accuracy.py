@@ -114,11 +114,11 @@ def in_float64(matrix: Tensor, config: MuonConfig) -> Tensor:
     return standard_iteration(x, schedule_of(config), _EXACT)
 
 
-def table(found: Sequence[Accuracy | str]) -> str:
+def table(accuracies: Sequence[Accuracy | str]) -> str:
     """In Markdown, with the refusals below."""
     heads = ["set", "steps", "dtype", "iteration", "shape", "input", "singular values"]
     lines = [[*heads, "to the polar factor", "to float64"], ["---"] * 9]
-    for row in found:
+    for row in accuracies:
         if isinstance(row, str):
             continue
         band = f"{row.smallest:.3f} to {row.largest:.3f}" if row.finite else "NOT FINITE"
@@ -129,11 +129,11 @@ def table(found: Sequence[Accuracy | str]) -> str:
             ]
         )
     text = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([*text, "", *(row for row in found if isinstance(row, str))])
+    return "\n".join([*text, "", *(row for row in accuracies if isinstance(row, str))])
 
 
-def as_json(found: Sequence[Accuracy | str]) -> list[object]:
-    return [row if isinstance(row, str) else dataclasses.asdict(row) for row in found]
+def as_json(accuracies: Sequence[Accuracy | str]) -> list[object]:
+    return [row if isinstance(row, str) else dataclasses.asdict(row) for row in accuracies]
 
 
 def _polar(matrix: Tensor) -> tuple[Tensor, int]:

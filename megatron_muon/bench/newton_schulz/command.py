@@ -152,14 +152,14 @@ def _errors(
     dtypes: Sequence[NsDtype],
     device: torch.device,
 ) -> dict[str, Any]:
-    found = list(accuracy.measured(names, steps, shapes, dtypes, device))
-    print(accuracy.table(found))
-    return {"shapes": shapes, "rows": accuracy.as_json(found)}
+    accuracies = list(accuracy.measured(names, steps, shapes, dtypes, device))
+    print(accuracy.table(accuracies))
+    return {"shapes": shapes, "rows": accuracy.as_json(accuracies)}
 
 
 def _restarts(names: Sequence[CoefficientName], given_steps: int | None) -> dict[str, Any]:
     print((restarts.__doc__ or "").strip() + "\n", flush=True)
-    found: dict[str, Any] = {}
+    lists_of: dict[str, Any] = {}
     for name in names:
         for steps in [given_steps] if given_steps else sorted(SETS[name].restarts) or [5]:
             try:
@@ -173,8 +173,8 @@ def _restarts(names: Sequence[CoefficientName], given_steps: int | None) -> dict
             why = restarts.why_unstable(name, steps)
             said = _said(lists) + (f", {why}" if why else "")
             print(f"{name}, {steps} steps: {said} ({same})", flush=True)
-            found[f"{name} {steps}"] = lists._asdict()
-    return found
+            lists_of[f"{name} {steps}"] = lists._asdict()
+    return lists_of
 
 
 def _said(lists: Restarts) -> str:
@@ -330,9 +330,9 @@ def device_of(text: str) -> torch.device:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {text}: cpu, cuda or cuda:N, as torch names them")
-    found = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= found:
-        count = f"{found} GPU(s)" if found else "no GPU"
+    gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        count = f"{gpus} GPU(s)" if gpus else "no GPU"
         raise ValueError(f"--device {text}: torch sees {count} here")
     return device
 

@@ -117,10 +117,10 @@ def _shortest(
     kept = getattr(recorded(name, steps), kind)
     trials = {dtype: list(_trials(schedule(name, steps, dtype), dtype, kind)) for dtype in dtypes}
     for count in range(steps // 2 + 1):
-        found: list[tuple[float, tuple[int, ...]]] = []
+        candidates: list[tuple[float, tuple[int, ...]]] = []
         for restarts in itertools.combinations(range(1, steps), count):
             cuts = list(itertools.pairwise((0, *restarts, steps)))
-            stop = min(1.0, _SAME * min(found, default=(1.0, ()))[0])
+            stop = min(1.0, _SAME * min(candidates, default=(1.0, ()))[0])
             worst = 0.0
             for dtype, tried in trials.items():
                 triples = schedule(name, steps, dtype)
@@ -129,10 +129,10 @@ def _shortest(
                 if worst > stop:
                     break
             if worst <= stop:
-                found.append((worst, restarts))
-        if found:
-            best, first = min(found)
-            return kept if (kept in [r for w, r in found if w <= _SAME * best]) else first
+                candidates.append((worst, restarts))
+        if candidates:
+            best, first = min(candidates)
+            return kept if (kept in [r for w, r in candidates if w <= _SAME * best]) else first
     return None
 
 

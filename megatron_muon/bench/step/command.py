@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     """What to run, and why upstream's row is not in it."""
     from megatron_muon.bench.ranks import Task, gpus_for, threads_for
-    from megatron_muon.bench.step.measure import Job, measure
+    from megatron_muon.bench.step.measure import StepJob, measure
     from megatron_muon.bench.step.rows import rows
     from megatron_muon.bench.step.upstream import why_no_upstream
     from megatron_muon.dry_run.model import ranks_of, transformer_config
@@ -84,7 +84,7 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
         _refuse_buckets(flags)
     task = Task(
         run=measure,
-        argument=Job(flags, tuple(chosen), given.rounds, given.traces),
+        argument=StepJob(flags, tuple(chosen), given.rounds, given.traces),
         world=ranks.world,
         gpus=gpus,
         threads=threads_for(ranks.world, given.threads),

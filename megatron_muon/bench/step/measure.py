@@ -31,7 +31,7 @@ NOISE = 4_194_301  # elements; a prime, so that no two rows of a weight are the 
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StepJob:
     """What to measure; the same for every rank.
 
     Attributes:
@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass
-class Found:
+class Measured:
     """Of one row on one rank.
 
     Attributes:
@@ -72,7 +72,7 @@ class Found:
     lines: list[str] = field(default_factory=list)
 
 
-def measure(job: Job) -> list[Found]:
+def measure(job: StepJob) -> list[Measured]:
     """Every row's figures on this rank; torch's world is up, Megatron's groups are not."""
     device = _start_megatron(job.flags)
     noise = torch.empty(NOISE, device=device)
@@ -89,15 +89,15 @@ def measure(job: Job) -> list[Found]:
         contender.count()
         contender.weigh()
         if row.kind == "muon":
-            contender.found.exchange_rounds = contender.exchange_rounds()
+            contender.measured.exchange_rounds = contender.exchange_rounds()
         if job.traces is not None:
             contender.trace(job.traces / f"{row.name}.json")
     for number in range(job.rounds):
         _say(f"round {number + 1} of {job.rounds}")
         shift = number % len(contenders)
         for contender in contenders[shift:] + contenders[:shift]:
-            contender.found.times.append(contender.step())
-    return [contender.found for contender in contenders]
+            contender.measured.times.append(contender.step())
+    return [contender.measured for contender in contenders]
 
 
 def _say(text: str) -> None:
@@ -118,7 +118,7 @@ class _Contender:
     """A row on this rank."""
 
     def __init__(self, built: Built, watch: Stopwatch, noise: Tensor) -> None:
-        self.found = Found(lines=built.lines)
+        self.measured = Measured(lines=built.lines)
         self._chunks = built.chunks
         self._optimizer = built.optimizer
         self._watch = watch
@@ -159,7 +159,7 @@ class _Contender:
         """One timed step."""
         self.wake()
         times = self._watch.measure(self._step)
-        self.found.weights = self._checksum()
+        self.measured.weights = self._checksum()
         self.park()
         return times
 
@@ -169,17 +169,17 @@ class _Contender:
         reduced = count(self._watch, self._reduce_gradients)
         counted = count(self._watch, self._step)
         counted.sent_bytes |= reduced.sent_bytes
-        self.found.counted = counted
-        self.found.ns_flops_once = _flops_once(self._optimizer)
+        self.measured.counted = counted
+        self.measured.ns_flops_once = _flops_once(self._optimizer)
         mains = {id(main): main for _, main, _ in _main_params(self._optimizer)}
         tensors = [*mains.values(), *_states(self._optimizer)]
-        self.found.state_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.measured.state_bytes = sum(tensor.nbytes for tensor in tensors)
         self.park()
 
     def weigh(self) -> None:
         """The peak of a step, which is not the first one."""
         self.wake()
-        self.found.peak_bytes = peak_bytes(self._noise.device, self._step)
+        self.measured.peak_bytes = peak_bytes(self._noise.device, self._step)
         self.park()
 
     def trace(self, file: Path) -> None:
@@ -317,6 +317,6 @@ def _flops_once(optimizer: Any) -> int:
     )
 
 
-def checksums_agree(rows: Sequence[Sequence[Found]]) -> bool:
+def checksums_agree(rows: Sequence[Sequence[Measured]]) -> bool:
     """Whether rows, each by rank, have the same weights after a step."""
-    return len({tuple(found.weights for found in ranks) for ranks in rows}) == 1
+    return len({tuple(measured.weights for measured in ranks) for ranks in rows}) == 1

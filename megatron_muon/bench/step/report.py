@@ -15,7 +15,7 @@ import torch
 
 from megatron_muon.bench.ranks import Task
 from megatron_muon.bench.step import table as table
-from megatron_muon.bench.step.measure import Found, checksums_agree
+from megatron_muon.bench.step.measure import Measured, checksums_agree
 from megatron_muon.bench.step.rows import Row, bucket_elements
 from megatron_muon.bench.step.upstream import lays_out_buffers
 from megatron_muon.cli.routes import megatron_is_quiet
@@ -29,7 +29,7 @@ def report(
     argv: Sequence[str],
     flags: Namespace,
     task: Task,
-    ranks: Sequence[Sequence[Found]],
+    ranks: Sequence[Sequence[Measured]],
 ) -> int:
     """Print the tables and write the files.
 
@@ -48,8 +48,8 @@ def report(
     """
     rows: tuple[Row, ...] = task.argument.rows
     lines = [
-        table.Line(row.name, found)
-        for row, found in zip(rows, zip(*ranks, strict=True), strict=True)
+        table.Line(row.name, of_ranks)
+        for row, of_ranks in zip(rows, zip(*ranks, strict=True), strict=True)
     ]
     topology = {name: getattr(given, name) for name in ("tp", "pp", "dp", "ep", "cp")}
     _print_tables(given, topology, task, lines)
@@ -129,8 +129,8 @@ def weights_verdicts(rows: Sequence[Row], lines: Sequence[table.Line]) -> list[t
         if len(alike) > 1:
             same = checksums_agree([line.ranks for line in alike])
             names = ", ".join(line.name for line in alike)
-            found = "the same, bit by bit" if same else "NOT the same"
-            verdicts.append((f"weights after a step of {names}: {found}", same))
+            verdict = "the same, bit by bit" if same else "NOT the same"
+            verdicts.append((f"weights after a step of {names}: {verdict}", same))
     return verdicts
 
 

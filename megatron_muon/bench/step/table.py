@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_muon.bench.step.measure import Found
+from megatron_muon.bench.step.measure import Measured
 from megatron_muon.bench.step.meter import EXCHANGE, NEWTON_SCHULZ, PARAM_GATHER, Times
 
 UPSTREAM = "upstream-layerwise"
@@ -40,7 +40,7 @@ class Line:
     """
 
     name: str
-    ranks: tuple[Found, ...]
+    ranks: tuple[Measured, ...]
 
     def steps_ms(self) -> list[float]:
         """Of each round, on the slowest rank."""
@@ -61,7 +61,7 @@ class Line:
 
     def mean_parts_ms(self) -> dict[str, float]:
         """Of each part, median over rounds of the mean over ranks."""
-        names = {name for found in self.ranks for t in found.times for name in t.parts_ms}
+        names = {name for rank in self.ranks for t in rank.times for name in t.parts_ms}
         return {
             name: statistics.median(
                 statistics.fmean(t.parts_ms.get(name, 0.0) for t in times)
@@ -72,23 +72,23 @@ class Line:
 
     def sent_bytes(self) -> dict[str, list[int]]:
         """By kind, of each rank."""
-        kinds = {kind for found in self.ranks for kind in found.counted.sent_bytes}
+        kinds = {kind for rank in self.ranks for kind in rank.counted.sent_bytes}
         return {
-            kind: [found.counted.sent_bytes.get(kind, 0) for found in self.ranks]
+            kind: [rank.counted.sent_bytes.get(kind, 0) for rank in self.ranks]
             for kind in sorted(kinds)
         }
 
     def ns_flops(self) -> list[int]:
-        return [found.counted.flops for found in self.ranks]
+        return [rank.counted.flops for rank in self.ranks]
 
     def ns_cpu_ms_per_gflop(self) -> float | None:
         """Processor time of Newton-Schulz over all ranks and rounds, by its flops."""
         flops = sum(self.ns_flops()) * len(self.ranks[0].times)
-        spent = sum(t.ns_cpu_ms for found in self.ranks for t in found.times)
+        spent = sum(t.ns_cpu_ms for rank in self.ranks for t in rank.times)
         return spent / flops * 1e9 if flops else None
 
     def _rounds(self) -> list[tuple[Times, ...]]:
-        return list(zip(*(found.times for found in self.ranks), strict=True))
+        return list(zip(*(rank.times for rank in self.ranks), strict=True))
 
 
 def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]) -> dict[str, Any]:
@@ -122,12 +122,12 @@ def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]
                 "sent_bytes": line.sent_bytes(),
                 "ns_flops": line.ns_flops(),
                 "ns_flops_once": once,
-                "state_bytes": [found.state_bytes for found in line.ranks],
-                "peak_bytes": [found.peak_bytes for found in line.ranks],
+                "state_bytes": [rank.state_bytes for rank in line.ranks],
+                "peak_bytes": [rank.peak_bytes for rank in line.ranks],
                 "rounds_ms": line.steps_ms(),
                 "newton_schulz_cpu_ms_per_gflop": line.ns_cpu_ms_per_gflop(),
                 "rounds_ungathered_ms": line.ungathered_ms(),
-                "exchange_rounds": max(found.exchange_rounds for found in line.ranks),
+                "exchange_rounds": max(rank.exchange_rounds for rank in line.ranks),
             }
             for line in lines
         ],
@@ -136,7 +136,7 @@ def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]
 
 def _flops_once(lines: Sequence[Line]) -> int:
     """Of all pipeline stages, from the plan of any row of ours with the standard iteration."""
-    return max((sum(found.ns_flops_once for found in line.ranks) for line in lines), default=0)
+    return max((sum(rank.ns_flops_once for rank in line.ranks) for line in lines), default=0)
 
 
 def as_text(lines: Sequence[Line]) -> str:
@@ -166,8 +166,8 @@ def _cells(line: Line) -> tuple[str, ...]:
         _mb(_busiest(list(sent.values()))),
         f"{max(flops) / 1e9:.2f}",
         f"({sum(flops) / 1e9:.2f})",
-        _mb(max(found.state_bytes for found in line.ranks)),
-        _mb(max(found.peak_bytes for found in line.ranks)),
+        _mb(max(rank.state_bytes for rank in line.ranks)),
+        _mb(max(rank.peak_bytes for rank in line.ranks)),
     )
 
 
@@ -182,25 +182,25 @@ def _mb(count: int) -> str:
 def _ratios(lines: Sequence[Line]) -> list[str]:
     """Each row to those of ``AGAINST``, twice where rows of ours on ``auto`` are there."""
     equal = [line for line in lines if not line.name.endswith(AUTO)]
-    found = _block("step time to others', the same Newton-Schulz iteration in all rows:", equal)
+    text = _block("step time to others', the same Newton-Schulz iteration in all rows:", equal)
     if len(equal) < len(lines):
         faster = [line for line in lines if line.name.endswith(AUTO) or line.name in OTHERS]
         ratios = _block("step time to others', ours on auto:", faster)
-        found += ["", *ratios] if ratios else []
-    return found
+        text += ["", *ratios] if ratios else []
+    return text
 
 
 def _block(title: str, lines: Sequence[Line]) -> list[str]:
     """Ratios under a title; those to upstream's also without the gather of parameters."""
     names = {line.name for line in lines}
     against = [name + AUTO if name + AUTO in names else name for name in AGAINST]
-    found = _ratios_to(lines, against, Line.steps_ms)
-    if not found:
+    ratios = _ratios_to(lines, against, Line.steps_ms)
+    if not ratios:
         return []
     ungathered = _ratios_to(lines, [UPSTREAM], Line.ungathered_ms)
     if ungathered:
         ungathered.insert(0, " without the gather of parameters in either:")
-    return [title, *found, *ungathered]
+    return [title, *ratios, *ungathered]
 
 
 def _ratios_to(
@@ -209,7 +209,7 @@ def _ratios_to(
     """Medians of the rounds' ratios, and their range."""
     by_name = {line.name: steps_of(line) for line in lines}
     width = max((len(name) for name in by_name), default=0)
-    found = []
+    text = []
     for name, steps in by_name.items():
         parts = []
         for other in against:
@@ -218,8 +218,8 @@ def _ratios_to(
                 span = f"{min(ratios):.2f} to {max(ratios):.2f}"
                 parts.append(f"{statistics.median(ratios):.2f} ({span}) of {other}")
         if parts:
-            found.append(f"  {name:{width}}  {', '.join(parts)}")
-    return found
+            text.append(f"  {name:{width}}  {', '.join(parts)}")
+    return text
 
 
 def notes(lines: Sequence[Line], *, broadcasts: bool) -> list[str]:
@@ -231,33 +231,33 @@ def notes(lines: Sequence[Line], *, broadcasts: bool) -> list[str]:
     """
     if not any(line.name == UPSTREAM for line in lines):
         return []
-    found = [
+    sentences = [
         f'{UPSTREAM}: coefficients "simple" as the other rows, where its own default is "quintic", '
         "which is as many products"
     ]
     if broadcasts:
-        found.append(
+        sentences.append(
             f"{UPSTREAM}: its gather of parameters, of unequal parts, is made of broadcasts that "
             "are under way together, since gloo has none of such parts; the other rows' too"
         )
-    return found
+    return sentences
 
 
 def kernel_text(lines: Sequence[Line]) -> str:
     """Processor time of Newton-Schulz by its flops, which should not differ between rows of ours;
     where a rank has several threads it is that of one of them. Empty where no row has any."""
-    found = [(line.name, line.ns_cpu_ms_per_gflop()) for line in lines]
-    parts = [f"{name} {ms:.2f}" for name, ms in found if ms is not None]
+    times = [(line.name, line.ns_cpu_ms_per_gflop()) for line in lines]
+    parts = [f"{name} {ms:.2f}" for name, ms in times if ms is not None]
     return f"\nNewton-Schulz, processor ms per Gflop: {', '.join(parts)}" if parts else ""
 
 
 def parts_text(lines: Sequence[Line]) -> str:
     """Where each row's step goes: mean over ranks, ms, and share of the sum."""
-    found = []
+    text = []
     for line in lines:
         parts = line.mean_parts_ms()
         total = sum(parts.values()) or 1.0
-        found.append(f"{line.name}: parts of the step, mean over ranks")
+        text.append(f"{line.name}: parts of the step, mean over ranks")
         for name, ms in sorted(parts.items(), key=lambda part: -part[1]):
-            found.append(f"  {name:36} {ms:9.1f} ms {ms / total:6.1%}")
-    return "\n".join(found)
+            text.append(f"  {name:36} {ms:9.1f} ms {ms / total:6.1%}")
+    return "\n".join(text)

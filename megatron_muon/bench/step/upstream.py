@@ -57,9 +57,9 @@ def why_no_upstream(flags: Namespace) -> str | None:
     for package in ("absl", "emerging_optimizers"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not importable: {needed}"
-    found = str(importlib.import_module("emerging_optimizers").__version__)
-    if not found.startswith(f"{wanted}."):
-        return f"emerging_optimizers is {found}: {needed}"
+    installed = str(importlib.import_module("emerging_optimizers").__version__)
+    if not installed.startswith(f"{wanted}."):
+        return f"emerging_optimizers is {installed}: {needed}"
     try:
         importlib.import_module("emerging_optimizers.orthogonalized_optimizers")
     except ImportError as error:

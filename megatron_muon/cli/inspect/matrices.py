@@ -69,10 +69,10 @@ def _matrices(
     known: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
     }
-    found = routes(flags, megatron_muon.MuonConfig(**known))
+    routed = routes(flags, megatron_muon.MuonConfig(**known))
     return {
         canonical(row.name): len(row.matrices)
-        for stage in found.stages
+        for stage in routed.stages
         for row in stage.rows
         if row.optimizer == "muon"
     }

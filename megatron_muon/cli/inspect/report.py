@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_muon.cli.inspect.folder import located, read
 from megatron_muon.cli.inspect.matrices import matrices_by_name
-from megatron_muon.cli.inspect.rows import Row, parameters
+from megatron_muon.cli.inspect.rows import StoredParameter, parameters
 from megatron_muon.cli.inspect.tensors import RECORD, Contents, are_settings
 from megatron_muon.files import digest
 from megatron_muon.files.regular import entries
@@ -44,7 +44,7 @@ class Report:
     """
 
     facts: dict[str, str]
-    parameters: tuple[Row, ...]
+    parameters: tuple[StoredParameter, ...]
     bytes: dict[str, int]
     notes: tuple[str, ...]
     faults: tuple[str, ...]
@@ -68,11 +68,11 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     faults += wrong
     if said is None and not wrong:
         notes.append("no digest: that the files are as they were written is not known")
-    found = read(folder)
-    settings = _settings(found, said)
+    contents = read(folder)
+    settings = _settings(contents, said)
     matrices: Mapping[str, int] = {}
-    args = found.common.get("args")
-    has_momentum = any(stored.kind == "momentum" for stored in found.stored.values())
+    args = contents.common.get("args")
+    has_momentum = any(stored.kind == "momentum" for stored in contents.stored.values())
     if not has_momentum:
         pass
     elif settings is None:
@@ -80,17 +80,17 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
     elif not isinstance(args, Namespace):
         notes.append("no matrices: the model's arguments are not in the checkpoint")
     else:
-        names = {stored.name for stored in found.stored.values() if stored.name is not None}
+        names = {stored.name for stored in contents.stored.values() if stored.name is not None}
         matrices, why = matrices_by_name(args, settings, len(names))
         notes += [f"no matrices: {why}"] if why else []
     expected = (said or {}).get("parameters", {})
-    rows = parameters(found, expected, matrices)
+    rows = parameters(contents, expected, matrices)
     return Report(
-        facts=_facts(folder, found, said, settings),
+        facts=_facts(folder, contents, said, settings),
         parameters=rows.rows,
-        bytes=_bytes(folder, found),
+        bytes=_bytes(folder, contents),
         notes=(*notes, *rows.notes),
-        faults=(*faults, *found.faults, *rows.faults),
+        faults=(*faults, *contents.faults, *rows.faults),
     )
 
 
@@ -136,30 +136,30 @@ def _checksum() -> Any:
     return checksum
 
 
-def _settings(found: Contents, said: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _settings(contents: Contents, said: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if said is not None:
         settings: Mapping[str, Any] | None = said["settings"]
         return settings
-    records = [state[RECORD] for state in found.states if isinstance(state.get(RECORD), dict)]
+    records = [state[RECORD] for state in contents.states if isinstance(state.get(RECORD), dict)]
     return records[0]["settings"] if records else None
 
 
 def _facts(
     folder: Path,
-    found: Contents,
+    contents: Contents,
     said: Mapping[str, Any] | None,
     settings: Mapping[str, Any] | None,
 ) -> dict[str, str]:
     number = re.fullmatch(r"iter_(\d+)", folder.name)
-    iteration = found.common.get("iteration")
+    iteration = contents.common.get("iteration")
     if not isinstance(iteration, int):
         iteration = int(number[1]) if number else "not known"
     facts = {
         "checkpoint": str(folder),
         "iteration": str(iteration),
-        "format": ", ".join([found.format, *sorted(found.sharding)]),
-        "written by": _writer(folder, found, said, settings),
-        "optimizer": _optimizer(found),
+        "format": ", ".join([contents.format, *sorted(contents.sharding)]),
+        "written by": _writer(folder, contents, said, settings),
+        "optimizer": _optimizer(contents),
     }
     if settings is not None:
         facts["settings"] = ", ".join(f"{name} {_plain(settings[name])}" for name in settings)
@@ -170,25 +170,25 @@ def _facts(
 
 def _writer(
     folder: Path,
-    found: Contents,
+    contents: Contents,
     said: Mapping[str, Any] | None,
     settings: Mapping[str, Any] | None,
 ) -> str:
-    ranks = getattr(found.common.get("args"), "world_size", None)
+    ranks = getattr(contents.common.get("args"), "world_size", None)
     on = f", on {ranks} ranks" if isinstance(ranks, int) else ""
     if said is not None:
         return ", ".join(f"{name} {value}" for name, value in said["wrote"].items())
     if settings is not None:
         return f"megatron_muon{on}; its version is not in the checkpoint"
     files = [entry.name for entry in entries(folder) if entry.name.endswith(".pt")]
-    foreign = writer_of(found.keys, found.states, files)
+    foreign = writer_of(contents.keys, contents.states, files)
     if foreign is not None:
         return _WRITERS[foreign] + on
     return f"a Megatron without megatron_muon{on}"
 
 
-def _optimizer(found: Contents) -> str:
-    kinds = {stored.kind for stored in found.stored.values()}
+def _optimizer(contents: Contents) -> str:
+    kinds = {stored.kind for stored in contents.stored.values()}
     whose = ["Muon"] * ("momentum" in kinds) + ["AdamW"] * ("adamw" in kinds)
     return " and ".join(whose) or "no optimizer state"
 
@@ -197,10 +197,10 @@ def _plain(value: Any) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
 
 
-def _bytes(folder: Path, found: Contents) -> dict[str, int]:
+def _bytes(folder: Path, contents: Contents) -> dict[str, int]:
     """What tensors of each kind take, what all else in the files does, and the sum."""
     sizes = dict.fromkeys(_KINDS.values(), 0)
-    for stored in found.stored.values():
+    for stored in contents.stored.values():
         sizes[_KINDS[stored.kind]] += stored.numel * stored.dtype.itemsize
     total = sum(entry.stat().st_size for entry in entries(folder) if _is_file(entry))
     return {**sizes, "all else": total - sum(sizes.values()), "total": total}

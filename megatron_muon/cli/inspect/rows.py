@@ -17,7 +17,7 @@ _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StoredParameter:
     """A parameter.
 
     Attributes:
@@ -40,35 +40,35 @@ class Row:
 class Parameters:
     """All rows, and what is wrong with them."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[StoredParameter, ...]
     faults: tuple[str, ...]
     notes: tuple[str, ...]
 
 
 def parameters(
-    found: Contents, expected: Mapping[str, Mapping[str, Any]], matrices: Mapping[str, int]
+    contents: Contents, expected: Mapping[str, Mapping[str, Any]], matrices: Mapping[str, int]
 ) -> Parameters:
     """Put together what the groups of ranks have saved of each parameter.
 
     Args:
-        found: what the files have.
+        contents: what the files have.
         expected: what a digest says, by name: ``shape`` and ``optimizer``; empty without one.
         matrices: by name, as far as it is known.
     """
     wanted = {canonical(name): said for name, said in expected.items()}
     by_name: dict[str, list[Stored]] = defaultdict(list)
-    for stored in found.stored.values():
-        if stored.name is not None and (stored.kind != "model" or found.format == "torch_dist"):
+    for stored in contents.stored.values():
+        if stored.name is not None and (stored.kind != "model" or contents.format == "torch_dist"):
             by_name[stored.name].append(stored)
     rows, faults = [], []
     for name in sorted({*by_name, *wanted}, key=_natural):
-        row, wrong = _row(name, by_name[name], wanted.get(name), found, matrices.get(name))
+        row, wrong = _row(name, by_name[name], wanted.get(name), contents, matrices.get(name))
         rows.append(row)
         faults += wrong
-    faults += _not_finite(found.stored.values())
+    faults += _not_finite(contents.stored.values())
     notes: list[str] = []
     if not wanted:
-        faults += _without_state(found)
+        faults += _without_state(contents)
         notes = _no_state(rows)
     return Parameters(tuple(rows), tuple(faults), tuple(notes))
 
@@ -77,15 +77,15 @@ def _row(
     name: str,
     pieces: Sequence[Stored],
     said: Mapping[str, Any] | None,
-    found: Contents,
+    contents: Contents,
     matrices: int | None,
-) -> tuple[Row, list[str]]:
+) -> tuple[StoredParameter, list[str]]:
     momentum = [piece for piece in pieces if piece.kind == "momentum"]
     moments = {piece.key for piece in pieces if piece.kind == "adamw"}
     optimizer: Literal["muon", "adamw"] | None = (
         "muon" if momentum else "adamw" if moments else None
     )
-    shape, is_part = _shape(name, pieces, said, found)
+    shape, is_part = _shape(name, pieces, said, contents)
     numel = None if is_part else prod(shape)
     faults = []
     due = said["optimizer"] if said else optimizer
@@ -106,11 +106,11 @@ def _row(
         square = _square(same, numel)
         if key == (momentum[0].key if momentum else None) and square is not None:
             norm = sqrt(square)
-    return Row(name, shape, is_part, optimizer or due, matrices, norm), faults
+    return StoredParameter(name, shape, is_part, optimizer or due, matrices, norm), faults
 
 
 def _shape(
-    name: str, pieces: Sequence[Stored], said: Mapping[str, Any] | None, found: Contents
+    name: str, pieces: Sequence[Stored], said: Mapping[str, Any] | None, contents: Contents
 ) -> tuple[tuple[int, ...], bool]:
     """Of the whole if the digest or the model says it, else of a part; and whether it is that."""
     if said is not None:
@@ -119,7 +119,7 @@ def _shape(
     if whole is not None:
         return whole.shape, False
     numel = pieces[0].numel
-    weights = [s for s in found.stored.values() if s.kind == "model" and s.name == name]
+    weights = [s for s in contents.stored.values() if s.kind == "model" and s.name == name]
     shapes = {weight.shape for weight in weights if prod(weight.shape) == numel}
     return (shapes.pop() if len(shapes) == 1 else (numel,)), True
 
@@ -165,13 +165,13 @@ def _not_finite(every: Iterable[Stored]) -> list[str]:
     ]
 
 
-def _without_state(found: Contents) -> list[str]:
+def _without_state(contents: Contents) -> list[str]:
     """Where each group of ranks has flat main parameters: more of them than of state."""
     main: dict[str, int] = defaultdict(int)
     state: dict[str, int] = defaultdict(int)
     names: dict[str, set[str]] = defaultdict(set)
     flat_moments = False
-    for stored in found.stored.values():
+    for stored in contents.stored.values():
         part = stored.part.split(" buffer ")[0]
         if stored.name is None:
             flat_moments |= stored.kind == "adamw"
@@ -189,7 +189,7 @@ def _without_state(found: Contents) -> list[str]:
     ]
 
 
-def _no_state(rows: Sequence[Row]) -> list[str]:
+def _no_state(rows: Sequence[StoredParameter]) -> list[str]:
     """What may be frozen, or lost, where no digest says which."""
     if not any(row.optimizer for row in rows):
         return ["no optimizer state is known by the name of its parameter"] if rows else []

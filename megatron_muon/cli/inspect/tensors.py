@@ -119,7 +119,7 @@ def items_of(value: Any, what: str) -> Iterable[tuple[Any, Any]]:
     return value.items()
 
 
-def add_buffers(found: Contents, state: Any, part: str, file: str) -> None:
+def add_buffers(contents: Contents, state: Any, part: str, file: str) -> None:
     """Flat tensors of each grad buffer, and by name what Muon's format has of each parameter.
 
     Raises:
@@ -130,18 +130,18 @@ def add_buffers(found: Contents, state: Any, part: str, file: str) -> None:
             where = f"{part} buffer {index} {dtypes}"
             for key, value in items_of(buffer, "a buffer of a dtype"):
                 if isinstance(value, torch.Tensor):
-                    _add(found, key, None, where, value, file)
+                    _add(contents, key, None, where, value, file)
             for name, tensors in items_of(buffer.get("state", {}), "a buffer's state"):
                 for key, value in items_of(tensors, "a parameter's state"):
-                    _add(found, key, name, part, value, file)
+                    _add(contents, key, name, part, value, file)
 
 
-def _add(found: Contents, key: Any, name: Any, part: str, value: Any, file: str) -> None:
+def _add(contents: Contents, key: Any, name: Any, part: str, value: Any, file: str) -> None:
     if not isinstance(value, torch.Tensor) or not isinstance(name, str | None):
         raise ValueError(f"the state of a parameter has a {type(value).__name__}, not a tensor")
     if key not in KINDS:
         raise ValueError(f"the state of a parameter has {str(key)[:100]!r}, which none has here")
-    found.at(KINDS[key], key, name, part, value.shape, value.dtype).add(value, file)
+    contents.at(KINDS[key], key, name, part, value.shape, value.dtype).add(value, file)
 
 
 def state_dicts(state: Any) -> list[dict[str, Any]]:
@@ -186,12 +186,12 @@ def by_name(saved: Mapping[Any, Any]) -> dict[str, Any]:
     return {key: value for key, value in saved.items() if isinstance(key, str)}
 
 
-def within(name: str, found: Contents, act: Callable[[], None]) -> None:
+def within(name: str, contents: Contents, act: Callable[[], None]) -> None:
     """Do it, and note why the file of that name does not let it be done."""
     try:
         act()
     except DAMAGE as error:
-        found.faults.append(f"{name} cannot be read: {said(error)}")
+        contents.faults.append(f"{name} cannot be read: {said(error)}")
 
 
 DAMAGE = (OSError, ValueError, RuntimeError)  # that a damaged file leads to; the last is torch's

@@ -49,48 +49,48 @@ def read_torch_dist(folder: Path) -> Contents:
     Args:
         folder: of one iteration.
     """
-    found = Contents("torch_dist")
+    contents = Contents("torch_dist")
     for name in ("metadata.json", METADATA):
         if not (folder / name).is_file():
-            found.faults.append(f"{name} is missing")
+            contents.faults.append(f"{name} is missing")
     try:
         metadata = read_metadata(folder)
     except FileNotFoundError:
         metadata = Metadata({}, {})
     except (OSError, ValueError) as error:
-        found.faults.append(f"{METADATA} cannot be read: {said(error)}")
+        contents.faults.append(f"{METADATA} cannot be read: {said(error)}")
         metadata = Metadata({}, {})
-    found.keys = frozenset(metadata.entries)
+    contents.keys = frozenset(metadata.entries)
     common_is_file = (folder / COMMON_FILE).exists()
-    if common_is_file or any(map(COMMON_KEY.match, found.keys)):
+    if common_is_file or any(map(COMMON_KEY.match, contents.keys)):
         within(
             COMMON_FILE if common_is_file else "what is common to all ranks",
-            found,
-            lambda: _add_common(found, common(folder, metadata)),
+            contents,
+            lambda: _add_common(contents, common(folder, metadata)),
         )
-    elif found.keys:
-        found.faults.append(f"{COMMON_FILE} is missing")
-    reader = _Reader(Shards(folder, metadata), found)
+    elif contents.keys:
+        contents.faults.append(f"{COMMON_FILE} is missing")
+    reader = _Reader(Shards(folder, metadata), contents)
     for key, described in metadata.entries.items():
         if described is not None:
-            _tensor(found, reader, key, described)
+            _tensor(contents, reader, key, described)
         elif at := _OBJECT.match(key):
-            _optimizer_object(found, reader, key, at)
-    for state in found.states:
+            _optimizer_object(contents, reader, key, at)
+    for state in contents.states:
         kind = state.get("param_state_sharding_type")
-        found.sharding |= {kind} if isinstance(kind, str) else set()
-    return found
+        contents.sharding |= {kind} if isinstance(kind, str) else set()
+    return contents
 
 
-def _add_common(found: Contents, saved: dict[Any, Any]) -> None:
+def _add_common(contents: Contents, saved: dict[Any, Any]) -> None:
     states = state_dicts(saved.get("optimizer"))
-    found.common, found.states = by_name(saved), found.states + states
+    contents.common, contents.states = by_name(saved), contents.states + states
 
 
 @dataclass
 class _Reader:
     shards: Shards
-    found: Contents
+    contents: Contents
     broken: set[str] = field(default_factory=set)  # files of which a fault is noted
 
     def read(self, key: str, offsets: tuple[int, ...] | None = None) -> tuple[Any, str] | None:
@@ -101,7 +101,7 @@ class _Reader:
         """
         place = self.shards.metadata.places.get((key, offsets))
         if place is None:
-            self.found.faults.append(f"{METADATA} does not say where {key} is")
+            self.contents.faults.append(f"{METADATA} does not say where {key} is")
             return None
         shards = self.shards
         try:
@@ -118,7 +118,7 @@ class _Reader:
         """One fault of a file is enough."""
         if file not in self.broken:
             self.broken.add(file)
-            self.found.faults.append(fault)
+            self.contents.faults.append(fault)
 
 
 def _place(key: str) -> tuple[Kind, str, str | None, str] | None:
@@ -136,7 +136,7 @@ def _place(key: str) -> tuple[Kind, str, str | None, str] | None:
     return None if key.startswith(("optimizer.", "chained_")) else ("model", "weight", key, "")
 
 
-def _tensor(found: Contents, reader: _Reader, key: str, described: Tensor) -> None:
+def _tensor(contents: Contents, reader: _Reader, key: str, described: Tensor) -> None:
     place = _place(key)
     if place is None:
         return
@@ -154,20 +154,20 @@ def _tensor(found: Contents, reader: _Reader, key: str, described: Tensor) -> No
             continue
         seen += tensor.numel()
         if seen > prod(size):
-            found.faults.append(f"{key} has {prod(size)} elements, more are in the files")
+            contents.faults.append(f"{key} has {prod(size)} elements, more are in the files")
             return
         if tensor.dim() != len(size) or not axes:
-            entry = found.at(kind, what, name, part, size, tensor.dtype)
+            entry = contents.at(kind, what, name, part, size, tensor.dtype)
             entry.add(tensor, file, may_be_padding=name is None)
             continue
         for index in product(*(range(n) for n in tensor.shape[:axes])):
             numbers = [at + offset for at, offset in zip(index, chunk.offsets, strict=False)]
             one = _unstacked(str(name), numbers)
-            found.at(kind, what, one, part, size[axes:], tensor.dtype).add(tensor[index], file)
+            contents.at(kind, what, one, part, size[axes:], tensor.dtype).add(tensor[index], file)
     if seen < prod(size) and not reader.broken:
-        found.faults.append(f"{key} has {prod(size)} elements, only {seen} are in the files")
+        contents.faults.append(f"{key} has {prod(size)} elements, only {seen} are in the files")
     if not described.chunks:
-        found.at(kind, what, name, part, size, described.dtype)
+        contents.at(kind, what, name, part, size, described.dtype)
 
 
 def _other_piece(tensor: Any, chunk: Chunk, described: Tensor) -> str | None:
@@ -195,7 +195,7 @@ def _unstacked(name: str, numbers: list[int]) -> str:
     return name
 
 
-def _optimizer_object(found: Contents, reader: _Reader, key: str, at: re.Match[str]) -> None:
+def _optimizer_object(contents: Contents, reader: _Reader, key: str, at: re.Match[str]) -> None:
     """What ranks have saved as a whole: groups, Muon's record, and all of dp_zero's state."""
     what = at[3]
     if what not in ("optimizer", RECORD, "param_state"):
@@ -206,6 +206,8 @@ def _optimizer_object(found: Contents, reader: _Reader, key: str, at: re.Match[s
     value, file = got
     part = f"{at['chained'] or ''} {at['group']}".strip()
     if what == "param_state":
-        within(f"{file} at {key}", found, lambda: add_buffers(found, value, part, file))
+        within(f"{file} at {key}", contents, lambda: add_buffers(contents, value, part, file))
     else:
-        within(f"{file} at {key}", found, lambda: found.states.extend(state_dicts({what: value})))
+        within(
+            f"{file} at {key}", contents, lambda: contents.states.extend(state_dicts({what: value}))
+        )

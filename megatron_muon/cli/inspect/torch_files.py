@@ -39,48 +39,48 @@ def read_torch(folder: Path) -> Contents:
     Args:
         folder: of one iteration.
     """
-    found = Contents("torch")
+    contents = Contents("torch")
     for file in files_of(folder):
-        within(str(file.relative_to(folder)), found, partial(_add, found, folder, file))
-    return found
+        within(str(file.relative_to(folder)), contents, partial(_add, contents, folder, file))
+    return contents
 
 
-def _add(found: Contents, folder: Path, file: Path) -> None:
+def _add(contents: Contents, folder: Path, file: Path) -> None:
     name = str(file.relative_to(folder))
     has_tensors = "optim.pt" in file.name and "model" not in file.name
     saved = archive.load(file)
     if has_tensors:
-        _add_tensors(found, saved, name)
+        _add_tensors(contents, saved, name)
     else:
-        _add_model(found, saved, name)
+        _add_model(contents, saved, name)
     pair = _pair(file) if has_tensors or _has_record(saved) else None
     if pair is not None and not pair[0]:
-        found.faults.append(f"{name} has no {pair[1]} beside it, which is missing")
+        contents.faults.append(f"{name} has no {pair[1]} beside it, which is missing")
 
 
-def _add_tensors(found: Contents, saved: Any, name: str) -> None:
+def _add_tensors(contents: Contents, saved: Any, name: str) -> None:
     states = saved if isinstance(saved, list) else [saved]
     for number, state in enumerate(states):
         if isinstance(state, dict) and not any(isinstance(key, int) for key in state):
             if "buckets_coalesced" not in state:
                 raise ValueError("it has no grad buffers, so it is no optimizer's file")
-        add_buffers(found, state, name if len(states) == 1 else f"{name} {number}", name)
+        add_buffers(contents, state, name if len(states) == 1 else f"{name} {number}", name)
 
 
-def _add_model(found: Contents, saved: Any, file: str) -> None:
+def _add_model(contents: Contents, saved: Any, file: str) -> None:
     named = by_name(dict(items_of(saved, "all of it")))
     states = state_dicts(named.get("optimizer"))
     chunks = [key for key in named if _CHUNK.fullmatch(key)]
     if not chunks:
         raise ValueError("it has no model in it")
-    if not found.common:
-        found.common = {key: named[key] for key in named if not key.startswith("model")}
-    found.states += states
+    if not contents.common:
+        contents.common = {key: named[key] for key in named if not key.startswith("model")}
+    contents.states += states
     for chunk in chunks:
         for name, tensor in by_name(dict(items_of(named[chunk], chunk))).items():
             if isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state"):
                 part = f"{file} {chunk}"
-                entry = found.at("model", "weight", name, part, tensor.shape, tensor.dtype)
+                entry = contents.at("model", "weight", name, part, tensor.shape, tensor.dtype)
                 entry.add(tensor, file)
 
 

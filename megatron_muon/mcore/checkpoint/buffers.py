@@ -32,7 +32,7 @@ OTHER_CUT = (
 )
 
 
-class Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """Where a parameter is in the gathered tensors of its buffer, and what is saved of it."""
 
     name: str
@@ -61,7 +61,7 @@ def gathered_spans(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]
         yield param, start - removed[bucket_id], stop - removed[bucket_id]
 
 
-def to_disk(gathered: dict[str, Any], places: list[Place]) -> dict[str, Any]:
+def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, Any]:
     """What is written for a buffer.
 
     Args:
@@ -80,7 +80,7 @@ def to_disk(gathered: dict[str, Any], places: list[Place]) -> dict[str, Any]:
     return kept
 
 
-def from_disk(saved: Mapping[str, Any], places: list[Place], numel: int) -> dict[str, Any]:
+def from_disk(saved: Mapping[str, Any], places: list[BufferPlace], numel: int) -> dict[str, Any]:
     """What ``to_disk`` was given; the second moment of Muon's parameters is of no meaning.
 
     Args:

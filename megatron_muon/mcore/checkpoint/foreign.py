@@ -310,13 +310,13 @@ def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
     """What a group needs for AdamW, which their Muon groups may lack."""
-    found: StateDict = {"bias_correction": True}
+    hyperparameters: StateDict = {"bias_correction": True}
     for group in groups_of(states):
         for key in ("bias_correction", "betas", "eps"):
             for name in (f"adamw_{key}", key):
                 if name in group:
-                    found[key] = group[name]
-    return found
+                    hyperparameters[key] = group[name]
+    return hyperparameters
 
 
 def _common_step(state: Mapping[str, Any]) -> Any:
@@ -330,21 +330,21 @@ def _settings(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     muons = [group for group in groups_of(states) if group.get("use_muon")]
     if not muons:
         return {"momentum": _mu(states)}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in _MOONSHOT:
         values = [group[name] for group in muons if name in group]
         if any(value != values[0] for value in values):
             raise ValueError(f"the checkpoint's Muon groups have several {name}: {values}")
-        found |= {name: values[0]} if values else {}
-    return found
+        settings |= {name: values[0]} if values else {}
+    return settings
 
 
 def _mu(states: Sequence[Mapping[str, Any]]) -> float:
-    found = {float(group[key]) for group in groups_of(states) for key in _MU if key in group}
-    if len(found) != 1:
+    momenta = {float(group[key]) for group in groups_of(states) for key in _MU if key in group}
+    if len(momenta) != 1:
         raise ValueError(
             "the checkpoint, of Megatron's own Muon, must say one momentum coefficient in its "
-            f"parameter groups, to make a sum of its mean; it says {sorted(found) or 'none'}"
+            f"parameter groups, to make a sum of its mean; it says {sorted(momenta) or 'none'}"
         )
-    (mu,) = found
+    (mu,) = momenta
     return mu

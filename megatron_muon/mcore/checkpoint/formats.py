@@ -158,18 +158,18 @@ class MuonCheckpoint(ShardedState):
             raise ValueError("the checkpoint has no optimizer state for this rank")
         given = dict(saved) if isinstance(saved, dict) else {}  # a list: of a chain with experts'
         for index, dtypes, buffer in self._buffers():
-            found = given.get(index, {}).get(dtypes)
-            if found is None:
+            saved_buffer = given.get(index, {}).get(dtypes)
+            if saved_buffer is None:
                 raise ValueError(
                     f"the checkpoint has no optimizer state of grad buffer {index} of {dtypes}: it "
                     f"is of another model or precision, or was cut otherwise. {OTHER_CUT}"
                 )
             if self.from_adamw is None:
-                own = from_disk(found, self._places(index), buffer.numel_unpadded)
+                own = from_disk(saved_buffer, self._places(index), buffer.numel_unpadded)
                 given[index] = {**saved[index], dtypes: own}
                 continue
             for key in ("param", *ADAMW_STATE):
-                check_tensor(f"grad buffer {index}", key, found, buffer.numel_unpadded)
+                check_tensor(f"grad buffer {index}", key, saved_buffer, buffer.numel_unpadded)
         return given
 
     def _refuse_other_order(self, format: str) -> None:

@@ -54,9 +54,9 @@ def _check_own(sharded_state_dict: Mapping[str, Any], folder: str) -> None:
     wanted = dict(_wanted(sharded_state_dict))
     if not any(_RANKS_OWN.search(key) or _MODEL_SPACE.match(key) for key in wanted):
         return
-    found = _stored(folder)
+    stored = _stored(folder)
     problem = (
-        _other_cut(wanted, found) or _other_prefix(wanted, found) or _other_dtype(wanted, found)
+        _other_cut(wanted, stored) or _other_prefix(wanted, stored) or _other_dtype(wanted, stored)
     )
     if problem:
         raise ValueError(f"{folder}: {problem}")
@@ -86,29 +86,29 @@ def _stored(folder: str) -> Tensors:
     }
 
 
-def _other_cut(wanted: Tensors, found: Tensors) -> str | None:
+def _other_cut(wanted: Tensors, stored: Tensors) -> str | None:
     """What says that the optimizer's buffers were cut otherwise; None where nothing does."""
-    if not any(_is_record(key) for key in wanted) or not any(_is_record(key) for key in found):
+    if not any(_is_record(key) for key in wanted) or not any(_is_record(key) for key in stored):
         return None  # AdamW's: it has errors of its own
     for key, tensor in wanted.items():
         match = _RANKS_OWN.search(key)
         if not match:
             continue
         own = match[1]
-        if key in found:
-            there = found[key]
+        if key in stored:
+            there = stored[key]
             if tensor is not None and there is not None and there.size != tensor.size:
                 return f"{key} has {there.size} elements there, {tensor.size} here. {OTHER_CUT}"
         elif own == RECORD:
             return f"it has no {key}. {OTHER_CUT}"
         elif own.startswith(f"{RECORD}.param.") and not any(
-            f".{RECORD}.param." in k for k in found
+            f".{RECORD}.param." in k for k in stored
         ):
             return (
                 "its main parameters are by bucket, as a megatron_muon before this one wrote them: "
                 "save it there as fully_reshardable, or load the model alone (--no-load-optim)"
             )
-        elif own.startswith(f"{RECORD}.{MOMENTUM}.") and _under_another(own, found):
+        elif own.startswith(f"{RECORD}.{MOMENTUM}.") and _under_another(own, stored):
             return f"it has {own} under another model-parallel rank than {key}. {OTHER_CUT}"
     return None
 
@@ -118,15 +118,15 @@ def _is_record(key: str) -> bool:
     return match is not None and match[1] == RECORD
 
 
-def _under_another(own: str, found: Tensors) -> bool:
-    return any((match := _RANKS_OWN.search(key)) and match[1] == own for key in found)
+def _under_another(own: str, stored: Tensors) -> bool:
+    return any((match := _RANKS_OWN.search(key)) and match[1] == own for key in stored)
 
 
-def _other_prefix(wanted: Tensors, found: Tensors) -> str | None:
+def _other_prefix(wanted: Tensors, stored: Tensors) -> str | None:
     """Before core 0.14 the keys say how many optimizers a chain has; one more with EP."""
     prefixes = [
         {match[1] for key in keys if f".{MOMENTUM}." in key and (match := _MODEL_SPACE.match(key))}
-        for keys in (wanted, found)
+        for keys in (wanted, stored)
     ]
     if all(prefixes) and not prefixes[0] <= prefixes[1]:
         return (
@@ -136,12 +136,12 @@ def _other_prefix(wanted: Tensors, found: Tensors) -> str | None:
     return None
 
 
-def _other_dtype(wanted: Tensors, found: Tensors) -> str | None:
+def _other_dtype(wanted: Tensors, stored: Tensors) -> str | None:
     """In a checkpoint of Muon's: AdamW's may be kept in less than fp32, which is exact to widen."""
-    if not any(_is_record(key) or MOMENTUM in key for key in found):
+    if not any(_is_record(key) or MOMENTUM in key for key in stored):
         return None
     for key, tensor in wanted.items():
-        there = found.get(key)
+        there = stored.get(key)
         if tensor is not None and there is not None and there.dtype != tensor.dtype:
             return (
                 f"{key} is {there.dtype} on disk, {tensor.dtype} here: it was changed since Muon "

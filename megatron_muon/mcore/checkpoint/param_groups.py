@@ -49,20 +49,20 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
     Raises:
         ValueError: there is no record of Muon's, or one of another format.
     """
-    found = saved.get(RECORD)
-    if found is None:
+    own = saved.get(RECORD)
+    if own is None:
         raise ValueError(
             "the checkpoint's optimizer state was not saved by megatron_muon's Muon (it has no "
             f"{RECORD!r} in it): load the model alone (in Megatron-LM --no-load-optim or "
             "--finetune), or choose the optimizer that saved it"
         )
-    if found.get("format") != FORMAT:
+    if own.get("format") != FORMAT:
         raise ValueError(
-            f"the checkpoint's optimizer state is of format {found.get('format')!r}, this "
+            f"the checkpoint's optimizer state is of format {own.get('format')!r}, this "
             f"megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
         )
     # A megatron_muon without some setting did what is its default.
-    then = {**dataclasses.asdict(MuonConfig(ns_iteration="standard")), **found["settings"]}
+    then = {**dataclasses.asdict(MuonConfig(ns_iteration="standard")), **own["settings"]}
     now = _in_force(config, device)
     if then["ns_iteration"] is None:  # another Muon's checkpoint, which does not say it
         then["ns_iteration"] = now["ns_iteration"]

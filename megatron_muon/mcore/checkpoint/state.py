@@ -14,7 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_muon.mcore.checkpoint.buffers import (
     ADAMW_STATE,
     MOMENTUM,
-    Place,
+    BufferPlace,
     check_tensor,
     gathered_spans,
 )
@@ -166,9 +166,9 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             for dtypes in ranges:
                 yield index, dtypes, self.buffers[index]
 
-    def _places(self, index: int) -> list[Place]:
+    def _places(self, index: int) -> list[BufferPlace]:
         """Of all parameters in a grad buffer, on whichever DP ranks their pieces are."""
         return [
-            Place(self._name_of[param], start, stop, param in self._muons)
+            BufferPlace(self._name_of[param], start, stop, param in self._muons)
             for param, start, stop in gathered_spans(self.buffers[index])
         ]

@@ -137,7 +137,7 @@ def _check_size(then: _Sum, now: _Sum, folder: str) -> None:
 
 def _summed(table: Mapping[str, Mapping[str, Any]]) -> dict[str, _Sum]:
     """Matrices by canonical name. How TP splits a vector is not known of all."""
-    found: dict[str, _Sum] = {}
+    sums: dict[str, _Sum] = {}
     for name in sorted(table):
         shape = tuple(table[name]["shape"])
         if len(shape) < 2:
@@ -145,8 +145,6 @@ def _summed(table: Mapping[str, Mapping[str, Any]]) -> dict[str, _Sum]:
         canonical = name
         for pattern, text in _SAME:
             canonical = pattern.sub(text, canonical)
-        before = found.get(canonical, _Sum([], 0, shape))
-        found[canonical] = _Sum(
-            [*before.names, name], before.numel + math.prod(shape), before.shape
-        )
-    return found
+        before = sums.get(canonical, _Sum([], 0, shape))
+        sums[canonical] = _Sum([*before.names, name], before.numel + math.prod(shape), before.shape)
+    return sums

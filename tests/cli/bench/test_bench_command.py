@@ -13,7 +13,7 @@ import pytest
 import megatron_muon
 from megatron_muon import MuonConfig
 from megatron_muon.bench.step.flags import ROWS
-from megatron_muon.bench.step.measure import Found
+from megatron_muon.bench.step.measure import Measured
 from megatron_muon.bench.step.meter import Times
 from megatron_muon.cli import main
 from support.benching import OURS, SMALL, bench_step, model_and_ranks
@@ -129,9 +129,9 @@ def test_the_timeline_of_every_row_has_a_lane_for_what_the_row_does(
 def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, arguments: str = "") -> int:
     """The command's exit status where rows end a step with these checksums."""
 
-    def run_ranks(task: Any) -> list[list[Found]]:
+    def run_ranks(task: Any) -> list[list[Measured]]:
         times = [Times(2.0, {"params-all-gather": 1.0, "rest": 1.0}, 0.0)]
-        return [[Found(times, weights=weights.get(row.name, 7)) for row in task.argument.rows]]
+        return [[Measured(times, weights=weights.get(row.name, 7)) for row in task.argument.rows]]
 
     monkeypatch.setattr("megatron_muon.bench.ranks.run_ranks", run_ranks)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -11,7 +11,7 @@ import torch
 
 from megatron_muon import MuonConfig
 from megatron_muon.bench.step.build import build
-from megatron_muon.bench.step.measure import Found, Job, checksums_agree, measure
+from megatron_muon.bench.step.measure import Measured, StepJob, checksums_agree, measure
 from megatron_muon.bench.step.meter import Stopwatch
 from megatron_muon.bench.step.rows import rows
 from support.benching import OURS, model_and_ranks
@@ -26,7 +26,7 @@ def _found(arguments: str, names: list[str]) -> dict[str, Any]:
     """On a rank: what each row costs, and the plans that ours has."""
     flags = model_and_ranks(arguments)
     chosen = rows(MuonConfig(), names, [], "duplicated")
-    found = measure(Job(flags, tuple(chosen), 1))
+    found = measure(StepJob(flags, tuple(chosen), 1))
     row = next(row for row in chosen if row.name == "muon-paper")
     built = build(row, flags, Stopwatch(torch.device("cpu")))
     parts = [part for part in built.optimizer.chained_optimizers if part.muon is not None]
@@ -81,7 +81,7 @@ def test_the_papers_row_sends_and_computes_what_its_formulas_say(
     found: list[dict[str, Any]],
 ) -> None:
     for rank in found:
-        paper: Found = rank["rows"]["muon-paper"]
+        paper: Measured = rank["rows"]["muon-paper"]
         wanted: dict[str, int] = defaultdict(int)
         for plan in rank["plans"]:
             for kind, number in _by_formula(plan, rank["rank"]).items():
@@ -97,7 +97,7 @@ def test_our_rows_send_what_is_planned_and_do_each_matrix_once(
     found: list[dict[str, Any]],
 ) -> None:
     for name in ("muon-contiguous", "muon-bucketed"):
-        ranks: list[Found] = [rank["rows"][name] for rank in found]
+        ranks: list[Measured] = [rank["rows"][name] for rank in found]
         assert sum(one.counted.flops for one in ranks) == sum(one.ns_flops_once for one in ranks)
     for rank in found:  # the paper's row and ours in the same buckets have the same plan
         sent = rank["rows"]["muon-bucketed"].counted.sent_bytes
@@ -139,7 +139,7 @@ def _planned_bytes(aligned: bool) -> list[int]:
     flags = model_and_ranks("--tp 1 --dp 3 --hidden 96")
     (row, *_) = rows(MuonConfig(homes="local"), ["muon-contiguous"], [], "duplicated")
     row = replace(row, config=replace(row.config, align_shards=aligned and row.config.align_shards))
-    measure(Job(flags, (), 0))  # Megatron's groups
+    measure(StepJob(flags, (), 0))  # Megatron's groups
     built = build(row, flags, Stopwatch(torch.device("cpu")))
     return [sum(part.muon.plan.sent_bytes()) for part in built.optimizer.chained_optimizers]
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from megatron_muon.bench.step.measure import Found
+from megatron_muon.bench.step.measure import Measured
 from megatron_muon.bench.step.meter import Counted, Times
 from megatron_muon.bench.step.table import Line, as_json, as_text, kernel_text, notes
 
 
 def _line(name: str, *steps: float, gather: float = 0.0) -> Line:
     parts = {"params-all-gather": gather}
-    return Line(name, (Found([Times(ms, parts | {"rest": ms - gather}, 0.0) for ms in steps]),))
+    return Line(name, (Measured([Times(ms, parts | {"rest": ms - gather}, 0.0) for ms in steps]),))
 
 
 def test_times_are_the_slowest_ranks() -> None:
-    def one(*steps: float) -> Found:
+    def one(*steps: float) -> Measured:
         parts = [{"muon-gather": ms / 4, "muon-scatter": ms / 4, "rest": ms / 2} for ms in steps]
-        return Found([Times(ms, part, 0.0) for ms, part in zip(steps, parts, strict=True)])
+        return Measured([Times(ms, part, 0.0) for ms, part in zip(steps, parts, strict=True)])
 
     line = Line("muon-contiguous", (one(1, 9, 2), one(4, 3, 8)))
     (row,) = as_json([line], {}, {})["rows"]
@@ -66,7 +66,7 @@ def test_speed_by_flops_has_two_decimals() -> None:
     """One could not tell 5 % apart."""
 
     def line(name: str, cpu_ms: float) -> Line:
-        found = Found([Times(9.0, {}, cpu_ms)], Counted(flops=10**9))
+        found = Measured([Times(9.0, {}, cpu_ms)], Counted(flops=10**9))
         return Line(name, (found,))
 
     text = kernel_text([line("muon-contiguous", 3.191), line("muon-paper", 3.314)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_muon import MuonConfig
-from megatron_muon.bench.step.measure import Found, Job, measure
+from megatron_muon.bench.step.measure import Measured, StepJob, measure
 from megatron_muon.bench.step.upstream import why_no_upstream
 from support.benching import model_and_ranks
 from support.installed import VERSION
@@ -22,11 +22,11 @@ def importable() -> None:
         pytest.skip(reason)
 
 
-def _measured(arguments: str) -> dict[str, Found]:
+def _measured(arguments: str) -> dict[str, Measured]:
     from megatron_muon.bench.step.rows import rows
 
     chosen = rows(MuonConfig(), ["upstream-layerwise", "muon-contiguous"], [], "duplicated")
-    found = measure(Job(model_and_ranks(arguments), tuple(chosen), 1))
+    found = measure(StepJob(model_and_ranks(arguments), tuple(chosen), 1))
     return {row.name: one for row, one in zip(chosen, found, strict=True)}
 
 

@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """A rank of a stage; dense weights and experts are stepped one after the other.
 
     Attributes:
@@ -88,7 +88,7 @@ HEAD = (
 )
 
 
-def rows_of(model: Model, **settings: object) -> list[Row]:
+def rows_of(model: Model, **settings: object) -> list[ReportRow]:
     """Rank 0 and the busiest rank of a model."""
     config, plans = plans_of(model, **settings)
     work = [sum(flops) for flops in zip(*(plan.ns_flops() for _, plan in plans), strict=True)]
@@ -107,8 +107,8 @@ def _row(
     plans: Sequence[tuple[str, ExchangePlan]],
     rank: int,
     who: str,
-) -> Row:
-    return Row(
+) -> ReportRow:
+    return ReportRow(
         model.name,
         rank,
         who,
@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _print_phases(row: Row) -> None:
+def _print_phases(row: ReportRow) -> None:
     for recording in row.recordings:
         for phase, count in recording.launches_by_phase.most_common():
             over = recording.peak.by_phase.get(phase, 0)

@@ -10,12 +10,12 @@ import pytest
 from megatron_muon.orthogonalize.iteration import scratch_elements
 from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE
 from support.virtual_gpu.plans import MODELS
-from support.virtual_gpu.report import MIB, Row, rows_of
+from support.virtual_gpu.report import MIB, ReportRow, rows_of
 
 BY_NAME = {model.name: model for model in MODELS}
 
 
-def _busiest(name: str, **settings: object) -> Row:
+def _busiest(name: str, **settings: object) -> ReportRow:
     return rows_of(BY_NAME[name], **settings)[-1]
 
 
