@@ -49,7 +49,9 @@ def coefficients_page() -> str:
         "*Interval* holds the singular values, of a matrix of Frobenius norm 1, that the given "
         "number of steps brings into *band*. *Beyond* says which coefficients further steps use. "
         "`gram` lists the numbers of steps with a known, accurate restart list for the Gram "
-        "iteration in bf16, fp16 and fp32; other combinations are refused.\n\n",
+        "iteration in bf16, fp16 and fp32. With another "
+        "combination `gram` and `auto` are errors where they are asked for, and the default is "
+        "`standard`.\n\n",
         _table(
             ["set", "steps", "interval", "band", "beyond", "gram, bf16", "fp16", "fp32"],
             [_set_row(name, found) for name, found in SETS.items()],

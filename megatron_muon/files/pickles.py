@@ -3,7 +3,7 @@
 Python's unpickler imports what a pickle names and calls it. This reader imports nothing. A name
 becomes a ``Name``, an object of a class becomes an ``Unknown`` with its arguments and its state.
 Only the makers that the caller passes are called, and each checks its arguments. The opcodes are
-those that protocols 2 to 5 write; the others are refused.
+those that torch and Megatron write in protocols 2 to 5: no LONG4, no EXT and no out-of-band buffer.
 
 Python's unpickler also fails in ways that no caller can catch: a nested tuple as a key overflows
 the C stack, and one opcode makes it allocate 64 GB. Here keys are checked and the memo is a dict.
@@ -377,8 +377,10 @@ class _Machine:
         self.reduce()
 
     def newobj_ex(self) -> None:
-        self._stack.pop()  # by keyword: only of classes that are not known here
-        self.reduce()
+        keywords, args, made = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        if keywords and isinstance(made, Name) and made in self._makers:
+            raise PickleError(f"{made} is called with keywords, which is not read here")
+        self._make(made, args)
 
     def _make(self, made: Any, args: Any) -> None:
         if not isinstance(args, tuple) or not isinstance(made, (Name, Unknown)):

@@ -22,8 +22,8 @@ from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange import Meter
 from megatron_muon.runtime.patches import Patches, around
 
-# Who took a wrapped name by import meanwhile, where it is not found, goes on calling ours after
-# uninstall(), too, which then only passes the call on.
+# A module that imported a wrapped name where it is not searched for keeps our wrapper after
+# uninstall(); the wrapper then only passes the call on.
 _patches = Patches()
 _originals: dict[str, Any] = {}  # Megatron's own functions
 _config: MuonConfig | None = None  # None while not installed
@@ -132,7 +132,7 @@ def _get_megatron_optimizer(
 
 
 def _refuse(config: Any, model_chunks: list[Any], given: inspect.BoundArguments) -> None:
-    """What one pipeline stage may have and another not, among it."""
+    """Raise for options that Muon cannot have, also those that only one pipeline stage has."""
     refuse_unsupported(config, model_chunks)
     refuse_groups(given.arguments)
     frozen = frozen_too_late(model_chunks)
@@ -156,7 +156,8 @@ def _get_megatron_muon_optimizer(
 
 
 def _stopped(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
-    """What Megatron's function calls, not ours: where somebody kept it before ``install()``."""
+    """Wraps what Megatron's own function calls: with ``muon`` only a reference to it that somebody
+    took before ``install()`` gets here."""
     if config.optimizer == "muon":
         raise SeamError(
             "optimizer='muon' was asked of a get_megatron_optimizer that was taken before "

@@ -119,8 +119,8 @@ def _dp_sizes(args: Namespace) -> tuple[int, int]:
 
 def buffers(args: Namespace, dp_size: int, expert_dp_size: int) -> list[Buffer]:
     """The grad buffers of the first pipeline stage's first model chunk on a rank, but for what is
-    small (norms, biases, routers) and the layers of multi-token prediction. Of them only a number
-    of buckets comes, and what is printed of it.
+    small (norms, biases, routers) and the layers of multi-token prediction. They only serve to
+    choose the number of buckets and to print the reason.
 
     Args:
         args: Megatron's, validated.

@@ -2,9 +2,10 @@
 
 Two iterations that differ in rounding only (``iteration`` says which a matrix gets): the standard
 one of arXiv 2502.16982 eq. 2-3 and https://kellerjordan.github.io/posts/muon, and the Gram one,
-both started from X = U/‖U‖. The Gram one's error is at most twice the standard one's in 16 bits and
-8 times in fp32, as ``coefficients.Restarts`` was found. The order of operations is part of the
-definition, since bf16 shows every other order; what a product rounds to is in ``matmul``.
+both started from X = U/‖U‖, where U is the momentum (G + μM with Nesterov's). The restarts in
+``coefficients.Restarts`` were chosen so that the Gram one's error is at most twice the standard
+one's in 16 bits and 8 times in fp32. The order of operations is part of the definition, since
+another order gives other bits; ``matmul`` says what a product rounds to.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ def _enter(
 ) -> None:
     """Fill ``x`` with the matrices of ``source``, each divided by its norm.
 
-    Where ``moves`` is False one is zero, by a division that is made in any case.
+    Where ``moves`` is False the norm is taken as infinite, so the matrix becomes zero.
 
     Args:
         x: ``(k, m, n)`` in ``products.held``.
@@ -266,8 +267,8 @@ def standard_iteration(
 ) -> Tensor:
     """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX.
 
-    A tall X has A = XᵀX and X ← aX + XB. On a CPU no panels: it is what others are compared with,
-    product by product.
+    A tall X has A = XᵀX and X ← aX + XB. On a CPU the products are whole ones, without panels,
+    since other implementations are compared with this one step by step.
 
     Args:
         x: ``(m, n)`` in ``products.held``; or ``(k, m, n)``, a batch.
@@ -292,7 +293,7 @@ def standard_iteration(
 def gram_iteration(
     x: Tensor, parts: Segments, products: Products, spare: Tensor | None = None
 ) -> Tensor:
-    """The same polynomials of the short side's square, then one product with X a segment.
+    """The same polynomials of the short side's square, then one product with X per segment.
 
     X is rounded as in the standard iteration, the square matrices to ``products.squares``.
 

@@ -1,17 +1,16 @@
 """Homes: which rank orthogonalizes which matrix. Plain integers, the same on every rank.
 
-What a home costs is time on its rank: Newton-Schulz at the rank's speed, and over its link the
-pieces that it lacks on their way there and all others' directions on their way back (what the
-others send is not counted at them). Both speeds are settings, never measured here, and times are
-exact integers, so every rank and every restart finds the same homes.
+A home costs its rank time: for Newton-Schulz at the rank's speed, and on its link for the pieces
+that it lacks and for the directions that it sends back. (What others send is not counted.) Both
+speeds are settings, never measured here, and times are exact integers, so every rank and every
+restart finds the same homes.
 
-Whether a matrix leaves the rank that holds most of it is a matter of work alone, of that rank's
-passing ``HOME_SLACK``: with bytes in it, ranks that receive pieces would give away matrices that
-they hold whole, and more would move in all (Llama-3-8B at DP 8 0.68 % of AdamW's bytes in place of
-0.62 %). Where it then goes is a matter of time: to the rank with the least work, or to one that
-holds some of it, if that ends sooner and stays within ``HOME_LIMIT``. So whatever the speeds, no
-rank has more work than ``HOME_LIMIT`` × max(mean, largest matrix) or 4/3 of the busiest rank's
-under the best of all homes, whichever is more.
+Only work decides whether a matrix leaves the rank that holds most of it: it does where that rank
+would pass ``HOME_SLACK``. If bytes counted too, ranks that receive pieces would give away matrices
+that they hold whole, and more bytes would move. Time decides where it goes: to the rank with the
+least work, or to one that holds some of it, if that ends sooner and stays within ``HOME_LIMIT``.
+So whatever the speeds, no rank has more work than ``HOME_LIMIT`` × max(mean, largest matrix), or
+4/3 of the busiest rank's in the optimal assignment, whichever is more (``test_homes.py``).
 """
 
 from __future__ import annotations

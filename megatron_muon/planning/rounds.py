@@ -12,12 +12,12 @@ from typing import Protocol
 
 Loads = Mapping[int, int]  # bytes by rank of the stage
 
-# So many of the largest parameter have room in a round. With two Llama-3-8B at TP1 x DP8 is priced
+# How many of the largest parameter a round has room for. With two Llama-3-8B at TP1 x DP8 is priced
 # 13 % slower, since ranks wait for each other between rounds; with more it is hardly faster.
 _LARGEST_IN_A_ROUND = 3
 LEAST_LIMIT = 256 << 20  # bytes; smaller rounds of a GPU take longer to start than to run
-# Of elementwise operations, which have scratch memory for so many in fp32: 80 MiB. One launch of
-# torch's operations on lists takes 320 blocks of 2^16 elements, so more would be no fewer launches.
+# Elements that one elementwise call may take; its fp32 scratch memory is then 80 MiB. One launch of
+# torch's operations on lists takes 320 blocks of 2^16 elements, so a larger call saves no launch.
 ELEMENTS_AT_ONCE = 320 << 16
 LEAST_SCRATCH = 1 << 28  # elements; smaller batches of a GPU leave most of it idle
 
@@ -85,7 +85,7 @@ def _first_with_room(loads_of: Sequence[Loads], more: Loads, limit: int) -> int:
 
 
 def _in_turn(homed: Sequence[Loads]) -> list[int]:
-    """By how much its homes have before it; ties by index."""
+    """Indices, sorted by the bytes that their homes have before them; ties by index."""
     before: dict[int, int] = defaultdict(int)
     turn = []
     for index, loads in enumerate(homed):

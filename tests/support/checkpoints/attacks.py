@@ -140,6 +140,11 @@ STRANGE = {
     "a name with dots": b"\x80\x04\x8c\x05torch\x8c\x0fos.path.abspath\x93.",
     "getattr": b"\x80\x02" + _global("builtins", "getattr") + b"K\x01" + _text("real") + b"\x86R.",
     "eval": b"\x80\x02" + _global("builtins", "eval") + _text("1/0") + b"\x85R.",
+    "a known class with keywords": b"\x80\x04"
+    + _global("builtins", "list")
+    + b")}"
+    + _text("x")
+    + b"K\x01s\x92.",
     "an extension": b"\x80\x02\x82\x01.",
     "INST": b"\x80\x02(ios\ngetcwd\n.",
     "OBJ": b"\x80\x02(" + _global("os", "getcwd") + b"o.",
