@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests in an environment of their own. `bash tests/run.sh` runs all of them with the
-# megatron-core of requirements.txt, then those that every core is held to with each of cores.txt;
+# megatron-core of requirements.txt, then tests/cores, which every core is held to, with each of cores.txt;
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
 # with another core. Where it chooses the tests itself, two files run side by side: many wait for
 # one of their ranks, or have one process only. WORKERS=4 takes four; 0 runs one after another.
@@ -11,10 +11,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV="${VENV:-.venv-tests}"
 PYTHON="${PYTHON:-python3}"
-# what every core is held to
-HELD="tests/ranks/results/test_versions.py tests/ranks/results/test_untouched.py
-    tests/ranks/errors/test_errors.py tests/unit/mcore/test_seams.py tests/unit/mcore/test_seam_uses.py
-    tests/unit/mcore/test_no_trace.py"
 
 install_core() { # install_core "megatron-core==VERSION OTHERS", in a folder for PYTHONPATH
     local core="${1%% *}" # a range of Python versions is no obstacle: see cores.txt
@@ -54,6 +50,5 @@ SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile)
 run "" "${SIDE_BY_SIDE[@]}"
 for core in $(grep -o '^megatron-core==[0-9.]*' tests/cores.txt); do
     echo "tests: with $core"
-    # shellcheck disable=SC2086
-    run "${core#*==}" "${SIDE_BY_SIDE[@]}" $HELD
+    run "${core#*==}" "${SIDE_BY_SIDE[@]}" tests/cores
 done

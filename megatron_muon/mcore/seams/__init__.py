@@ -1,4 +1,4 @@
 """What the plugin relies on in Megatron: start at ``rows``; ``row`` has the versions.
 
-``megatron-muon doctor`` and ``tests/unit/mcore/test_seams.py`` show what a new version breaks.
+``megatron-muon doctor`` and ``tests/cores/test_seams.py`` show what a new version breaks.
 """

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 import time
 from fractions import Fraction
 from typing import get_args
@@ -22,8 +19,6 @@ from megatron_muon.planning.agreed import description
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_LIMIT, HOME_SLACK, Price, Work, choose_homes, prices
 from megatron_muon.planning.plan import ExchangePlan, make_plan
-from support import ROOT
-from support.megatron_lm.flag_parsers import config_of
 
 SPEEDS = st.floats(min_value=1e-6, max_value=1e6)
 
@@ -159,41 +154,3 @@ def test_homes_of_ten_thousand_matrices_on_512_ranks_take_a_second_at_most() -> 
     start = time.process_time()
     choose_homes(matrices, 512, "balanced", prices(MuonConfig(link_gbytes=12.3), 2))
     assert time.process_time() - start <= 1.0
-
-
-def test_bench_speeds_prints_both_as_flags_of_a_run() -> None:
-    line = "bench speeds --ranks 2 --threads 1 --rounds 2 --mib 1 --shape 64x128"
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_muon.cli", *line.split()],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    *said, flags = done.stdout.splitlines()
-    found = config_of("0.12", *flags.split())
-    assert flags.split()[::2] == ["--muon-rank-tflops", "--muon-link-gbytes"]
-    assert f"{found.rank_tflops:.3g} (" in said[0] and "64x128, standard, 5 steps" in said[0]
-    assert f"{found.link_gbytes:.3g} (" in said[1] and "gloo, 2 ranks" in said[1]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("--ranks 0", "argument --ranks: must be a whole number of at least 1, got '0'"),
-        ("--mib -1", "argument --mib: must be a whole number of at least 1, got '-1'"),
-        ("--shape 64", "a shape is ROWSxCOLS, got '64'"),
-        ("--muon-ns-steps 0", "--muon-num-ns-steps: must be a whole number of at least 1, got '0'"),
-    ],
-)
-def test_bench_speeds_refuses_what_it_cannot_measure(
-    given: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from megatron_muon.cli import main
-
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "speeds", *given.split()])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
