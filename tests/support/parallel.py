@@ -155,7 +155,7 @@ def _gradients(chunks: list[Any], t: Topology) -> list[tuple[Piece, Array]]:
     return found
 
 
-def _train(m: Model, t: Topology, mutation: Callable[[], Any] = nullcontext) -> dict[str, Any]:
+def train(m: Model, t: Topology, mutation: Callable[[], Any] = nullcontext) -> dict[str, Any]:
     """Losses (none before the last stage), norms, scales, and the first step's gradients."""
     with mutation():
         return _trained_here(m, t)
@@ -238,7 +238,7 @@ def _merged(parts: list[tuple[Piece, Array]]) -> Array:
 
 def trained(m: Model, t: Topology, mutation: Callable[[], Any] = nullcontext) -> Whole:
     """Run it on real ranks, and check that the ranks agree and the loss falls with each update."""
-    ranks = run(_train, t.world_size, m, t, mutation)
+    ranks = run(train, t.world_size, m, t, mutation)
     for rank in ranks:
         assert rank["norms"] == ranks[0]["norms"] and rank["scales"] == ranks[0]["scales"]
     last = [rank["losses"] for rank in ranks if rank["losses"][0] is not None]

@@ -5,6 +5,7 @@ gloo only: NCCL has its own watchdog, which ends the process from another thread
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -12,10 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from support import parallel
+from support.models import parallel_model
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import RankError, run
 
@@ -133,6 +138,49 @@ def test_other_stages_end_in_the_norm_of_their_next_step() -> None:
     assert first.startswith("step 1: PhaseError: muon/scatter: rank 0"), first
     for text in others:
         assert text.startswith("step 2: PhaseError: grads/norm: rank "), text
+
+
+@contextmanager
+def _backward_that_fails() -> Iterator[None]:
+    """Rank 1's second backward pass raises inside of autograd."""
+    from megatron.core.pipeline_parallel import schedules
+
+    backward, calls = schedules.backward_step, itertools.count()
+
+    def fails_once(inputs: Any, outputs: Any, *more: Any, **named: Any) -> Any:
+        if dist.get_rank() == 1 and next(calls) == 1:
+            first = outputs[0] if isinstance(outputs, list) else outputs
+            first.register_hook(lambda grad: _fail("raise"))
+        return backward(inputs, outputs, *more, **named)
+
+    with _short_timeout(), mock.patch.object(schedules, "backward_step", fails_once):
+        yield
+
+
+def _train_with_a_failing_backward(topology: parallel_model.Topology) -> tuple[str, float]:
+    """The error of this rank, and when it came."""
+    model = parallel_model.Model(dtype=torch.bfloat16, optimizer="muon")
+    try:
+        parallel.train(model, topology, _backward_that_fails)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.time()
+    return "no error", time.time()
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [parallel_model.Topology(tp=2, dp=2, overlap=True), parallel_model.Topology(pp=2, dp=2)],
+    ids=str,
+)
+def test_an_error_in_one_ranks_backward_ends_all(topology: parallel_model.Topology) -> None:
+    """In Megatron's own collectives, within the timeout of the first that rank 1 is missing from
+    and that of the next, where a rank waits for one that waits."""
+    results = run(_train_with_a_failing_backward, topology.world_size, topology)
+    text, failed = results[1]
+    assert text.startswith("ZeroDivisionError: rank 1 has had enough")
+    for rank, (text, ended) in enumerate(results):
+        assert text != "no error", f"rank {rank}"
+        assert ended - failed < 2 * TIMEOUT + 4, f"rank {rank}: {ended - failed:.1f} s"
 
 
 def _step_that_raises(topology: Topology) -> None:
