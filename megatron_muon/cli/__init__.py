@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 
+from megatron_muon.cli.dispatch import Commands, dispatch
 from megatron_muon.cli.interrupts import run_command
 from megatron_muon.presence import CoreNotFoundError
 from megatron_muon.version import __version__
 
-# Command: (module with main(argv) -> exit status, what it does).
-COMMANDS = {
+COMMANDS: Commands = {
     "routes": (
         "megatron_muon.cli.routes",
         "which parameters are Muon's, in what matrices, and where each is orthogonalized",
@@ -56,26 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage(), file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
     if arguments == ["--version"]:
         print(f"megatron-muon {__version__}")
         return 0
-    name, *rest = arguments
-    if name not in COMMANDS:
-        print(f"megatron-muon: error: no command {name!r}\n{_usage()}", file=sys.stderr)
-        return 2
-    module, _ = COMMANDS[name]
     try:
-        return int(importlib.import_module(module).main(rest))
+        return dispatch("megatron-muon", COMMANDS, arguments, ends=", or --version")
     except CoreNotFoundError as error:
-        print(f"megatron-muon {name}: error: {error}", file=sys.stderr)
+        print(f"megatron-muon {arguments[0]}: error: {error}", file=sys.stderr)
         return 1
-
-
-def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()]
-    usage = "usage: megatron-muon COMMAND ... (COMMAND --help says more), or --version"
-    return "\n".join([usage, "", *lines])
