@@ -94,7 +94,7 @@ def reading_adamw(
     Load the model first: at the end main parameters are compared with it.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` returned for ``optimizer='muon'``.
+        optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
         momentum: ``momentum`` starts Muon's momentum as exp_avg / (1 - β1), by the checkpoint's β1;
             ``fresh`` starts it at zero.
 
@@ -115,9 +115,9 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContext
     end main parameters are compared with it.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` returned for ``optimizer='muon'``.
-        folder: of one iteration, saved in torch_dist. The format that this run saves in does not
-            matter.
+        optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
+        folder: the folder of one iteration, saved in torch_dist. The format that this run saves in
+            does not matter.
 
     Raises:
         ValueError: the folder has no such checkpoint, or main parameters do not round to the
@@ -134,9 +134,9 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
     """Within it AdamW loads a checkpoint of this plugin's Muon. Every rank of the world enters it.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` returned for ``optimizer='adam'`` with the
+        optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='adam'`` with the
             distributed optimizer.
-        folder: of one iteration, saved by this plugin.
+        folder: the folder of one iteration, saved by this plugin.
 
     Raises:
         ValueError: the checkpoint lacks something; names what.
@@ -150,10 +150,10 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
 
 
 def meter(optimizer: Any) -> Meter:
-    """What this rank did for Muon in the last step.
+    """Counts of this rank's work for Muon in the last step.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` returned for ``optimizer='muon'``.
+        optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
 
     Raises:
         TypeError: it is not Muon's.

@@ -53,16 +53,16 @@ class CoefficientSet:
 
     Attributes:
         triples: (a, b, c) of each step.
-        after: what steps beyond the list's end have: the list again from its start, its last
+        after: coefficients of steps beyond the list's end: the list again from its start, its last
             triple again, or nothing: the list is for that many steps and no other number.
         source: paper or post, and where the numbers stand.
-        steps: that the set is made for.
+        steps: the number that the set is made for.
         interval: singular values, of a matrix of Frobenius norm 1, that ``steps`` steps bring into
             ``band``. Where the source names its interval it is that; else the widest one for the
             band that the source aims at (tests hold both).
         band: (smallest, largest) absolute value that the interval is brought to, in exact
             arithmetic.
-        headroom: what each polynomial's argument is divided by in bf16 and fp16.
+        headroom: in bf16 and fp16 each polynomial's argument is divided by it.
         restarts: by number of steps, as `megatron-muon bench newton-schulz --find-restarts` found
             them; other numbers of steps have not been tested.
     """
@@ -274,7 +274,7 @@ def restarts_of(given: Given, steps: int) -> Restarts | None:
 
 
 def parse(text: str) -> Coefficients:
-    """What a command line says: a name, or ``a,b,c`` or ``a,b,c;a,b,c;...``.
+    """Coefficients from a command line: a name, or ``a,b,c`` or ``a,b,c;a,b,c;...``.
 
     Raises:
         ValueError: it is neither.

@@ -35,7 +35,7 @@ class MuonConfig:
             matrix (eq. 4). AdamW's updates have 0.2 to 0.4 in the paper, so that its rate is one to
             start from, seldom the best (docs/switching_and_tuning.md). With another ``scale_mode``
             it is that mode's factor.
-        scale_mode: what a direction is multiplied by, times ``matched_adamw_rms``, by the names of
+        scale_mode: the factor of a direction, times ``matched_adamw_rms``, by the names of
             NVIDIA's Emerging-Optimizers; rows are a matrix's outputs, cols its inputs.
             ``spectral``: sqrt(max(rows, cols)), Moonlight's; ``unit_rms_norm``: sqrt(rows / cols);
             ``shape_scaling``: sqrt(max(1, rows / cols)).
@@ -48,23 +48,23 @@ class MuonConfig:
         ns_iteration: ``standard``, or ``gram``, the same polynomials of the short side's square: a
             fraction of the work where a matrix is not square. ``auto``: by shape. Rounding costs
             gram up to twice standard's error in bf16 and fp16, up to 8 times in fp32 (1e-5 to 6e-5
-            of a direction). Which sets and numbers of steps gram is known to be accurate for is in
-            ``coefficients``; another is refused. None: ``auto`` on a GPU where it is known,
+            of a direction). ``coefficients`` lists the sets and numbers of steps for which gram is
+            known to be accurate; others are refused. None: ``auto`` on a GPU where it is known,
             ``standard`` elsewhere and on a CPU (``iteration.iteration_of``).
-        ns_dtype: what matrices are orthogonalized in. They travel in bf16 (in fp32 with fp32).
+        ns_dtype: the dtype of Newton-Schulz. Matrices travel in bf16 (in fp32 with fp32).
             Products accumulate in fp32 and round once, in each (on CUDA parts of a sum may be added
             in it, where ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` and
             its like for fp16 are set, as they are by default); fp32 is never TF32.
             fp16 is finer than bf16 but ends at 6e-8 of a matrix's norm, where smaller entries
             become zero.
-        ns_batch: on CUDA a home orthogonalizes so many matrices of one shape of a round at once, at
-            most: small ones leave most of a GPU idle. None: as many as take 1.5 × the largest
+        ns_batch: most matrices of one shape that a home orthogonalizes at once on CUDA, in a round:
+            single small ones leave most of a GPU idle. None: as many as take 1.5 × the largest
             matrix's memory beside themselves, or 512 MiB in 16 bits if that is more. A batch's
-            products may round otherwise than one matrix's, so but for 1 results depend on the
-            layout, and torch's deterministic mode takes one at a time. No effect on CPU.
-        elementwise: who does momentum and update. ``auto``: one fused kernel each on CUDA where
-            triton is installed, else torch's operations on lists; ``foreach``: always those. The
-            same bits come out.
+            products may round otherwise than one matrix's. So with any value but 1 the last bits
+            depend on the layout; torch's deterministic mode takes one at a time. No effect on CPU.
+        elementwise: how momentum and update are computed. ``auto``: one fused kernel each on CUDA
+            where triton is installed, else torch's operations on lists; ``foreach``: always those.
+            The same bits come out.
         weight_decay_all_params: decay RMSNorm gammas and biases too, and whatever else an override
             gives ``wd_mult`` 0. Off, as in Megatron; the paper (appendix D) recommends it for long
             runs. It holds for ``optimizer='adam'`` as well, so that Muon and AdamW are compared
@@ -176,7 +176,7 @@ def _require_count(name: str, value: object, most: int | None = None) -> None:
 
 
 def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, object]:
-    """Those that a run may take: a CPU without bf16 instructions has fp32 squares."""
+    """The settings that a run may take: a CPU without bf16 instructions has fp32 squares."""
     own = getattr(lists, config.ns_dtype)
     return own, own if config.ns_dtype == "fp32" else lists.fp32_squares
 

@@ -10,8 +10,8 @@ def require_writable(flag: str, path: Path) -> None:
     """Nothing is written yet.
 
     Args:
-        flag: that names the file, for errors.
-        path: of the file, which may be there already.
+        flag: the one that names the file, for errors.
+        path: the file's; it may be there already.
 
     Raises:
         ValueError: it cannot be written there; names the flag and the path.

@@ -1,4 +1,4 @@
-"""Muon's own flags on this package's commands: those of a run, with the same names."""
+"""Muon's own flags on this package's commands, with the same names as a run's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_STEPS = 1000  # of Newton-Schulz; sets have 5 to 10
 
 
 def add_home_flags(group: _ArgumentGroup) -> None:
-    """Those that only homes follow from."""
+    """Flags that only homes follow from."""
     group.add_argument(
         "--muon-homes", choices=get_args(HomePolicy), default=_DEFAULT.homes, help="%(default)s"
     )
@@ -35,7 +35,7 @@ def homes_of(flags: Namespace) -> dict[str, Any]:
 
 
 def add_newton_schulz_flags(group: _ArgumentGroup) -> None:
-    """Those of the iteration."""
+    """Flags of the iteration."""
     group.add_argument(
         "--muon-ns-coefficients",
         type=_coefficients,

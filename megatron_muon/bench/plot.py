@@ -17,7 +17,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     """Draw each row's median step with its range, Newton-Schulz and the exchange inside it.
 
     Args:
-        result: as ``step.table.as_json`` returns it.
+        result: that of ``step.table.as_json``.
         path: its suffix says which format.
 
     Raises:

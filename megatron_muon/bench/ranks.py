@@ -34,7 +34,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a rank runs.
+    """The function that every rank runs, and its setting.
 
     Attributes:
         run: a function of an importable module; called with ``argument`` once torch's world is up.
@@ -58,7 +58,7 @@ def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
 
     Args:
         world: number of ranks.
-        asked_by, fewer: what it follows from, and the flags for another; for the error.
+        asked_by, fewer: the flags that it follows from, and those for another; for the error.
 
     Raises:
         ValueError: there are GPUs, but not enough.
@@ -75,12 +75,12 @@ def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
 
 
 def threads_for(world: int, asked: int | None) -> int:
-    """Threads of a rank: as asked, or a rank's part of the cores."""
+    """Threads of a rank: the given number, or a rank's part of the cores."""
     return asked or max(1, (os.cpu_count() or 1) // world)
 
 
 def run_ranks(task: Task) -> list[Any]:
-    """What ``task.run`` returns on each rank.
+    """The result of ``task.run`` on each rank.
 
     Raises:
         RankError: see there. All ranks are ended then.

@@ -36,13 +36,13 @@ _GPU_SHAPE, _CPU_SHAPE = (4096, 14336), (512, 2048)
 
 @dataclass(frozen=True, slots=True)
 class SpeedsJob:
-    """What a rank measures.
+    """A rank's measurements.
 
     Attributes:
-        config: of the iteration.
-        shape: of the matrix.
-        message_bytes: that a rank sends in an all-to-all.
-        rounds: of each of the two.
+        config: the iteration's.
+        shape: the matrix's.
+        message_bytes: bytes that a rank sends in an all-to-all.
+        rounds: number of times that each of the two is measured.
         gpu: measure on a GPU.
     """
 
@@ -98,7 +98,7 @@ def measure(job: SpeedsJob) -> Speeds:
 
 
 def _link_gbytes(job: SpeedsJob, device: torch.device) -> float | None:
-    """What a rank sends, and receives at the same time, in the median round."""
+    """GB/s that a rank sends, and receives at the same time, in the median round."""
     group = dist.group.WORLD
     assert group is not None
     here, size = group.rank(), group.size()

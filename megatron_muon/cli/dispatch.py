@@ -13,8 +13,8 @@ def dispatch(program: str, commands: Commands, arguments: Sequence[str], ends: s
     """Run the command that the first argument names.
 
     Args:
-        program: what a user has typed before the arguments.
-        commands: those there are.
+        program: the words that a user has typed before the arguments.
+        commands: by name.
         arguments: the command's name and its own arguments.
         ends: the end of the usage line.
 

@@ -1,4 +1,4 @@
-"""What ``megatron-muon doctor`` looks at; each part says what it found, or why Muon cannot run."""
+"""The checks of ``megatron-muon doctor``; each says what it found, or why Muon cannot run."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        name: of the thing.
-        value: what was found, in words.
+        name: the thing's.
+        value: its state, in words.
         fault: why Muon cannot run because of it, with the way out; empty where it can.
     """
 
@@ -100,7 +100,7 @@ def _environment() -> Iterator[Check]:
 
 
 def _megatron(checkout: Path | None) -> Iterator[Check]:
-    """What can only be told by importing Megatron, with and as the CPU runtime where it is on."""
+    """Checks that import Megatron, with and as the CPU runtime where it is on."""
     where = _location("megatron.core")
     if where is None:
         yield Check(
@@ -163,7 +163,7 @@ def _hooks() -> Check:
     return Check("hooks", count)
 
 
-# Of the table of what is used of others' code: what a run needs, and what it does without.
+# Parts of the seam table: those that a run needs, and those that it can do without.
 _OF_RUNS: tuple[Part, ...] = ("core", "torch")
 _OF_COMMANDS: tuple[Part, ...] = ("dry_run", "hybrid", "bench", "upstream")
 
@@ -183,7 +183,7 @@ def _those_there(*parts: Part) -> str:
 
 
 def _hooks_on_the_cpu() -> Check:
-    """Those of the CPU runtime, which a run without a GPU needs."""
+    """The hooks of the CPU runtime, which a run without a GPU needs."""
     count, fault = _those_there("cpu"), ""
     if megatron_muon.cpu.enabled():
         try:
@@ -194,7 +194,7 @@ def _hooks_on_the_cpu() -> Check:
 
 
 def _plain_command(checkout: Path) -> Check:
-    """Whose Muon `torchrun pretrain_gpt.py --optimizer muon --use-distributed-optimizer` is."""
+    """The Muon of `torchrun pretrain_gpt.py --optimizer muon --use-distributed-optimizer`."""
     patched = False
     with contextlib.suppress(PatchError, OSError):
         patched = patch_tree.look(checkout, any_version=True).state == "patched"
@@ -204,10 +204,10 @@ def _plain_command(checkout: Path) -> Check:
 
 
 def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
-    """What ``--optimizer muon --use-distributed-optimizer`` without the launcher starts.
+    """The Muon that ``--optimizer muon --use-distributed-optimizer`` starts without the launcher.
 
     Args:
-        version: of megatron-core.
+        version: megatron-core's.
         patched: the checkout has the patch's lines.
         emerging: emerging_optimizers can be imported, as that core needs it.
     """
@@ -260,7 +260,7 @@ def _refused() -> Check:
 
 
 def _refused_flags() -> Check:
-    """What is refused on the command line: also what no configuration says."""
+    """The options that are refused on the command line, also those that no configuration has."""
     flags = importlib.import_module("megatron_muon.megatron_lm.install").REFUSED
     return Check("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-# What a shell reports of a process that SIGPIPE or SIGINT ended: 128 and the signal's number.
+# A shell's status of a process that SIGPIPE or SIGINT ended: 128 and the signal's number.
 NO_READER, STOPPED = 141, 130
 
 

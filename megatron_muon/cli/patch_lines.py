@@ -26,7 +26,7 @@ class Addition:
     """A unified diff of one hunk that adds lines after others.
 
     Attributes:
-        file: what it changes, relative to the checkout, with slashes.
+        file: the one that it changes, relative to the checkout, with slashes.
         context: the lines that it follows, without their ends.
         added: the lines that it adds, without their ends.
     """
@@ -58,7 +58,7 @@ def state(data: bytes, patch: Addition) -> State:
 
     Args:
         data: the file's bytes.
-        patch: what is asked about.
+        patch: the one to look for.
 
     Raises:
         PatchError: neither: the lines around the place, or the patch's own, are not as expected.
@@ -84,7 +84,7 @@ def apply(data: bytes, patch: Addition) -> bytes:
     """The file with the lines, which get the ends of the line that they follow.
 
     Raises:
-        PatchError: as ``state``.
+        PatchError: see ``state``.
     """
     if state(data, patch) == "patched":
         return data
@@ -102,7 +102,7 @@ def revert(data: bytes, patch: Addition) -> bytes:
     """The file without the lines.
 
     Raises:
-        PatchError: as ``state``.
+        PatchError: see ``state``.
     """
     if state(data, patch) == "not patched":
         return data

@@ -26,8 +26,8 @@ class Release:
 
     Attributes:
         name: its tag, or ``main``.
-        version: what its ``megatron.core.__version__`` is, which is not always the tag's.
-        sha256: of the file that the patch changes, in hexadecimal digits.
+        version: its ``megatron.core.__version__``, which is not always the tag's.
+        sha256: that of the file that the patch changes, in hexadecimal digits.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """What is known of a checkout once nothing speaks against the patch.
+    """A checkout that nothing keeps from being patched.
 
     Attributes:
         state: whether the patch's lines are in.
-        version: of its megatron.core.
+        version: its megatron.core's.
         releases: names of the releases of that version; empty where it is not in the manifest.
         edited: False where the file, without the patch's lines, is that of the release.
     """
@@ -78,7 +78,7 @@ def folder() -> Path:
 
 @cache
 def manifest() -> Manifest:
-    """What the folder holds."""
+    """The contents of the folder."""
     where = folder()
     table = json.loads((where / "manifest.json").read_text())
     patch = patch_lines.parse((where / table["patch"]).read_text())
@@ -147,8 +147,8 @@ def revert(checkout: Path) -> bool:
     """Take the patch out; False where it was not in. The version does not matter for that.
 
     Raises:
-        PatchError: as ``apply``.
-        OSError: as ``apply``.
+        PatchError: see ``apply``.
+        OSError: see ``apply``.
     """
     version_of(checkout)
     return _rewrite(checkout, patch_lines.revert)

@@ -1,4 +1,4 @@
-"""``megatron-muon routes``: what Muon would do with a model that is given by Megatron's flags."""
+"""``megatron-muon routes``: Muon's part of a model that is given by Megatron's flags."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def _transformer_engine(flags: Namespace) -> str:
 
 
 def _instead(flags: Namespace) -> str:
-    """Of what a run builds the model."""
+    """Arguments with which a run builds the model."""
     from megatron_muon.dry_run.hybrid.gated_delta import variant_of
 
     if is_hybrid(flags) or variant_of(flags):
@@ -248,7 +248,7 @@ def _instead(flags: Namespace) -> str:
 
 
 def said(error: BaseException) -> str:
-    """What Megatron says, and where it asserts something without saying why."""
+    """Megatron's words, and the place where it asserts something without saying why."""
     if str(error):
         return str(error)
     traceback = error.__traceback__

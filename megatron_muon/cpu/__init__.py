@@ -1,8 +1,8 @@
 """Run megatron-core without a GPU: real gloo collectives, CPU tensors, Megatron's GPU code paths.
 
 Call ``enable()`` before anything imports Megatron, then use Megatron as on a GPU with the process
-group made by ``torch.distributed.init_process_group("gloo", ...)``. What is replaced, and why, is
-the table ``REPLACEMENTS``; ``disable()`` puts all of it back.
+group made by ``torch.distributed.init_process_group("gloo", ...)``. The table
+``REPLACEMENTS`` says what is replaced and why; ``disable()`` puts all of it back.
 
 Covered, with the local layer specs: data, tensor (with and without sequence parallelism), pipeline
 (also virtual), context and expert parallelism, expert tensor parallelism, several optimizer

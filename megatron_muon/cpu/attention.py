@@ -1,4 +1,4 @@
-"""What Megatron's plain-torch attention leaves to Transformer Engine.
+"""The parts of attention that Megatron's plain-torch attention leaves to Transformer Engine.
 
 Context parallelism, and the head sizes of multi-latent attention.
 """

@@ -17,7 +17,7 @@ class Replaced(NamedTuple):
     """An option that has a counterpart on the CPU.
 
     Attributes:
-        dest: of the argument.
+        dest: the argument's name.
         gpu: its values that need a GPU, Megatron's default or given; of an enumeration their names.
         cpu: the value that it gets.
         said: the option as it would be written.
@@ -35,11 +35,11 @@ class Refused(NamedTuple):
     """An option that has none.
 
     Attributes:
-        dest: of the argument.
-        option: as it is written.
-        needs_gpu: of the argument's value.
+        dest: the argument's name.
+        option: the flag, as it is written.
+        needs_gpu: whether the argument's value needs a GPU.
         why: it needs a GPU.
-        instead: what to write.
+        instead: the words for what takes its place.
     """
 
     dest: str

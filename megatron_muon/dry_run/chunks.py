@@ -46,8 +46,8 @@ def build_chunks(
     Args:
         flags: see ``flags``.
         config: Megatron's TransformerConfig.
-        distributed_optimizer: that shards the grad buffers; else all-reduced gradients.
-        device: that parameters are moved to; None: they stay where they are made.
+        distributed_optimizer: whether grad buffers are sharded; else gradients are all-reduced.
+        device: the one that parameters are moved to; None: they stay where they are made.
         layouts: of the chunks and Megatron's DistributedDataParallelConfig, makes further arguments
             of each chunk's DDP.
     """

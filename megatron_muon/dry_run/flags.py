@@ -63,7 +63,7 @@ _NONE_IS_0 = frozenset(
         *("moe_router_topk_limited_devices", "mhc_sinkhorn_iterations"),
     }
 )
-# Metadata of fields that say nothing themselves: of megatron-core 0.12 to 0.15.
+# Metadata of fields that say nothing themselves, in megatron-core 0.12 to 0.15.
 _UNMARKED: dict[str, dict[str, Any]] = {
     "add_bias_linear": {"arg_names": ["--disable-bias-linear"]},
     "num_query_groups": {"default": 1},
@@ -264,7 +264,7 @@ def _others() -> dict[str, dict[str, Any]]:
 
 
 def _of_other_layers() -> dict[str, dict[str, Any]]:
-    """Of layers that are no attention over all tokens; see ``hybrid`` and ``gated_delta``."""
+    """Flags of layers that are no attention over all tokens; see ``hybrid`` and ``gated_delta``."""
     ratio: dict[str, Any] = {"type": up_to(1), "default": 0.0}
     return {
         "--spec": {"nargs": "*"},

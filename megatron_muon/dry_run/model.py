@@ -82,7 +82,7 @@ def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
     """Megatron's TransformerConfig, or MLATransformerConfig.
 
     Raises:
-        ValueError, AssertionError: what Megatron itself finds wrong.
+        ValueError, AssertionError: Megatron itself finds something wrong.
     """
     _require(flags, "num_layers", "hidden_size", "num_attention_heads")
     config_class = MLATransformerConfig if flags.multi_latent_attention else TransformerConfig
@@ -132,7 +132,7 @@ def validated(flags: Namespace, ranks: Ranks) -> Namespace:
 
 
 def _dtype(flags: Namespace) -> torch.dtype:
-    """Of the parameters."""
+    """The dtype of the parameters."""
     if flags.fp16:
         return torch.float16
     return torch.bfloat16 if flags.bf16 else torch.float32

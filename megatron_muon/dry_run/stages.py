@@ -1,4 +1,4 @@
-"""What a run does with every parameter of every pipeline stage, from the code that the run runs."""
+"""A run's treatment of every parameter of every pipeline stage, by the code that the run runs."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class RoutedParameter:
 
     Attributes:
         name: Megatron's, with layers and experts numbered over all ranks.
-        shape: of one TP rank's.
-        tp: what of a matrix TP ranks hold: ranges of rows or of columns, replicas, or all of it
-            where they are not several.
-        ep_rank: that has it, of what is an expert's on one of several EP ranks.
+        shape: one TP rank's.
+        tp: the parts of a matrix that TP ranks hold: ranges of rows or of columns, replicas, or all
+            of it where there is one TP rank.
+        ep_rank: the EP rank of an expert's parameter, where there are several; None for others.
         reason: why AdamW has it; None where Muon does.
         matrices: Muon's.
     """
@@ -84,13 +84,13 @@ class RoutedStage:
 
     Attributes:
         number: pipeline rank.
-        ranks: of the world, by their number in the stage; with several optimizer instances, those
-            of the first one.
+        ranks: ranks of the world, by their number in the stage; with several optimizer instances,
+            those of the first one.
         rows: every parameter, those of an expert's on every EP rank.
         share: elements.
         unsplit: the keys of ``describe.UNSPLIT`` that it has.
         unknown_fusions: fused projections that are not split, since their rows are not known.
-        lines: that a run prints about the stage at its start.
+        lines: those that a run prints about the stage at its start.
         plan_seconds: processor time of making its exchange plans.
     """
 
@@ -118,7 +118,7 @@ class Planned:
     """A DistributedOptimizer of a stage.
 
     Attributes:
-        plan: of its Muon parameters.
+        plan: the plan of its Muon parameters.
         experts: it has those of experts.
         buffers: Megatron's grad buffers of it on this rank.
         muon: parameters in them that are Muon's.
@@ -190,8 +190,8 @@ def planned_on(
         devices: kinds of device; for each the stage is planned once.
         flags: settled, see ``hybrid.settings.settle``.
         config: the settings.
-        ranks: of ``flags``.
-        number: of the stage.
+        ranks: those of ``flags``.
+        number: the stage's.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``routes``.

@@ -65,8 +65,8 @@ def as_text(routes: Routes, core: Core, *, every: bool) -> str:
     """The core, a table for each stage, then the lines that a run prints.
 
     Args:
-        routes: what to show.
-        core: that it was built with.
+        routes: those to show.
+        core: the megatron-core that they were built with.
         every: a line for each parameter; else parameters that differ in their layer's and expert's
             numbers only share one.
     """

@@ -1,4 +1,4 @@
-"""What the installed megatron-core has of the flags and parameters that differ by its version."""
+"""The flags and parameters of the installed megatron-core that differ by its version."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNTIL = {
     16: "--hybrid-attention-ratio --hybrid-mlp-ratio --moe-extended-tp "
     "--moe-use-legacy-grouped-gemm"
 }
-# Of the flags that are read here, those that not every version has: its first and its last one.
+# Flags read here that not every version has: the first and the last that has it.
 # From Megatron-LM's parsers at core_v0.12.3 to core_v0.19.0 and main.
 RANGES: dict[str, tuple[Version, Version]] = {
     **{flag: ((0, minor), NEWEST) for minor, text in _SINCE.items() for flag in text.split()},

@@ -100,7 +100,7 @@ def _on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | Non
 
 
 def first_ranks(ranks: Ranks) -> list[int]:
-    """Of each pipeline stage, the rank that is first in all other respects."""
+    """The rank of each pipeline stage that is first in all other respects."""
     return list(_dense(ranks).get_ranks("pp")[0])
 
 
@@ -144,7 +144,7 @@ def _experts(ranks: Ranks) -> Any:
 
 
 def _places(generator: Any, token: str) -> dict[int, int]:
-    """Of each rank, its place in its group; torch sorts the ranks of a group."""
+    """The place of each rank in its group; torch sorts the ranks of a group."""
     groups = generator.get_ranks(token)
     return {rank: place for group in groups for place, rank in enumerate(sorted(group))}
 

@@ -62,7 +62,7 @@ class ArchiveError(ValueError):
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """What ``torch.save`` wrote into a file. Objects of unknown classes are ``pickles.Unknown``.
+    """The value that ``torch.save`` wrote into a file; unknown objects are ``pickles.Unknown``.
 
     Raises:
         OSError: it cannot be read.
@@ -181,7 +181,7 @@ class _Record:
 
 
 class _Storages:
-    """What a pickle calls by its number."""
+    """Storages, which a pickle calls by number."""
 
     def __init__(self, records: dict[str, memoryview], folder: str) -> None:
         self._records, self._folder = records, folder
@@ -258,7 +258,7 @@ def _rebuild_v2(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> t
 def _rebuild_v3(
     storage: Any, offset: Any, size: Any, stride: Any, _: Any, hooks: Any, dtype: Any, *__: Any
 ) -> torch.Tensor:
-    """Of a dtype without a storage type of its own; the storage is untyped."""
+    """A tensor of a dtype without a storage type of its own; the storage is untyped."""
     if not isinstance(dtype, torch.dtype):
         raise ArchiveError("a tensor's dtype is none")
     return _tensor(storage, offset, size, stride, dtype)

@@ -1,4 +1,4 @@
-"""The checksum of a checkpoint's file: what torch has summed up while it wrote is not read again.
+"""The checksum of a checkpoint's file. A save reuses the CRC-32s that torch already computed.
 
 torch.save writes zip archives whose directories have the CRC-32 of every record, computed as the
 bytes went by, and a shard of torch_dist is one such archive after another. So the checksum of a
@@ -44,7 +44,7 @@ def checksum(path: str | os.PathLike[str], *, written: bool = False) -> str:
     """``crc32+blake2b:`` and 32 hex digits of a file's bytes, on any machine the same.
 
     Args:
-        path: of the file.
+        path: the file's.
         written: its CRC-32s are right: torch has computed them, and nothing has touched it since.
 
     Raises:
@@ -85,7 +85,7 @@ def _chunks(file: BinaryIO, start: int, stop: int) -> Iterator[memoryview]:
 
 
 def _large_records(file: BinaryIO, size: int) -> list[_Record]:
-    """Of the archives that a file ends with, by place: none where it does not end with one."""
+    """Records of the archives that a file ends with, by place; none where it ends otherwise."""
     records: list[_Record] = []
     stop = size
     while stop:
@@ -100,7 +100,7 @@ def _large_records(file: BinaryIO, size: int) -> list[_Record]:
 def _archive(file: BinaryIO, stop: int) -> tuple[int, list[_Record]] | None:
     """Where the archive that ends at ``stop`` starts, and its large records; None for no archive.
 
-    What a directory says is believed only where it is possible: a damaged one says anything.
+    A directory is believed only where it is possible: a damaged one says anything.
     """
     try:
         with zipfile.ZipFile(_Until(file, stop)) as archive:
@@ -138,7 +138,8 @@ def _header(file: BinaryIO, at: int) -> int:
 
 
 class _NoPlace(OSError):
-    """What zipfile expects of a file that is too short; a damaged directory leads there, too."""
+    """A place before the start of the file: one too short for the records that zipfile expects, or
+    a damaged directory that names it."""
 
 
 class _Until(io.RawIOBase):

@@ -1,4 +1,4 @@
-"""A save's claim on a folder: who is saving there, and the lock that it holds meanwhile.
+"""A save's claim on a folder: its name in it, and the lock that it holds meanwhile.
 
 All ranks of a job share one lock, an flock of a file in the folder. The kernel takes it back when
 the last of their processes has ended, however it did: what a killed job has left is free. Where a
@@ -52,10 +52,10 @@ def identity() -> Save:
 
 
 def described(save: Mapping[str, Any] | None) -> str:
-    """Who saves, in words.
+    """The save's description, in words.
 
     Args:
-        save: of ``identity``; None where a mark does not say.
+        save: its ``identity``; None where a mark does not say.
     """
     if save is None:
         return "a run that left no name"
@@ -173,7 +173,7 @@ def is_held(folder: Path) -> bool:
 
 
 def holder(folder: Path) -> Save | None:
-    """Who holds the lock, where its file says so: it does right after it was taken."""
+    """The holder of the lock, if its file says so: it does right after it was taken."""
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         save = read(folder / LOCK_NAME)

@@ -72,7 +72,7 @@ def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> N
 
     Args:
         folder: the checkpoint's.
-        wrote: as in the digest.
+        wrote: the same as in the digest.
         save: which save this is, for ``other_save``.
 
     Raises:
@@ -88,7 +88,7 @@ def finish(folder: Path, content: Mapping[str, Any]) -> None:
     """Mark it as complete.
 
     Args:
-        folder: that ``begin`` was called with; every file is there.
+        folder: the one that ``begin`` was called with; every file is there.
         content: all but ``format``, ``complete`` and ``hash``.
 
     Raises:
@@ -111,7 +111,7 @@ def contest(folder: Path, save: Save, other: Save | None) -> None:
 
 
 def other_save(folder: Path, save: Save) -> str | None:
-    """What says that another save has written here since ``begin``; None while the mark is ours."""
+    """Words for another save that has written here since ``begin``; None while the mark is ours."""
     content, problem = _content(folder)
     if content is None:
         return problem or f"its mark, {FILE_NAME}, was removed"
@@ -127,7 +127,7 @@ def other_save(folder: Path, save: Save) -> str | None:
 
 
 def contester(folder: Path, save: Save) -> Save | None:
-    """Who has left word for a save that it has written into the folder, too."""
+    """The save that has left word for this one that it has written into the folder, too."""
     return claim.read(folder / _CONTESTED.format(save=save["id"]))
 
 
@@ -221,13 +221,13 @@ def describe(path: Path, checksum: Checksum) -> dict[str, Any]:
 
 
 def fault(folder: Path, name: str, entry: Mapping[str, Any], checksum: Checksum) -> str | None:
-    """What is wrong with a file of a checkpoint, None where nothing is.
+    """The fault of a checkpoint's file, None where it has none.
 
     Args:
         folder: the checkpoint's.
-        name: of the file in it.
-        entry: of it in ``files``.
-        checksum: as in ``describe``.
+        name: the file's name in it.
+        entry: the file's entry in ``files``.
+        checksum: see ``describe``.
     """
     path = folder / name
     try:
@@ -246,7 +246,7 @@ def fault(folder: Path, name: str, entry: Mapping[str, Any], checksum: Checksum)
 
 
 def _later(folder: Path, path: Path) -> str:
-    """Of a file that is not as the digest says, in words: that it is newer, if it is."""
+    """Words for a file that differs from the digest and is newer; empty where it is older."""
     digest = folder / FILE_NAME
     if path.stat().st_mtime_ns <= digest.stat().st_mtime_ns:
         return ""
@@ -324,7 +324,7 @@ def _size(path: Path) -> int | None:
 
 
 def way_out(folder: Path) -> str:
-    """What to do where a checkpoint cannot be loaded: a sentence. It raises nothing."""
+    """The way out where a checkpoint cannot be loaded: a sentence. It raises nothing."""
     number = iteration_of(folder.name)
     if number is None:
         return "Load another checkpoint"

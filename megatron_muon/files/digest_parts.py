@@ -1,4 +1,4 @@
-"""Parts of a digest: what a rank knows of the files that it wrote, until the digest is made."""
+"""Parts of a digest: each rank's knowledge of the files that it wrote, until the digest is made."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_part(folder: Path, save: Save, rank: int, part: Mapping[str, Any]) -> 
 
 
 def read_part(folder: Path, save: Save, rank: int) -> dict[str, Any] | None:
-    """What a rank left in this save, None where it left nothing.
+    """The part that a rank left in this save, None where it left none.
 
     Raises:
         OSError: it cannot be read.
@@ -44,7 +44,7 @@ def read_part(folder: Path, save: Save, rank: int) -> dict[str, Any] | None:
 
 
 def read_parts(folder: Path, save: Save) -> Iterator[dict[str, Any]]:
-    """What all ranks left in this save.
+    """The parts that all ranks left in this save.
 
     Raises:
         OSError: one cannot be read.

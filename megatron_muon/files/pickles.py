@@ -40,8 +40,8 @@ class Unknown:
     """An object of a class that no maker is for.
 
     Attributes:
-        name: of its class, or of the function that would have made it.
-        args: that it would have been made with.
+        name: its class, or the function that would have made it.
+        args: the arguments that it would have been made with.
         state: its attributes, or whatever its class saves; None where there is none.
     """
 
@@ -75,7 +75,7 @@ def _hashed(make: Callable[[Any], Any]) -> Maker:
 
 
 def _dict(*args: Any) -> dict[Any, Any]:
-    """Of OrderedDict and defaultdict, too; their items follow one by one."""
+    """An OrderedDict or defaultdict, too; their items follow one by one."""
     if args and not isinstance(args[0], (Name, type(None))):
         raise PickleError("a dict is made of an object")
     return {}
@@ -228,7 +228,7 @@ class _Machine:
     # --- the stack ------------------------------------------------------------------------------
 
     def _marked(self) -> list[Any]:
-        """What is above the last mark, which goes."""
+        """The objects above the last mark, which goes."""
         items, self._stack = self._stack, self._below.pop()
         return items
 

@@ -29,7 +29,7 @@ def open_regular(path: str | os.PathLike[str], mode: str = "rb", buffering: int 
 
     Args:
         mode: ``rb``, ``rb+`` or ``ab``.
-        buffering: as for ``open``.
+        buffering: see ``open``.
 
     Raises:
         NotRegularError: it is something else; nothing is read from it.
@@ -56,7 +56,7 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     """The first bytes of a regular file, at most ``most``.
 
     Raises:
-        NotRegularError, OSError: as ``open_regular``.
+        NotRegularError, OSError: see ``open_regular``.
     """
     with open_regular(path) as file:
         return file.read(most)
@@ -79,7 +79,7 @@ def entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def irregular(folder: Path) -> Iterator[Path]:
-    """What is neither a regular file nor a folder, in a folder and those below it.
+    """Entries that are neither regular files nor folders, in a folder and those below it.
 
     A link to nothing is passed over: whoever opens it gets an error.
 

@@ -21,7 +21,7 @@ from megatron_muon.files import archive, pickles
 from megatron_muon.files.pickles import Name, Unknown
 
 METADATA = ".metadata"
-# What is not sharded: a file of its own, or from core 0.19 on an object among the tensors.
+# Everything that is not sharded: a file of its own, from core 0.19 an object among the tensors.
 COMMON_FILE, COMMON_KEY = "common.pt", re.compile(r"common_state/shard_")
 _MODULE = "torch.distributed.checkpoint.metadata"
 Numbers = tuple[int, ...]
@@ -71,7 +71,7 @@ class Metadata:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What ``.metadata`` says.
+    """The contents of ``.metadata``.
 
     Raises:
         OSError: it cannot be read, or is not there.
@@ -174,7 +174,7 @@ class Shards:
     _mapped: dict[str, memoryview] = field(default_factory=dict)
 
     def read(self, key: str, offsets: Numbers | None = None) -> Any:
-        """What is saved there: a tensor's piece, or an object.
+        """The value that is saved there: a tensor's piece, or an object.
 
         Raises:
             KeyError: the metadata do not say where.
@@ -190,7 +190,7 @@ class Shards:
         return archive.load_view(view)
 
     def object(self, key: str) -> Any:
-        """What Megatron's ShardedObject held; raises as ``read`` does."""
+        """The value of Megatron's ShardedObject; raises as ``read`` does."""
         value = self.read(key)
         if isinstance(value, Unknown) and value.name == Name("_io", "BytesIO"):
             data = value.state[0] if isinstance(value.state, tuple) and value.state else None
@@ -201,7 +201,7 @@ class Shards:
 
 
 def common(folder: Path, metadata: Metadata) -> dict[Any, Any]:
-    """What is the same on all ranks: groups and arguments.
+    """The values that are the same on all ranks: groups and arguments.
 
     Raises:
         OSError: the file cannot be read, or there is none.

@@ -77,7 +77,7 @@ def make_muons(
         optimizer: Megatron's ChainedOptimizer, fresh: one DistributedOptimizer for dense weights
             (with overlap_param_gather_with_optimizer_step two) and one for experts, if any. One is
             a stub where nothing trains. Before core 0.14 ranks of other stages may have others.
-        model_chunks: of this rank.
+        model_chunks: this rank's.
         config: the settings.
         pg_collection: the process groups given to ``get_megatron_optimizer``, if any.
 
@@ -112,7 +112,7 @@ def make_muons(
 
 
 def _active() -> list[str]:
-    """For rank 0, once in a process: that the plugin is active."""
+    """The line that the plugin is active: on rank 0, once in a process."""
     global _has_said_active
     if _has_said_active or dist.get_rank() != 0:
         return []
@@ -123,7 +123,7 @@ def _active() -> list[str]:
 def _checked(
     parts: Sequence[Any], model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any
 ) -> list[str]:
-    """What all ranks must agree on, once this one has what the plugin needs."""
+    """The matters that all ranks must agree on, once this one has what the plugin needs."""
     for part in parts:
         check_built(part)
     process_groups.require_groups(model_chunks, pg_collection)

@@ -83,10 +83,10 @@ def _is_installed() -> bool:
 
 
 def meter(optimizer: Any) -> Meter:
-    """What this rank did for Muon in the last step.
+    """Counts of this rank's work for Muon in the last step.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` returned for ``optimizer='muon'``.
+        optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
 
     Raises:
         TypeError: it is not Muon's.

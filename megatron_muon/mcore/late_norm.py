@@ -50,7 +50,7 @@ def norm_grads(
     It leaves out what other ranks have, too: replicas on TP ranks, shared embeddings.
 
     Args:
-        counted: those that Megatron takes, each ``(n,)`` fp32.
+        counted: the gradients that Megatron takes, each ``(n,)`` fp32.
         shards: all that this rank holds, with their gradients.
         device: theirs.
 

@@ -23,7 +23,7 @@ class SharedGradScaler:
 
     Args:
         scaler: Megatron's DynamicGradScaler.
-        optimizers: that have it in common, a number.
+        optimizers: the number of those that share the scale.
     """
 
     def __init__(self, scaler: Any, optimizers: int) -> None:
@@ -33,12 +33,12 @@ class SharedGradScaler:
 
     @property
     def scale(self) -> torch.Tensor:
-        """What the loss is multiplied by, ``(1,)`` fp32."""
+        """The factor of the loss, ``(1,)`` fp32."""
         return self._scaler.scale  # type: ignore[no-any-return]
 
     @property
     def inv_scale(self) -> torch.Tensor:
-        """What gradients are multiplied by, ``(1,)`` fp32."""
+        """The factor of the gradients, ``(1,)`` fp32."""
         return self._scaler.inv_scale  # type: ignore[no-any-return]
 
     def update(self, found_inf: bool) -> None:

@@ -51,7 +51,7 @@ class Stage:
         ep: the ranks that a layer's experts are spread over; None in a dense model.
         pipeline_rank: the stage's number.
         instance: number of the distributed optimizer instance.
-        device: that the groups communicate from.
+        device: the one that the groups communicate from.
     """
 
     group: Group
@@ -101,10 +101,10 @@ def stage_of(
     """The rank's stage; with several optimizer instances every rank of the world calls this.
 
     Args:
-        model_chunks: of this rank.
+        model_chunks: this rank's.
         instance: number of its distributed optimizer instance.
-        pg_collection: as given to ``get_megatron_optimizer``; None for Megatron's global groups.
-        device: that the groups communicate from.
+        pg_collection: that of ``get_megatron_optimizer``; None for Megatron's global groups.
+        device: the one that the groups communicate from.
 
     Raises:
         ValueError: the collection lacks a group.
@@ -124,7 +124,7 @@ def stage_of(
 
 
 def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
-    """Of all that ``stage_of`` asks for; no communication.
+    """Check all groups that ``stage_of`` asks for; no communication.
 
     Raises:
         ValueError: the collection lacks one.
@@ -141,7 +141,7 @@ def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tupl
 
     Args:
         model_chunk: wrapped or not.
-        pg_collection: as given to Megatron; None for its global groups.
+        pg_collection: the argument of Megatron's function; None for its global groups.
 
     Raises:
         ValueError: the collection lacks a group.
@@ -152,7 +152,7 @@ def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tupl
 
 
 def _shards(pg_collection: Any) -> int:
-    """Of a buffer of dense weights, inside one optimizer instance."""
+    """The group of a buffer of dense weights, inside one optimizer instance."""
     if pg_collection is None:
         return int(
             parallel_state.get_data_parallel_world_size(
@@ -164,7 +164,7 @@ def _shards(pg_collection: Any) -> int:
 
 
 def _expert_shards(pg_collection: Any) -> int:
-    """Of a buffer of experts' weights, inside one optimizer instance."""
+    """The group of a buffer of experts' weights, inside one optimizer instance."""
     if pg_collection is None:
         return int(
             parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True)

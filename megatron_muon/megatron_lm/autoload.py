@@ -1,4 +1,4 @@
-"""What the patch imports at the end of ``megatron/training/__init__.py``.
+"""The import that the patch adds at the end of ``megatron/training/__init__.py``.
 
 It puts Muon's flags into the parser, and waits: a run that does not ask for ``--optimizer muon`` is
 as without the plugin, also where Muon could not run. For one that does, what the launcher does

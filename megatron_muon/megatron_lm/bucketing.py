@@ -38,7 +38,7 @@ def choose_buckets(args: Namespace) -> list[str]:
         args: Megatron's, validated.
 
     Returns:
-        A line to print, where there was something to choose: what was, and why.
+        A line to print with the choice and its reason, where there was a choice.
     """
     if args.muon_dp_layout != "contiguous" or not args.overlap_grad_reduce:
         return []
@@ -146,9 +146,9 @@ class _Whole:
     """A weight over all TP ranks.
 
     Attributes:
-        rows, cols: of it.
-        partition_dim: that TP splits; None where its ranks hold replicas.
-        parts: of a fused query, key and value: rows of each in a group.
+        rows, cols: its size.
+        partition_dim: the one that TP splits; None where its ranks hold replicas.
+        parts: rows of each part in a group of a fused query, key and value.
     """
 
     rows: int

@@ -1,4 +1,4 @@
-"""Megatron-LM's saving and loading of a run: what is done around it where the run is Muon's."""
+"""Megatron-LM's saving and loading of a run: additions where the run is Muon's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_muon.megatron_lm import switching, tracker
 from megatron_muon.megatron_lm.namespace import is_on
 
-# What a checkpoint's arguments call the optimizer. The saver of tools/checkpoint hands them to
+# The optimizer's name in a checkpoint's arguments. The saver of tools/checkpoint hands them to
 # validate_args of a Megatron without the plugin, and that of 0.16 and 0.17 stops where "muon" is in
 # the name beside use_distributed_optimizer.
 SAVED_NAME = "Muon"
@@ -306,7 +306,7 @@ def _on_rank_0(act: Callable[[], str | None]) -> None:
 
 
 def _by_rank_0(find: Callable[[], str]) -> str:
-    """What rank 0 finds, on all ranks: files may look different from each."""
+    """Rank 0's result of ``find``, on all ranks: files may look different from each."""
     from megatron_muon.runtime.collectives import all_gather_texts
     from megatron_muon.runtime.consensus import together
 

@@ -16,8 +16,8 @@ class Flag(NamedTuple):
 
     Attributes:
         option: with its dashes.
-        help: what it is, unit, source, default.
-        keywords: of ``add_argument``; where Megatron has the flag, its own are kept.
+        help: its meaning, unit, source, default.
+        keywords: those of ``add_argument``; where Megatron has the flag, its own are kept.
     """
 
     option: str

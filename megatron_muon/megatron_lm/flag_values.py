@@ -1,4 +1,4 @@
-"""What of Muon's flags was given, and what holds where one was not: Megatron's default or ours."""
+"""The value of each of Muon's flags: the given one, else Megatron's default or ours."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def upstreams_values(args: Namespace) -> dict[str, Any]:
 
 
 def own_nesterov(own: dict[str, Any]) -> bool:
-    """Of ``upstreams_values``: core 0.16 and 0.17 have another name for it."""
+    """The name among ``upstreams_values``: core 0.16 and 0.17 have another one for it."""
     return bool(own.get("muon_nesterov", own.get("muon_use_nesterov", False)))
 
 
@@ -46,7 +46,7 @@ def default_value(args: Namespace, dest: str, moonlights: _T) -> _T:
 
 
 def value_chosen(args: Namespace, dest: str, moonlights: _T) -> _T:
-    """What was given, or its default."""
+    """The given value, or its default."""
     given: _T | None = value_given(args, dest)
     return given if given is not None else default_value(args, dest, moonlights)
 

@@ -74,7 +74,7 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def muon_backend(args: Namespace) -> str:
-    """Who runs ``--optimizer muon``: ``plugin``, or ``upstream``, Megatron's own Muon.
+    """The runner of ``--optimizer muon``: ``plugin``, or ``upstream``, Megatron's own Muon.
 
     Raises:
         ValueError: upstream's, which this Megatron does not have, or with a flag that it does not
@@ -121,7 +121,7 @@ def muon_config(args: Namespace) -> MuonConfig:
     """The settings that parsed flags ask for.
 
     Args:
-        args: of a parser that ``add_flags`` completed; also ``tensor_model_parallel_size`` and
+        args: from a parser that ``add_flags`` completed; also ``tensor_model_parallel_size`` and
             ``expert_tensor_parallel_size`` are read.
 
     Raises:
@@ -181,7 +181,7 @@ def differences(args: Namespace) -> list[str]:
     no Muon of its own and nothing needs a word.
 
     Raises:
-        ValueError: as ``muon_config``.
+        ValueError: see ``muon_config``.
     """
     config = muon_config(args)
     lines = []

@@ -50,7 +50,7 @@ def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
 
     Args:
         module_name: where Megatron defines it or looks it up.
-        name: of the function.
+        name: the function's.
         wrapper: takes Megatron's function, then what that takes.
     """
     global _is_on
@@ -118,11 +118,11 @@ def _validate_args(
     """Megatron's, which is shown AdamW where the run asks for Muon.
 
     Megatron's own branches for its own Muon are all in there, up to 0.17 as assertions and later as
-    a rewrite of ``use_distributed_optimizer``. What comes after takes the distributed optimizer.
+    a rewrite of ``use_distributed_optimizer``. Later branches take the distributed optimizer.
 
     Raises:
         SeamError: the Megatron is not one that the plugin knows.
-        ValueError: what the flags ask for cannot be; names the flag and the way out.
+        ValueError: the flags ask for something that cannot be; names the flag and the way out.
         NotImplementedError: Muon does not have it yet; names the option and the way out.
     """
     if not asks_for_muon(args):
@@ -178,7 +178,7 @@ def _turn_on(args: Any) -> list[str]:
     """Check a run with Muon, install it, and put what is in force into ``args``.
 
     Returns:
-        Lines to print: what differs from Megatron's own defaults.
+        Lines to print: the differences from Megatron's own defaults.
     """
     check_hooks()  # before the import of what takes Megatron's names
     from megatron_muon.mcore.install import install
@@ -257,7 +257,7 @@ def _get_megatron_muon_optimizer(
     layer_wise_distributed_optimizer: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Of 0.16 and 0.17, whose training asks here for Muon; the distributed one is made as AdamW."""
+    """Wraps what the training of 0.16 and 0.17 asks for Muon, which is made like AdamW."""
     given = importlib.import_module("megatron.training").get_args()
     if namespace.is_on(given):
         hooked = importlib.import_module("megatron.core.optimizer").get_megatron_optimizer

@@ -131,7 +131,7 @@ def naming_python(core: Path) -> Iterator[None]:
 
 
 def older_python(core: Path) -> str | None:
-    """What to say where this Python is older than a folder ``megatron/core`` asks for, else None.
+    """The error where this Python is older than a folder ``megatron/core`` asks for, else None.
 
     By ``requires-python`` in the checkout's pyproject.toml, or in the metadata of the distribution
     that the folder was installed from.

@@ -1,4 +1,4 @@
-"""What the arguments say once the flags are read: for Megatron to print, log, save and act on."""
+"""The arguments once the flags are read: for Megatron to print, log, save and act on."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:
     """The options of Muon's on a command line, and ``--optimizer muon``.
 
     Args:
-        parser: that ``add_flags`` completed; it knows Megatron's own flags of Muon's too.
+        parser: one that ``add_flags`` completed; it knows Megatron's own flags of Muon's too.
         line: the words.
     """
     known = {flag.option for flag in FLAGS} | {

@@ -1,4 +1,4 @@
-"""Flags for a checkpoint that the other optimizer has written: what a run does before it loads."""
+"""Flags for a checkpoint that the other optimizer has written: a run's steps before it loads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def from_other(
         args: Megatron's; ``muon_from_adamw``, ``adamw_from_muon`` and
             ``no_muon_checkpoint_digest`` are read.
         optimizer: the chain; nothing is done where it is None, or its state is not to be loaded.
-        folder: that Megatron will read; None for none.
+        folder: the one that Megatron will read; None for none.
         muon: the run is Muon's, not AdamW's.
 
     Raises:
@@ -122,7 +122,8 @@ def _into_muon(args: Namespace, folder: Path) -> str:
 def _metadata_of_whole_weights() -> Iterator[None]:
     """Within it Megatron takes every checkpoint for one that can be cut anew.
 
-    Those of its own Muon do not say, as it has no distributed optimizer; where TP or PP differ, or
+    Checkpoints of its own Muon do not say it, as they have no distributed optimizer. Where TP or PP
+    differ, or
     with --ckpt-fully-parallel-load, Megatron looks and stops at a KeyError.
     """
     from megatron.core import dist_checkpointing

@@ -121,7 +121,7 @@ def failing(told: Callable[[BaseException], None]) -> Iterator[None]:
 
 @contextmanager
 def naming(checkpointing: Any, load_dir: str | None, step: int | None) -> Iterator[None]:
-    """Within it Megatron takes the tracker in ``load_dir`` to name ``step``; None: what it names.
+    """Within it Megatron reads ``step`` from the tracker in ``load_dir``; None: what is in it.
 
     With ``--ckpt-step`` and ``--ckpt-format torch`` Megatron reads the model and the groups of that
     step, but the rest of a distributed optimizer's state from the checkpoint that the tracker names
@@ -175,7 +175,7 @@ def move_back(save_dir: Path, folder: str) -> str | None:
     removed where there is no other.
 
     Returns:
-        What was done, in a sentence; None for nothing.
+        A sentence about what was done; None for nothing.
 
     Raises:
         OSError: the folder cannot be written.
@@ -218,7 +218,7 @@ def recover(save_dir: Path) -> str | None:
     Only for a run that itself saves there: it would take away what another one is writing.
 
     Returns:
-        What was done, in a sentence; None for nothing.
+        A sentence about what was done; None for nothing.
 
     Raises:
         OSError: the folder cannot be written.
@@ -273,6 +273,6 @@ def _marked(save_dir: Path) -> list[str]:
 
 
 def _clear(save_dir: Path, name: str) -> None:
-    """The mark first: what it stands for is put back, whatever is left of it."""
+    """The mark first: the files that it stands for are put back, whatever is left of it."""
     (save_dir / _MARK.format(name=name)).unlink(missing_ok=True)
     shutil.rmtree(save_dir / _ASIDE.format(name=name), ignore_errors=True)

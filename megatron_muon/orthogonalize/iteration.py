@@ -67,8 +67,8 @@ def is_cuda(device: Device) -> bool:
 
 
 def fits_kernel(size: int, inner: int) -> bool:
-    """Whether a library's kernel takes a symmetric ``(size, inner) @ (inner, size)``: of more than
-    one of its tiles, and aligned."""
+    """Whether a library's kernel takes a symmetric ``(size, inner) @ (inner, size)``: one that is
+    aligned and has more than one of its tiles."""
     aligned = size % _KERNEL_ALIGNMENT == 0 and inner % _KERNEL_ALIGNMENT == 0
     return size > _KERNEL_TILE and aligned
 
@@ -76,7 +76,7 @@ def fits_kernel(size: int, inner: int) -> bool:
 def iteration_of(config: MuonConfig, device: Device) -> NsIteration:
     """The iteration that a run takes on a device.
 
-    What ``ns_iteration`` says; None: ``auto`` on a GPU where restarts are known for the
+    The setting ``ns_iteration``; None: ``auto`` on a GPU where restarts are known for the
     coefficients, the number of steps and the dtype, ``standard`` elsewhere.
     """
     if config.ns_iteration is not None:
@@ -85,7 +85,7 @@ def iteration_of(config: MuonConfig, device: Device) -> NsIteration:
 
 
 def held_dtype(ns_dtype: NsDtype, device: Device) -> NsDtype:
-    """What products are made in, and the Gram iteration's square matrices are kept in."""
+    """The dtype of products, and of the Gram iteration's square matrices."""
     if is_cuda(device) or (device == "cpu_bf16" and ns_dtype == "bf16"):
         return ns_dtype
     return "fp32"
@@ -156,8 +156,8 @@ def panels(size: int) -> list[tuple[int, int]]:
 
 
 def symmetric_flops(size: int, inner: int, device: Device) -> int:
-    """Of a symmetric ``(size, inner) @ (inner, size)``: on CPU only blocks up to the diagonal, with
-    a library's kernel the share that it makes, elsewhere on CUDA all of it."""
+    """Flops of a symmetric ``(size, inner) @ (inner, size)``: on a CPU those of blocks up to the
+    diagonal, with a library's kernel the share that it makes, elsewhere on CUDA all of them."""
     if is_cuda(device):
         whole = 2 * size * size * inner
         share, of = _KERNEL_FLOPS

@@ -41,7 +41,7 @@ def torch_dtype(ns_dtype: NsDtype) -> torch.dtype:
 
 
 def travel_dtype(config: MuonConfig) -> torch.dtype:
-    """What pieces and directions travel in: bf16, whose exponents are fp32's, or fp32 itself."""
+    """The dtype of pieces and directions: bf16, whose exponents are fp32's, or fp32 itself."""
     return torch.float32 if config.ns_dtype == "fp32" else torch.bfloat16
 
 
@@ -63,9 +63,9 @@ class Products:
     """Products on one device, each rounded.
 
     Attributes:
-        dtype: what a product is rounded to: that of the iterates.
-        squares: what the Gram iteration's square matrices are rounded to.
-        held: what matrices are held and multiplied in.
+        dtype: products are rounded to it; that of the iterates.
+        squares: the Gram iteration's square matrices are rounded to it.
+        held: matrices are held and multiplied in it.
         blocked: symmetric products are made up to the diagonal, by panels, and mirrored.
         kernel: a library's symmetric product; None: torch's matmul.
     """
@@ -231,7 +231,7 @@ def try_products(device: torch.device, ns_dtype: NsDtype) -> None:
 
 
 def said_of_products(device: torch.device, ns_dtype: NsDtype, iteration: NsIteration) -> str:
-    """For the log: who makes the symmetric products."""
+    """The log's words for the library that makes the symmetric products."""
     products = products_on(device, ns_dtype)
     if products.kernel is not None:
         return "quack-kernels"

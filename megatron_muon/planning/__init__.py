@@ -1,1 +1,1 @@
-"""Who orthogonalizes which matrix, and what travels when: integers, the same on every rank."""
+"""Homes, messages and rounds as plain integers, the same on every rank."""

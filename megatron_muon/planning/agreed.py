@@ -1,4 +1,4 @@
-"""What the ranks of a stage have to agree about before they make a plan."""
+"""The inputs of a plan, about which the ranks of a stage have to agree before they make it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_muon.planning.layout import Parameter
 def description(
     parameters: Sequence[Parameter], config: MuonConfig, device: Device = "cuda"
 ) -> list[str]:
-    """All that a plan follows from but the grid, a line each.
+    """All inputs of a plan but the grid, one per line.
 
     A line is a name and a value, ``setting momentum: 0.95``: an error names the one that differs.
-    What a matrix's standard iteration costs is the same on every device but those with a library's
-    symmetric products, so others may differ then.
+    The standard iteration costs the same on every device without a library's symmetric products, so
+    devices may differ then.
     """
     devices = [f"kind of device: {device}"] if costs_follow_device(config, device) else []
     settings = [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]

@@ -1,9 +1,9 @@
 """How many buckets of gradients cost least where Megatron overlaps their reduction with backward.
 
-Of two things a step has to wait, or may: of the last bucket's gradients, whose reduction nothing is
-left to hide, and its parameters, which the next forward pass needs first; and of Muon's exchange,
-since every edge of a shard cuts a parameter and every bucket has ``dp_size - 1`` such edges. Many
-buckets make the first small, few the second. Both go over the same links, so bytes are compared.
+A step may have to wait for two things. One is the last bucket: nothing is left to hide the
+reduction of its gradients, and the next forward pass needs its parameters first. The other is
+Muon's exchange: each of a bucket's ``dp_size - 1`` shard edges cuts a parameter. Many buckets make
+the first small, few the second. Both go over the same links, so bytes are compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LocalParameter:
 
     Attributes:
         numel: its elements on a rank.
-        muon: what is in it, in any place; None for AdamW's.
+        muon: its Muon parameter, in any place; None for AdamW's.
     """
 
     numel: int
@@ -48,7 +48,7 @@ class Buffer:
     """Parameters in Megatron's order that share a grad buffer.
 
     Attributes:
-        weights: of one rank.
+        weights: the parameters of one rank.
         dp_size: shards of it.
         tp_size: ranks that have slices of the same weights.
     """
@@ -60,14 +60,14 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class BucketCost:
-    """Of a number of buckets, in a step, per rank.
+    """The cost of a number of buckets, per step and rank.
 
     Attributes:
         buckets: in all buffers.
         boundary: parameters of Muon's on more than one rank.
         waited: bytes of the last buckets' gradients and parameters that a rank sends.
         cut: bytes that Muon's exchange sends on an average rank for what is not on the rank that
-            has most of its parameter. What TP and balanced homes add depends little on buckets.
+            has most of its parameter. What TP and balanced homes add hardly depends on buckets.
     """
 
     buckets: int
@@ -116,10 +116,10 @@ def choose(buffers: Sequence[Buffer]) -> Choice | None:
 
 
 def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
-    """What it comes to if a bucket is closed as soon as it has ``bucket_size`` elements.
+    """The cost if a bucket is closed as soon as it has ``bucket_size`` elements.
 
     Args:
-        buffers: of a rank.
+        buffers: a rank's.
         bucket_size: in elements.
     """
     count = boundary = waited = cut = 0
@@ -144,7 +144,7 @@ def exchanged(
     """Bytes that Muon's exchange sends on an average rank in a step, by plans of each buffer.
 
     Args:
-        buffers: of a rank; those of experts as if its EP rank were the only one.
+        buffers: a rank's; those of experts as if its EP rank were the only one.
         bucket_size: in elements.
         config: homes, the two speeds and what Newton-Schulz costs matter.
         ordered: the parameters of each bucket are in the order of ``bucket_order.orders``.

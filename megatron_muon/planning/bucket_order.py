@@ -34,7 +34,8 @@ class Bucket:
     Attributes:
         numel: elements, with its padding.
         sizes: elements of its parameters, in the order in which Megatron fills it.
-        muons: those of Muon, of any ``bucket`` and ``span``; None for AdamW's.
+        muons: for each parameter its Muon parameter, with any ``bucket`` and ``span``; None for
+            AdamW's.
     """
 
     numel: int
@@ -59,8 +60,8 @@ def orders(buckets: Sequence[Bucket], holders: Holders, config: MuonConfig) -> O
     """The order of each bucket of a buffer: one in which shards cut few, where that sends less.
 
     Args:
-        buckets: of the buffer, from its beginning.
-        holders: that have it.
+        buckets: the buffer's, from its beginning.
+        holders: the ranks that have it.
         config: homes, the two speeds and what Newton-Schulz costs matter.
     """
     own = [bucket.own() for bucket in buckets]
@@ -74,7 +75,7 @@ def orders(buckets: Sequence[Bucket], holders: Holders, config: MuonConfig) -> O
 def sent_bytes(
     buckets: Sequence[Bucket], by_bucket: Orders, holders: Holders, config: MuonConfig
 ) -> int:
-    """What all these ranks together send in a step, pieces there and directions back."""
+    """Bytes that all these ranks together send in a step, pieces there and directions back."""
     rows = tuple(
         tuple(range(tp_rank * holders.dp_size, (tp_rank + 1) * holders.dp_size))
         for tp_rank in range(holders.tp_size)

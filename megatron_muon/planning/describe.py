@@ -1,4 +1,4 @@
-"""What a plan comes to, in words: the lines that a run prints at its start."""
+"""A plan in words: the lines that a run prints at its start."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Share:
     """Trainable elements of a pipeline stage or a model, each counted once over all ranks.
 
     Attributes:
-        total, muon: of all parameters, and of Muon's.
-        active, active_muon: of those that one token goes through: of a layer's routed experts only
-            as many as the router picks.
+        total, muon: elements of all parameters, and of Muon's.
+        active, active_muon: elements that one token goes through: only as many of a layer's routed
+            experts as the router picks.
     """
 
     total: int = 0
@@ -47,7 +47,7 @@ def active_line(version: str, core: str) -> str:
     """One line by which a log shows that this package's Muon runs, and not Megatron's own.
 
     Args:
-        version: of megatron-muon.
+        version: megatron-muon's.
         core: version of megatron-core.
     """
     return (
@@ -65,11 +65,11 @@ UNSPLIT = {
 
 
 def share_lines(stages: Sequence[Share], unsplit: Sequence[str]) -> list[str]:
-    """What Muon has of the model, and a warning where that is less than half.
+    """Muon's share of the model, and a warning where that is less than half.
 
     Args:
-        stages: of each pipeline stage.
-        unsplit: those keys of ``UNSPLIT`` that the model has.
+        stages: the shares of the pipeline stages.
+        unsplit: the keys of ``UNSPLIT`` that the model has.
     """
     share = sum(stages, start=Share())
     all_of_it, activated = _ratio(share.muon, share.total), _ratio(share.active_muon, share.active)
@@ -107,8 +107,8 @@ def newton_schulz_line(
 
     Args:
         config: the settings.
-        device: of the ranks.
-        products: who makes the symmetric products.
+        device: the ranks' kind of device.
+        products: the library that makes the symmetric products.
         in_batches: matrices of one shape are orthogonalized together, as ``ns_batch`` says.
     """
     batches = ""

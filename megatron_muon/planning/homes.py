@@ -54,7 +54,7 @@ class Price:
 
 
 def prices(config: MuonConfig, itemsize: int) -> Price:
-    """What the two speeds come to; the unit is such that nothing is rounded.
+    """Prices from the two speeds, in a unit in which nothing is rounded.
 
     Args:
         config: ``rank_tflops`` and ``link_gbytes``.
@@ -79,7 +79,7 @@ def choose_homes(
             work would pass ``HOME_SLACK`` × max(ideal, largest matrix), then takes the rank with
             the least work, or one that holds some, ends sooner and stays within ``HOME_LIMIT``.
             Ties go to the rank with the least time (under TP all holders tie), then the lowest.
-        price: what work and bytes cost.
+        price: the prices of work and of bytes.
     """
     works, times = [0] * size, [0] * size
     by_work = [(0, rank) for rank in range(size)]  # a heap; entries of old work are passed over

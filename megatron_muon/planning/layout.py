@@ -213,7 +213,7 @@ def _group_blocks(group: int, rows_per_group: int, counts: Sequence[int]) -> Ite
 
 
 def _within(blocks: Sequence[Block], rows: Span) -> Iterator[Block]:
-    """What lies in a range of the whole weight's rows, counted from the range's start."""
+    """The contents of a range of the whole weight's rows, counted from the range's start."""
     for block in blocks:
         start, stop = max(block.rows.start, rows.start), min(block.rows.stop, rows.stop)
         if start < stop:
@@ -231,9 +231,9 @@ def batched_matrices(
     """A batch of matrices in one parameter, one after another, each split by TP in the same way.
 
     Args:
-        names: of the matrices.
+        names: the matrices' names.
         shape: local (rows of all matrices, cols).
-        partition_dim: of each matrix.
+        partition_dim: each matrix's.
         tp_size: number of TP ranks.
         column_blocks: see MatrixShape.
     """

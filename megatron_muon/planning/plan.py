@@ -26,7 +26,7 @@ class ExchangePlan:
     """All of a stage's Muon work in one step; see the module's docstring.
 
     Attributes:
-        flops: of each matrix's Newton-Schulz.
+        flops: Newton-Schulz flops of each matrix.
         itemsize: bytes of an element that travels.
         rounds: indices of the parameters that go through the exchange together, in order.
     """
@@ -45,13 +45,13 @@ class ExchangePlan:
         return self.grid.size
 
     def for_rank(self, rank: int) -> RankPlan:
-        """What one rank of the stage does."""
+        """The part of one rank of the stage."""
         return rank_plan(
             rank, self.grid, self.parameters, self.matrices, self.segments, self.rounds
         )
 
     def silent_rounds(self) -> list[bool]:
-        """Of each round, whether nothing moves in it between any two ranks."""
+        """For each round, whether nothing moves in it between any two ranks."""
         silent = [True] * len(self.rounds)
         round_of = self.round_of()
         for segment in self.segments:
@@ -121,7 +121,7 @@ def make_plan(
         grid: its ranks.
         config: the settings; ``homes``, the two speeds, ``round_bytes`` and those of Newton-Schulz
             matter here.
-        device: that it runs on, the same on all ranks: what an iteration costs follows from it.
+        device: the ranks' kind of device, the same on all: an iteration's cost follows from it.
 
     Raises:
         ValueError: the pieces do not cover a parameter exactly once.
@@ -160,10 +160,12 @@ def _rounds(
     itemsize: int,
     config: MuonConfig,
 ) -> tuple[tuple[int, ...], ...]:
-    """Of a matrix there are, on its home, at most three copies if every round is like it: the one
-    that is orthogonalized, the message that it comes in and the one that it goes in. Of a piece on
-    another rank there are two, so it is 3/2 and 1 in each of two rounds. Where nothing at all
-    travels, as with an expert DP of 1, one round at a time has memory: 1/2.
+    """Rounds within the limit, which holds for two rounds at a time.
+
+    If every round is alike, a home has at most three copies of a matrix: the one that is
+    orthogonalized, the message that it comes in and the one that it goes in. Another rank has two
+    copies of a piece. So in each of two rounds a matrix counts 3/2 at its home, a piece 1. Where
+    nothing travels at all, as with an expert DP of 1, one round at a time has memory: 1/2.
     """
     homed: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
     taken: list[dict[int, int]] = [defaultdict(int) for _ in parameters]

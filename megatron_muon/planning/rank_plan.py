@@ -1,4 +1,4 @@
-"""What one rank of a stage does in a step, of the plan that all of them share."""
+"""One rank's part of the plan that all ranks of a stage share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _by_rank() -> _BySegments:
 
 @dataclass(frozen=True, slots=True)
 class RankRound:
-    """What a rank orthogonalizes, sends, receives and keeps in a round.
+    """The matrices that a rank orthogonalizes in a round, and what it sends, receives and keeps.
 
     Lists are in the order of the plan's segments.
 
@@ -44,9 +44,9 @@ class RankPlan:
     """One rank's part of an ``ExchangePlan``.
 
     Attributes:
-        rank: of the stage.
+        rank: its number in the stage.
         pieces: elements that it holds of each parameter that it holds some of, by index.
-        rounds: what it does in each.
+        rounds: its part of each.
     """
 
     rank: int

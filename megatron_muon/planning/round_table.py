@@ -1,4 +1,4 @@
-"""What one rank does in a round of the exchange, as integers: made once, used in every step.
+"""One rank's part of a round of the exchange, as integers: made once, used in every step.
 
 A run is a segment of the plan that this rank holds. Buffers of a round are flat; every list of
 sizes below cuts one of them from its first element to its last.
@@ -22,7 +22,7 @@ class Alike:
     Attributes:
         matrices: their indices in the plan.
         like: the first of them; all have its size and its column parts.
-        start: of the first, in elements.
+        start: the first one's, in elements.
     """
 
     matrices: tuple[int, ...]
@@ -35,27 +35,27 @@ class RoundTable:
     """One rank's part of a round.
 
     Attributes:
-        parameters: with a piece here, as ``(index, sizes of its runs)``; runs are numbered through.
+        parameters: ``(index, sizes of its runs)`` of each with a piece here; runs are numbered on.
         matrices: the plan's index of each run's matrix.
-        moving: numbers of the runs that go to a home: those that are kept here, in staged order,
-            then those that are sent, in the order of ``sent_sizes``.
-        kept_sizes: of the runs that are home already.
-        sent_sizes: of the message with pieces: each peer's runs, and then one for their flags.
+        moving: numbers of the runs that go to a home: the kept ones in staged order, then the sent
+            ones in the order of ``sent_sizes``.
+        kept_sizes: sizes of the runs that are home already.
+        sent_sizes: sizes of the parts of the message to homes: each peer's runs, then their flags.
         sent_parts: the numbers of the parts of it that are runs.
         sent_to, received_from: ``(rank of the stage, elements)`` by peer, flags included.
         sent_flags, received_flags: the places of flags in the messages.
-        received_sizes: of the message that comes, as ``sent_sizes``.
+        received_sizes: the same for the message that comes.
         homes: the stage's matrices whose home this is, in staged order.
         alike: the same, by layout.
-        staged_sizes: of the staged buffer.
+        staged_sizes: sizes of the staged buffer's parts.
         staged_from: for each of its parts, its number among the kept and, after them, the parts of
             ``received_sizes``.
         places: for each kept run and each one that arrives, the place of its matrix in ``homes``.
         kept_parts: numbers of the staged parts that are kept runs.
-        directions_to: ``(rank of the stage, elements)``; who gets directions from here.
+        directions_to: ``(rank of the stage, elements)`` of the ranks that get directions from here.
         direction_parts: numbers of the staged parts that are sent, in the message's order.
-        directions_from: from whom this rank gets directions.
-        direction_sizes: of the message that comes.
+        directions_from: the same of the ranks that this one gets directions from.
+        direction_sizes: sizes of the parts of the message that comes back.
         direction_of: for each run, its number among the kept and, after them, the parts of
             ``direction_sizes``.
     """
@@ -96,7 +96,7 @@ class RoundTable:
 
 
 def round_tables(plan: RankPlan, matrices: Sequence[Matrix]) -> list[RoundTable]:
-    """Of every round, for one rank of the stage.
+    """The tables of every round, for one rank of the stage.
 
     Args:
         plan: the rank's.

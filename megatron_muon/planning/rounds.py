@@ -52,7 +52,7 @@ def make_rounds(
     Args:
         homed: for each parameter, bytes of its matrices by the rank that orthogonalizes them.
         taken: for each parameter, bytes of all buffers that a rank has for it.
-        limit: of bytes taken on any rank; a parameter that alone has more on a rank shares the
+        limit: bytes taken on any rank; a parameter that alone has more on a rank shares the
             round with none there. None: three times the largest parameter's, or ``LEAST_LIMIT``.
 
     Raises:

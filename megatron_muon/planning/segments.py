@@ -20,7 +20,7 @@ class Matrix:
         name: parameter name, with the part in brackets where a parameter holds several.
         rows, cols: size over all TP ranks.
         column_parts: number of equal column ranges that staging lays out one after another.
-        column_blocks: of how many equal ranges of columns each such part holds a piece, in order.
+        column_blocks: number of equal column ranges of which each part holds a piece, in order.
         home: rank of the stage's group.
     """
 
@@ -43,7 +43,7 @@ class Segment:
     Attributes:
         parameter, matrix: indices into the plan's.
         rank: holds the elements.
-        elements: of the flat local parameter.
+        elements: its range of the flat local parameter.
         start: where ``elements.start`` is in the matrix's staging.
         replica: a TP replica of elements that another rank sends; it only receives directions.
     """

@@ -1,1 +1,1 @@
-"""What a step would take on stated hardware: plain numbers, from the plan that a run makes."""
+"""The time of a step on stated hardware: plain numbers, from the plan that a run makes."""

@@ -31,7 +31,7 @@ class Hardware:
         dense_tflops: peak of dense products in 16 bits.
         fp32_tflops: peak of products in fp32 without TF32.
         gemm_efficiency: share of the peak that a large product reaches.
-        processors: that work on tiles at the same time; a product takes whole waves of tiles.
+        processors: they work on tiles at the same time; a product takes whole waves of tiles.
         tiles: (rows, cols, share of ``gemm_efficiency``) of the tiles that a product may take.
         split_efficiency: likewise, of a product with fewer tiles than processors that is cut along
             its inner dim; it takes ``split_us`` more.
@@ -42,18 +42,18 @@ class Hardware:
         memory_gbytes: peak of the memory's bandwidth, reads and writes together.
         memory_efficiency: share of it that elementwise kernels reach.
         kernel_us: shortest kernel, and the gap before the next.
-        launch_us: of the host, from one operation's launch to the next one's.
-        phase_us: of the host's Python, for each phase of a round.
+        launch_us: host time from one operation's launch to the next one's.
+        phase_us: host time of the Python of each phase of a round.
         node_gbytes: a link to the GPUs of the same node.
         node_efficiency: share of it that grouped sends and receives reach.
         pair_gbytes: at most, between two GPUs of a node.
         network_gbytes: a GPU's link to other nodes.
         network_efficiency: share of it that grouped sends and receives reach.
-        message_us: of a grouped send and receive, whatever its bytes.
-        peer_us: of each peer in it.
-        peer_host_us: of the host, to enqueue a send or a receive.
+        message_us: latency of a grouped send and receive, whatever its bytes.
+        peer_us: more of it for each peer.
+        peer_host_us: host time to enqueue a send or a receive.
         gpus_per_node: ranks k·n to k·n + n - 1 of a stage share a node.
-        foreach_elements: that one kernel of a ``torch._foreach`` operation takes, at most.
+        foreach_elements: most elements that one kernel of a ``torch._foreach`` operation takes.
         foreach_tensors: likewise, tensors.
         host_waits: 1 where the host makes every operation itself, as on a CPU; 0 where it only
             launches them.
@@ -151,7 +151,7 @@ def from_json(text: str, source: str, base: Hardware) -> Hardware:
 
     Args:
         text: JSON; all three keys may be missing.
-        source: of values that the file has no source for.
+        source: the source of values for which the file has none.
         base: has the constants that are not in ``values``.
 
     Raises:

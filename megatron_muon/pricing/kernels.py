@@ -39,7 +39,7 @@ class Cost:
         return Cost(self.seconds + other.seconds, self.launches + other.launches)
 
     def times(self, count: int) -> Cost:
-        """So many, one after another."""
+        """The cost of ``count`` of them, one after another."""
         return Cost(self.seconds * count, self.launches * count)
 
 
@@ -55,9 +55,9 @@ def foreach(
     """``torch._foreach`` operations over lists of tensors.
 
     Args:
-        hardware: that they run on.
+        hardware: the GPU.
         elements, tensors: in a list.
-        nbytes: that all operations together read and write for an element.
+        nbytes: bytes that all operations together read and write for an element.
         operations: their number.
     """
     if elements == 0:
@@ -98,9 +98,9 @@ def batches(
     """``(matrices, times)``: how ``count`` matrices of one shape are taken together.
 
     Args:
-        rows, cols: of the shape.
-        count: of matrices at one home in one round.
-        ns_batch: at most so many; None: as many as have scratch memory.
+        rows, cols: the shape.
+        count: number of matrices at one home in one round.
+        ns_batch: most matrices in a batch; None: as many as have scratch memory.
         scratch: elements of that (``rounds.scratch_limit``).
     """
     most = ns_batch or max(1, scratch // scratch_elements(rows, cols))
@@ -197,5 +197,5 @@ class _Products:
         return product(self.hardware, rows, cols, inner, self.batch, self.itemsize)
 
     def _copy(self, elements: int) -> Cost:
-        """Of the linear term, which ``addmm`` writes its result over."""
+        """Time of copying the linear term, which ``addmm`` writes its result over."""
         return stream(self.hardware, 2 * self.itemsize * self.batch * elements)

@@ -1,4 +1,4 @@
-"""Hardware by name. What no document has is an assumption, and says so."""
+"""Hardware by name. A value that no document has is an assumption, and says so."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Optimizer:
     """One DistributedOptimizer of a stage.
 
     Attributes:
-        plan: of its Muon parameters.
+        plan: the plan of its Muon parameters.
         rest: by rank, elements that AdamW updates.
     """
 
@@ -66,8 +66,8 @@ class StepTime:
 
     Attributes:
         seconds: until the last rank has ended it.
-        rounds: of each optimizer.
-        launches: of the rank that has most.
+        rounds: the number of each optimizer's.
+        launches: on the rank that has most.
         newton_schulz_mean, newton_schulz_busiest: over ranks.
         exposed_mean, exposed_most: over ranks, how long the compute stream waits for messages, and
             so for ranks that are later.
@@ -101,7 +101,7 @@ def price_step(
     Args:
         optimizers: dense, then experts', in the order that they step in; of as many ranks.
         config: the settings of the run that made the plans.
-        hardware: of every rank.
+        hardware: every rank's.
         device: kind of the hardware. On CUDA momentum and update are the fused kernels, as where
             triton is installed, unless ``config.elementwise`` is ``foreach``.
         experts_early: the next optimizer's first round is sent before the last scatter of the one

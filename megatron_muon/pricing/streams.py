@@ -120,7 +120,7 @@ class _Links:
             self._pairs_of[receiver].append((sender, kind, count))
 
     def seconds(self, rank: int) -> float:
-        """Of all its messages: its own links, and the share of each peer's link that it has."""
+        """Time of all its messages: its own links, and its share of each peer's link."""
         most = self._own(rank)
         for peer, way, count in self._pairs_of[rank]:
             rate = self._hardware.node_link if way < 2 else self._hardware.network_link

@@ -12,7 +12,7 @@ Rules, those of Megatron-LM's ``layer_wise_optimizer.py`` and of Emerging-Optimi
 - Momentum and update move as many bytes as ours without fused kernels. AdamW's part is spread
   evenly, at no other cost.
 
-Not counted: that gradients are all-reduced whole in place of reduce-scattered.
+Not counted: gradients are all-reduced whole in place of reduce-scattered.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def price_layer_wise(
     """Seconds of its step on the rank that ends last.
 
     Args:
-        optimizers: of the stage, whose matrices and TP splits are read, not their plans' homes.
+        optimizers: the stage's; their matrices and TP splits are read, not their plans' homes.
         config: steps and coefficients.
-        hardware: of every rank.
-        mode: what TP ranks do.
+        hardware: every rank's.
+        mode: how TP ranks share a matrix.
     """
     settings = replace(config, ns_iteration="standard")
     seconds = 0.0

@@ -1,4 +1,4 @@
-"""What each rank has to do in each round of a plan: elements, matrices, and bytes by pair."""
+"""Each rank's work in each round of a plan: elements, matrices, and bytes by pair."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RoundWork:
         arrivals: segments that they come in.
         leaving: elements of the matrices that it orthogonalizes, the rank's own pieces among them.
         departures: segments that they go in.
-        shapes: of the matrices that it orthogonalizes, how many of each.
+        shapes: how many matrices of each shape it orthogonalizes.
         gather, scatter: bytes by pair.
     """
 

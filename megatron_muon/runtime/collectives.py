@@ -1,14 +1,18 @@
 """Every collective that the package calls, and nothing else.
 
-In a step: ``start_messages`` twice a round over the stage for each of Megatron's
-DistributedOptimizers (one, and one for experts); ``any_rank`` over all stages where Megatron's norm
-of the gradients is not finite. While they are built, votes and numbers go over the world, numbers
-over the stage, which also creates its communicator, and ``split_world`` once where there are
-several optimizer instances and once where on some ranks nothing trains. Saving and loading vote;
-``all_gather_texts`` words an error, compares names where patterns decide, and puts a checkpoint's
-digest together. ``all_gather_flat`` is of what ``megatron-muon bench step`` compares with,
-``start_broadcasts`` too and of Megatron on a CPU; ``start_all_to_all`` is of the paper's row there,
-and ``megatron-muon bench speeds`` times it.
+In a step, for each of Megatron's DistributedOptimizers (one, and one for experts):
+``start_messages`` twice per round over the stage; ``any_rank`` over all stages where Megatron's
+norm of the gradients is not finite.
+
+While the optimizers are built: votes and numbers over the world; numbers over the stage, which also
+creates its communicator; ``split_world`` once where there are several optimizer instances, and once
+where nothing trains on some ranks.
+
+Saving and loading vote. ``all_gather_texts`` words an error, compares names where patterns decide,
+and puts a checkpoint's digest together.
+
+Only ``megatron-muon bench`` calls ``all_gather_flat`` and ``start_all_to_all``; it and Megatron on
+a CPU call ``start_broadcasts``.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ class Pending:
     works: Sequence[dist.Work]
 
     def wait(self) -> Tensor:
-        """What the ranks sent here. On CUDA the current stream waits, not the host."""
+        """The received elements. On CUDA the current stream waits, not the host."""
         with _named(self.name, self.group, "wait"):
             for work in self.works:
                 work.wait()
@@ -89,7 +93,7 @@ class Route:
         They are started by distance, so that not all ranks begin with the same one.
 
         Args:
-            group: of the exchange.
+            group: the exchange's.
             world: ``world_ranks(group)``.
             rank: this rank of the group.
             sent_to, received_from: ``(rank of the group, elements)`` of others, in buffer order.
@@ -130,9 +134,9 @@ def start_messages(name: str, sent: Tensor, route: Route) -> Pending | None:
     times as long.
 
     Args:
-        name: of the phase, in errors and traces.
+        name: the phase, in errors and traces.
         sent: ``(n,)``.
-        route: what goes where.
+        route: the messages.
 
     Returns:
         None where this rank has no message.
@@ -171,7 +175,7 @@ def start_all_to_all(
     """Send consecutive runs of ``sent`` to the group's ranks in order.
 
     Args:
-        name: of the phase, in errors and traces.
+        name: the phase, in errors and traces.
         sent: ``(sum(sent_sizes),)``.
         sent_sizes, received_sizes: elements for and from each rank of the group; 0 is fine.
         group: all its ranks call this together, and wait in the order of the calls.
@@ -215,12 +219,12 @@ class Broadcasts:
 
 
 def start_broadcasts(name: str, tensors: Sequence[Sequence[Tensor]], group: Group) -> Broadcasts:
-    """Start to fill ``parts[r]`` of each of ``tensors`` with what rank r has there: what NCCL makes
-    of an all-gather of unequal parts, which gloo refuses.
+    """Start to fill ``parts[r]`` of each of ``tensors`` with rank r's values. NCCL does the same
+    for an all-gather of unequal parts, which gloo refuses.
 
     Args:
-        name: of the phase, in errors and traces.
-        tensors: each in parts of any size, one a rank.
+        name: the phase, in errors and traces.
+        tensors: each in parts of any size, one per rank.
         group: all its ranks call this together.
     """
     with _named(name, group):
@@ -237,7 +241,7 @@ def any_rank(name: str, flag: Tensor, group: Group | None) -> bool:
     """True on every rank of the group if ``flag``, a bool scalar, is True on one.
 
     Args:
-        name: of the phase.
+        name: the phase.
         flag: on the device that the group communicates from.
         group: all its ranks call this together; None for the world.
     """
@@ -281,7 +285,7 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
     Args:
         color: integers, equally many on all ranks.
         like: the new groups have its timeout.
-        device: that the groups communicate from.
+        device: the one that the groups communicate from.
     """
     timeout = like._get_backend(device).options._timeout
     members: dict[tuple[int, ...], list[int]] = {}
@@ -299,7 +303,7 @@ def in_megatrons(name: str, group: Group | None) -> AbstractContextManager[None]
     """Within it a collective of Megatron's own is marked and its failure named, as ours are.
 
     Args:
-        name: of what Megatron does.
+        name: the name for Megatron's operation.
         group: over which.
     """
     return _named(name, group)

@@ -1,4 +1,4 @@
-"""What ranks compare before the first step, so that a disagreement is an error and not a hang."""
+"""Comparisons before the first step, so that a disagreement is an error and not a hang."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def agree_on_grid(
 
     Args:
         coordinates: this rank's.
-        description: what the plan follows from, a line each (``agreed.description``).
+        description: the plan's inputs, one per line (``agreed.description``).
         group: the stage.
         device: where the group's collectives want their tensors.
 
@@ -68,7 +68,7 @@ def agree_everywhere(description: Sequence[str], device: torch.device) -> None:
     """Stop where two ranks of the world describe something differently.
 
     Args:
-        description: what must be the same, a line each.
+        description: the lines that must be the same on all ranks.
         device: where the world's collectives want their tensors.
 
     Raises:
@@ -81,7 +81,7 @@ def agree_everywhere(description: Sequence[str], device: torch.device) -> None:
 
 
 def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """What ``act`` returns, or the error that it raises, of whatever type.
+    """The result of ``act``, or the error that it raises, of whatever type.
 
     Only what asks a process to end goes through. torch's CheckpointException is no Exception.
     """
@@ -94,7 +94,7 @@ def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def together(act: Callable[[], T], group: Group | None, device: torch.device) -> T:
-    """What ``act`` returns, on every rank of the group; its error on one rank ends all of them.
+    """The result of ``act`` on every rank of the group; an error on one rank ends all of them.
 
     Args:
         act: communicates nothing, or votes by itself before all else.
@@ -102,7 +102,7 @@ def together(act: Callable[[], T], group: Group | None, device: torch.device) ->
         device: where the group's collectives want their tensors.
 
     Raises:
-        BaseException: what ``act`` raises here.
+        BaseException: the error of ``act`` here.
         RuntimeError: on the other ranks; quotes the first.
     """
     result, error = attempt(act)
@@ -151,7 +151,7 @@ def grid_of(every: Sequence[Coordinates]) -> RankGrid:
     """The ranks of a stage by their coordinates.
 
     Args:
-        every: of rank 0, 1, … of the stage.
+        every: the descriptions of ranks 0, 1, … of the stage.
 
     Returns:
         Each rank in its place.
@@ -213,5 +213,5 @@ def _both(theirs: str | None, ours: str | None, rank: int, whose: str) -> str:
 
 
 def _value(line: str | None, name: str) -> str:
-    """Of a line with that name; another line is shown whole."""
+    """The value in a line with that name; another line is shown whole."""
     return "nothing more" if line is None else line.removeprefix(f"{name}: ")

@@ -1,8 +1,8 @@
 """Moving what the plan says: pieces to their homes, directions back.
 
-One gather and one scatter a round over the stage, each a message from every rank to every other one
-that it shares a matrix with; started and, with other work in between, finished. A rank's Python and
-launches depend on what it has, not on how many ranks there are.
+Each round is one gather and one scatter over the stage: a message from every rank to every other
+one that it shares a matrix with. Each is started and, with other work in between, finished. A
+rank's Python and launches depend on its own messages, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
 
 @dataclass(slots=True)
 class Meter:
-    """What this rank did in its last step; counted from what is run, not from the plan.
+    """Counts of this rank's last step, made where the work is done, not from the plan.
 
     Attributes:
         steps: Muon steps so far.
@@ -52,12 +52,12 @@ class Meter:
 
 @dataclass(slots=True)
 class Leaving:
-    """What a rank has of a round before it is gathered.
+    """This rank's part of a round before it is gathered.
 
     Attributes:
-        runs: for each run that is held here, what it is to be written to; None for a replica.
-        moves: what takes 1 for each moving run that has a gradient, else 0.
-        kept: those that are home already, in staged order.
+        runs: for each run that is held here, the slice that takes its momentum; None for a replica.
+        moves: takes 1 for each moving run that has a gradient, else 0.
+        kept: the runs that are home already, in staged order.
         sent: the message with the others.
     """
 
@@ -69,7 +69,7 @@ class Leaving:
 
 @dataclass(slots=True)
 class Gathering:
-    """A round that is being gathered; once it is finished it keeps nothing.
+    """A round that is being gathered; ``finish_gather`` releases its buffers.
 
     Attributes:
         kept: see ``Leaving``.
@@ -97,14 +97,14 @@ class Staged:
     alike: tuple[Alike, ...]
 
     def taken(self) -> Tensor:
-        """The elements, of which it keeps nothing."""
+        """Return the elements and drop the reference to them."""
         elements, self.elements = self.elements, self.elements.new_empty(0)
         return elements
 
 
 @dataclass(slots=True)
 class Scattering:
-    """A round whose directions are on their way; once it is finished it keeps nothing."""
+    """A round whose directions travel; ``finish_scatter`` releases its buffers."""
 
     kept: list[Tensor]
     pending: Pending | None
@@ -114,10 +114,10 @@ class Exchange:
     """Runs a plan for one rank of the stage.
 
     Args:
-        plan: this rank's.
-        matrices: the stage's.
+        plan: this rank's part of the exchange plan.
+        matrices: all matrices of the stage.
         group: process group of the stage.
-        dtype: what elements travel in.
+        dtype: of the elements that travel.
         device: where matrices are assembled.
         meter: counts the bytes sent.
 
@@ -173,7 +173,7 @@ class RoundExchange:
     """One round for one rank; all that is the same in every step is made once.
 
     Args:
-        table: what the rank does.
+        table: this rank's part of the round.
         gather: how pieces go to their homes.
         scatter: how directions come back.
         like: a tensor of the dtype in which elements travel, on the device of the matrices.
@@ -253,7 +253,7 @@ class RoundExchange:
         """Start to send the round's directions to the ranks that hold pieces of its matrices.
 
         Args:
-            staged: what ``finish_gather`` returned, whose elements now are directions; emptied.
+            staged: the result of ``finish_gather``, whose elements now are directions; emptied.
         """
         kept, sent = self._leaving(staged.taken())
         pending = collectives.start_messages("muon/scatter", sent, self._scatter)
@@ -286,7 +286,7 @@ class RoundExchange:
 
 
 def _received(moving: Gathering | Scattering) -> Tensor | None:
-    """What has come, once it is here; what was sent is no longer kept."""
+    """The received elements, once they are here; the sent ones are released."""
     pending, moving.pending = moving.pending, None
     return None if pending is None else pending.wait()
 

@@ -77,7 +77,7 @@ def _apply_updates(
 
 
 def _index(tensor: Tensor) -> int:
-    """Of its CUDA device; -1, which changes nothing, on a CPU."""
+    """The number of its CUDA device; -1, which changes nothing, on a CPU."""
     return tensor.get_device() if tensor.is_cuda else -1
 
 
@@ -169,7 +169,7 @@ class _Table:
         Args:
             lists: parallel; the first has no None.
             places: a row between the first blocks and the addresses.
-            rounded: of each list, whether it may be in bf16.
+            rounded: for each list, whether it may be in bf16.
 
         Raises:
             ValueError: tensors are not of one size or dtype, or not contiguous.
@@ -223,7 +223,7 @@ _WAY_OUT = f"set {named('elementwise')} foreach: torch's operations on lists tak
 
 
 def elementwise_on(device: torch.device, config: MuonConfig) -> Callable[[], Elementwise]:
-    """What makes a round's elementwise operations: ``Fused`` on CUDA where triton is installed."""
+    """Makes a round's elementwise operations: ``Fused`` on CUDA where triton is installed."""
     wanted = config.elementwise == "auto" and device.type == "cuda"
     return Fused if wanted and has_triton() else Foreach
 
@@ -235,7 +235,7 @@ def has_triton() -> bool:
 
 
 def said_of_elementwise(device: torch.device, config: MuonConfig) -> str:
-    """For the log: who does the elementwise work."""
+    """The log's words for how the elementwise work is done."""
     if elementwise_on(device, config) is Fused:
         return "fused kernels (triton)"
     missing = device.type == "cuda" and config.elementwise == "auto"
@@ -267,7 +267,7 @@ def try_elementwise(device: torch.device, config: MuonConfig) -> None:
 
 
 def _trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[Tensor]:
-    """All that two steps write: of a run at an odd offset, a whole block, and one that is zero."""
+    """All results of two steps with a run at an odd offset, a whole block and a run of zeros."""
     sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
     elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)
     values = [torch.sin(factor * elements).float().to(device) for factor in (1, 3, 5)]

@@ -28,7 +28,7 @@ State = Mapping[Tensor, dict[str, Tensor]]
 class DistributedMuon:
     """The Muon part of a distributed optimizer on one rank.
 
-    What is whose: fp32 main parameters and momentum buffers are flat shards, held by whoever holds
+    Ownership: fp32 main parameters and momentum buffers are flat shards, held by whoever holds
     the shard in Megatron; a whole matrix exists only at its home, between gather and scatter.
 
     Args:
@@ -43,7 +43,7 @@ class DistributedMuon:
 
     Attributes:
         elementwise: see above.
-        rounds: of a step, one after another.
+        rounds: a step's rounds, one after another.
         start_next: begins the step of the optimizer that comes after this one, while the last
             directions travel; None where there is none.
     """

@@ -17,7 +17,7 @@ _ABSENT = object()
 
 
 class MissingTargetError(RuntimeError):
-    """What a replacement is for is not there: this torch or Megatron has another shape."""
+    """A symbol to replace is not there: this torch or Megatron has another shape."""
 
 
 @dataclass
@@ -74,8 +74,8 @@ class Patches:
         meanwhile. Where it goes by another name it is not found, and ``new`` must pass the call on.
 
         Args:
-            name: that the modules have it under.
-            old, new: what is replaced, and by what.
+            name: the name that the modules have it under.
+            old, new: the object and its replacement.
             within: the modules' names begin with this.
         """
         _swap(name, old, new, within)
@@ -115,10 +115,10 @@ def around(
 ) -> Any:
     """A function in the place of ``original`` that calls ``wrapper(original, ...)``.
 
-    It says the signature of ``original``. Who keeps it beyond the undo calls ``original`` by it.
+    It has the signature of ``original``. A caller that keeps it beyond the undo gets ``original``.
 
     Args:
-        original: what is wrapped.
+        original: the function to wrap.
         wrapper: takes ``original``, then what that takes.
         is_on: False once the wrapping is undone.
     """
@@ -139,6 +139,6 @@ def turn_into(built: Any, subclass: type) -> None:
 
     Args:
         built: whatever Megatron has made.
-        subclass: of the class that Megatron has made it of.
+        subclass: a subclass of the class that Megatron made it of.
     """
     built.__class__ = subclass

@@ -43,11 +43,11 @@ Shards = Mapping[int, Shard]  # by the parameter's index in the plan
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the rounds of a rank have in common.
+    """Common parts of a rank's rounds.
 
     Attributes:
         config: the settings.
-        scales: of each matrix of the plan, per unit of lr.
+        scales: factor of each matrix of the plan, per unit of lr.
         scratch: elements that one batch of the iteration may have (``rounds.scratch_limit``).
         meter: counts what is done.
         phase: names the parts of a step.
@@ -69,12 +69,12 @@ class Work:
 class Round:
     """A round on one rank: ``start`` it, ``orthogonalize``, ``start_scatter``, ``finish`` it.
 
-    Between two of these calls, other rounds are at work while this one's messages travel. What a
-    call has done with is freed before the next.
+    Between two of these calls, other rounds are at work while this one's messages travel. Each
+    call frees the memory that no later call needs.
 
     Args:
         exchange: moves its pieces and directions.
-        work: what all rounds have in common.
+        work: the common parts of all rounds.
         elementwise: makes its elementwise operations.
     """
 

@@ -1,4 +1,4 @@
-"""What happens to local shards: momentum before the exchange, the update after it.
+"""Elementwise work on local shards: momentum before the exchange, the update after it.
 
 Here by torch's operations on lists, each one call for many tensors, of at most
 ``ELEMENTS_AT_ONCE``, for which there is scratch memory; ``fused`` has kernels that make the same
@@ -37,9 +37,9 @@ class Elementwise(Protocol):
 
         Args:
             momentum_buffers: each ``(n,)`` fp32, updated.
-            grads: as they, reduced and clipped.
-            into: as they, in the dtype that travels: takes G + μM, or M with ``nesterov`` off. None
-                where another rank sends it.
+            grads: like them, reduced and clipped.
+            into: like them, in the dtype that travels: takes G + μM, or M with ``nesterov`` off.
+                None where another rank sends it.
             moves: ``(len(moving),)``: takes 1 for a gradient that is not all zero, else 0.
             moving: the numbers of the runs that it is about.
             momentum: μ.
@@ -57,8 +57,8 @@ class Elementwise(Protocol):
 
         Args:
             params: each ``(n,)`` fp32, of main parameters.
-            directions: as they, in the dtype that travels; in fp32 they may be overwritten.
-            factors: what each direction is multiplied by: lr times its matrix's scale.
+            directions: like them, in the dtype that travels; in fp32 they may be overwritten.
+            factors: the factor of each direction: lr times its matrix's scale.
             decays: lr·λ of each.
         """
 
@@ -110,7 +110,7 @@ class Foreach:
 
 
 def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
-    """What a direction is multiplied by, per unit of lr: rms·√max(rows, cols) (eq. 4).
+    """The factor from direction to update, per unit of lr: rms·√max(rows, cols) (eq. 4).
 
     The other modes are those of ``get_muon_scale_factor`` in NVIDIA's Emerging-Optimizers:
     rms·√(rows/cols) for ``unit_rms_norm``, rms·√max(1, rows/cols) for ``shape_scaling``.

@@ -58,10 +58,10 @@ def measured(
     """Every set, dtype and iteration on every input of every shape; where one is refused, why.
 
     Args:
-        names: of the sets.
+        names: the sets' names.
         steps: for all of them; None: each set's own.
         shapes: short and long side of each.
-        dtypes: what matrices are multiplied in.
+        dtypes: those in which matrices are multiplied.
         device: where.
     """
     matrices = [

@@ -1,4 +1,4 @@
-"""What Newton-Schulz is held against: a plain matmul on the same device and threads."""
+"""The bound of Newton-Schulz's speed: a plain matmul on the same device and threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ceiling:
 
     @property
     def name(self) -> str:
-        """Of its row."""
+        """The flop/s of its row."""
         size = self.left.size(0)
         return f"matmul {size}x{size}, {self.dtype}"
 

@@ -40,7 +40,7 @@ rounds, of a row's flop/s over the ceiling's, where a row's flops are known. A l
 product is counted as 9/16 of a plain one."""
 _DTYPE: NsDtype = "bf16"
 _ROUNDS = 9
-# What a mode has no use for.
+# Flags that a mode has no use for.
 _WITHOUT = {
     "accuracy": ("batch", "rounds"),
     "find_restarts": ("shapes", "dtype", "batch", "rounds", "device"),
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _planned(given: argparse.Namespace) -> Callable[[], dict[str, Any]]:
-    """What to run; wrong arguments are a ValueError here, before any of it."""
+    """The run to make; wrong arguments are a ValueError here, before any of it."""
     for mode, without in _WITHOUT.items():
         for flag in without:
             if getattr(given, mode) and getattr(given, flag) is not None:
@@ -231,7 +231,7 @@ def _runs(
     others: dict[str, Run],
     device: torch.device,
 ) -> tuple[dict[str, tuple[Run, int | None]], Tensor]:
-    """Those of a shape with their flops, where known, and the matrices that all of them take."""
+    """The contenders of a shape with their flops, where known, and the matrices that all take."""
     generator = torch.Generator().manual_seed(0)
     runs: dict[str, tuple[Run, int | None]] = {}
     for iteration in get_args(NsIteration):
@@ -338,7 +338,7 @@ def device_of(text: str) -> torch.device:
 
 
 def shape_of(text: str) -> tuple[int, int]:
-    """Of a matrix, for argparse."""
+    """A matrix's shape, for argparse."""
     rows, _, cols = text.partition("x")
     try:
         side = count(most=1 << 20)

@@ -47,14 +47,14 @@ def with_spectrum(spectrum: Tensor, long: int, generator: torch.Generator) -> Te
 
 
 def exactly(matrix: Tensor, steps: tuple[Triple, ...]) -> Tensor:
-    """What the polynomials make of the singular values, in float64."""
+    """The polynomials' values at the singular values, in float64."""
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     made: Tensor = (u * polynomials(s / s.square().sum().sqrt(), steps)) @ v
     return made
 
 
 def polynomials(values: Tensor, steps: tuple[Triple, ...]) -> Tensor:
-    """What the steps make of singular values, in the dtype of these."""
+    """The steps' values at singular values, in the dtype of these."""
     for a, b, c in steps:
         values = a * values + b * values**3 + c * values**5
     return values

@@ -1,4 +1,4 @@
-"""Newton-Schulz of other packages, for the bench: what is importable, with the same input."""
+"""Newton-Schulz of other packages that are importable, for the bench, with the same input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megatron-muon bench price``: what an optimizer step would take on stated hardware."""
+"""``megatron-muon bench price``: the time of an optimizer step on stated hardware."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def priced_of(
 
     Args:
         argv: Megatron-LM's flags and this command's own; those of hardware are not read.
-        hardware: of every rank.
+        hardware: every rank's.
         more: settings to price beside ``stages.VARIANTS``.
 
     Raises:
@@ -78,7 +78,7 @@ def hardware_of(name: str, settings: Sequence[str]) -> Hardware:
     """The hardware that a command line states.
 
     Args:
-        name: of a preset, or a JSON file.
+        name: a preset's, or a JSON file.
         settings: ``name=value`` of constants.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What ``megatron-muon bench price`` prints and writes."""
+"""Text and JSON of ``megatron-muon bench price``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADER = (
     *("optimizer step", "ms", "rounds", "launches", "host ms", "NS mean", "NS busiest"),
     *("exposed mean", "exposed most"),
 )
-# What the model takes for granted beside the constants.
+# The model's assumptions beside the constants.
 ASSUMPTIONS = (
     "not counted: gradient reduction, norm and clipping, all-gather of parameters, the copy to "
     "16-bit weights; AdamW and Muon have them alike",

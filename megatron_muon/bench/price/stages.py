@@ -28,7 +28,7 @@ class OurStep:
     """A row of ours.
 
     Attributes:
-        iteration, dtype: of Newton-Schulz.
+        iteration, dtype: Newton-Schulz's.
         kernel: symmetric products are a library's.
         step: its price.
     """
@@ -45,9 +45,9 @@ class PricedStage:
 
     Attributes:
         number: pipeline rank.
-        ranks: of the stage.
+        ranks: number of the stage's.
         adamw: AdamW's step.
-        ours: of each variant, without and with a library's symmetric products.
+        ours: the price of each variant, without and with a library's symmetric products.
         duplicated, distributed: Megatron's own Muon; the same without TP.
     """
 
@@ -70,8 +70,8 @@ def priced_stage(
     """Price one pipeline stage.
 
     Args:
-        flags, config, ranks, number: as ``planned_stage`` takes them.
-        hardware: of every rank.
+        flags, config, ranks, number: see ``planned_stage``.
+        hardware: every rank's.
         variants: settings to price, each with its iteration.
 
     Raises:

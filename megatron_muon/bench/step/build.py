@@ -21,9 +21,9 @@ class Built:
     """A row's model and optimizer on a rank.
 
     Attributes:
-        chunks: of the model, each in its DDP.
+        chunks: the model's, each in its DDP.
         optimizer: Megatron's.
-        lines: that ours prints about itself.
+        lines: those that ours prints about itself.
     """
 
     chunks: list[Any]
@@ -36,7 +36,7 @@ def build(row: Row, flags: Namespace, timers: Any) -> Built:
 
     Args:
         row: which.
-        flags: of the model, see ``flags``; Megatron's groups are there.
+        flags: the model's, see ``flags``; Megatron's groups are there.
         timers: for Megatron's ``OptimizerConfig``.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -1,4 +1,4 @@
-"""``megatron-muon bench step``: what an optimizer step costs, Muon's beside others, in one run."""
+"""``megatron-muon bench step``: the cost of an optimizer step, Muon's beside others, in one run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
-    """What to run, and why upstream's row is not in it."""
+    """The rows to run, and the reason why upstream's is not among them."""
     from megatron_muon.bench.ranks import Task, gpus_for, threads_for
     from megatron_muon.bench.step.measure import StepJob, measure
     from megatron_muon.bench.step.rows import rows

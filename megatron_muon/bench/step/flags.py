@@ -85,7 +85,7 @@ _STATE = "rows keep what Megatron's AdamW and Muon keep in fp32 on the ranks' ow
 _FP8 = "weights are bf16 in every row, and Muon has no others yet"
 _NO_COST = "what a step costs does not depend on it, and rows have one value of it"
 _ITERATION = "rows have one Newton-Schulz iteration, ours beside it the one of its -auto rows"
-# Those that rows cannot have, or not all of them.
+# Flags that rows cannot have, or not all of them.
 _REFUSED = {
     "--fp16": "every row is in bf16, the one precision that all of them have",
     "--overlap-param-gather": _GATHER,
@@ -116,7 +116,7 @@ def model_flags(program: str, given: Namespace, of_megatron: Sequence[str]) -> N
     Args:
         program: for errors.
         given: this command's own.
-        of_megatron: what is left of the command line.
+        of_megatron: the rest of the command line.
 
     Raises:
         ValueError: a flag is not known, or cannot be given here; names it and the way out.

@@ -1,4 +1,4 @@
-"""What a rank does in ``megatron-muon bench step``: rows take turns, a step each, round by round.
+"""A rank's part in ``megatron-muon bench step``: rows take turns, a step each, round by round.
 
 Only one row is in memory at a time: before its turn a row's storage is given back to it and filled,
 weights and gradients from one stretch of noise that is the same for every row, optimizer state with
@@ -32,10 +32,10 @@ NOISE = 4_194_301  # elements; a prime, so that no two rows of a weight are the 
 
 @dataclass(frozen=True, slots=True)
 class StepJob:
-    """What to measure; the same for every rank.
+    """The task of the measurement; the same for every rank.
 
     Attributes:
-        flags: of the model and its ranks, see ``flags``.
+        flags: those of the model and its ranks, see ``flags``.
         rows: in the order of the table.
         rounds: in which each row takes one timed step.
         traces: folder for a Chrome trace of a step of each row, of rank 0.
@@ -49,17 +49,17 @@ class StepJob:
 
 @dataclass
 class Measured:
-    """Of one row on one rank.
+    """The measurements of one row on one rank.
 
     Attributes:
-        times: of each round.
-        counted: of one step, and of one reduction of gradients before it.
-        exchange_rounds: of ours in a step, of its optimizers together.
-        ns_flops_once: of the rank's pipeline stage, each matrix once; on one rank of each stage.
+        times: each round's.
+        counted: counts of one step, and of one reduction of gradients before it.
+        exchange_rounds: rounds in a step of ours, over its optimizers.
+        ns_flops_once: flops of the pipeline stage, each matrix once; on one rank of each stage.
         state_bytes: fp32 main parameters and optimizer state.
-        peak_bytes: of a step, on top of what was there before.
+        peak_bytes: the peak in a step, on top of what was there before.
         weights: checksum of the model's weights after a step.
-        lines: that ours prints about itself.
+        lines: those that ours prints about itself.
     """
 
     times: list[Times] = field(default_factory=list)
@@ -300,7 +300,7 @@ def _states(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:
-    """Those of a chain, and of chains in it."""
+    """The optimizers of a chain, and of chains in it."""
     for part in optimizer.chained_optimizers:
         if hasattr(part, "chained_optimizers"):
             yield from _parts(part)
@@ -309,7 +309,7 @@ def _parts(optimizer: Any) -> Iterator[Any]:
 
 
 def _flops_once(optimizer: Any) -> int:
-    """Of the stage's matrices, on its first rank; 0 on others, and where the row has no plan."""
+    """Flops of the stage's matrices on its first rank; 0 on others and for a row without a plan."""
     return sum(
         sum(part.muon.plan.ns_flops())
         for part in _parts(optimizer)

@@ -1,4 +1,4 @@
-"""What a step costs, seen from outside: time by part, bytes on the wire, flops, peak memory.
+"""A step's cost, seen from outside: time by part, bytes on the wire, flops, peak memory.
 
 The same eyes look at every optimizer, so that no row is measured by its own meter.
 """
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 PARAM_GATHER = "params-all-gather"
-# What is sent inside a part of the step is of this kind; anywhere else it is "norm": the gradient
+# Bytes sent inside a part of the step are of this kind; anywhere else they are "norm": the gradient
 # norm and the votes of all ranks, a few bytes.
 KINDS = {
     "muon-gather": "gather",
@@ -35,11 +35,11 @@ NEWTON_SCHULZ = "muon-newton_schulz"
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one step on one rank.
+    """Times of one step on one rank.
 
     Attributes:
         ms: from its begin to its end.
-        parts_ms: of it, by part, without the parts inside the part; ``rest`` is in none.
+        parts_ms: by part, without the parts inside the part; ``rest`` is in none.
         ns_cpu_ms: processor time of this thread in Newton-Schulz; on a GPU it means nothing.
     """
 

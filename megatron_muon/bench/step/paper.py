@@ -43,11 +43,11 @@ from megatron_muon.runtime.update import Elementwise
 
 @dataclass(frozen=True, slots=True)
 class BucketRoutes:
-    """What a rank does for one bucket.
+    """A rank's part in one bucket.
 
     Attributes:
-        parameters: those of them that it has a piece of.
-        matrices: those that it orthogonalizes.
+        parameters: the bucket's parameters that it has a piece of.
+        matrices: the ones that it orthogonalizes.
         slices: of those of them that TP splits, each TP rank's segments, in the same order.
         kept: its own pieces.
         send_to, receive_from: segments by DP rank.
@@ -64,11 +64,11 @@ class BucketRoutes:
 
 
 def routes(plan: ExchangePlan, rank: int) -> list[BucketRoutes]:
-    """Of every bucket, in the same order on all ranks.
+    """The routes of every bucket, in the same order on all ranks.
 
     Args:
         plan: the stage's; its homes and rounds do not matter here.
-        rank: of the stage.
+        rank: its number in the stage.
     """
     ep, tp, dp = place(plan, rank)
     buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -148,8 +148,8 @@ class PaperMuon(DistributedMuon):
         Args:
             muon: inside ``dist_opt``.
             dist_opt: Megatron's DistributedOptimizer, whose DP group is used.
-            rank: of the stage.
-            tp_group: of what ``dist_opt`` has.
+            rank: its number in the stage.
+            tp_group: the TP group of the parameters in ``dist_opt``.
         """
         muon.__class__ = PaperMuon
         assert isinstance(muon, PaperMuon)
@@ -179,7 +179,7 @@ class PaperMuon(DistributedMuon):
     def _moved(
         self, elementwise: Elementwise, shards: Shards, runs: Sequence[Segment]
     ) -> dict[int, Tensor]:
-        """What is orthogonalized of each parameter's piece, by parameter."""
+        """Each parameter's piece to orthogonalize, by parameter."""
         held = list(dict.fromkeys(segment.parameter for segment in runs))
         dtype = travel_dtype(self.config)
         pieces = {index: torch.empty_like(shards[index].grad, dtype=dtype) for index in held}

@@ -1,4 +1,4 @@
-"""What ``megatron-muon bench step`` prints and writes once its ranks have measured."""
+"""Text and JSON of ``megatron-muon bench step`` once its ranks have measured."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def report(
     Args:
         given: the command's own arguments.
         argv: all arguments.
-        flags: of the model and its ranks.
-        task: what was run.
-        ranks: of each rank, what it found for each row.
+        flags: those of the model and its ranks.
+        task: the one that was run.
+        ranks: for each rank, its measurements of each row.
 
     Returns:
         The exit status: 0, or 1 where rows that must end a step with the same weights do not.

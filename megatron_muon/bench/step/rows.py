@@ -26,11 +26,11 @@ NO_CLIP = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is measured.
+    """An optimizer to measure.
 
     Attributes:
         name: in the table and in JSON.
-        kind: whose optimizer.
+        kind: the kind of optimizer.
         config: ours, and of the numbers that others have too.
         buckets: Megatron's stock ones, as with ``--overlap-grad-reduce``; else one a buffer.
         tp_mode: upstream's ``muon_tp_mode``.
@@ -44,14 +44,14 @@ class Row:
 
 
 def rows(config: MuonConfig, names: list[str], exchanges: list[str], tp_mode: TpMode) -> list[Row]:
-    """Those to measure.
+    """The rows to measure.
 
     Args:
-        config: of ours.
-        names: of ``flags.ROWS``; no other row is made, but for ``exchanges``.
+        config: ours.
+        names: names among ``flags.ROWS``; no other row is made, but for ``exchanges``.
         exchanges: further rows of muon-contiguous: ``none`` of rounds (all matrices in one), or
             ``naive``, every parameter a round of its own.
-        tp_mode: of upstream.
+        tp_mode: upstream's.
 
     Returns:
         Rows with the standard iteration first, those on ``auto`` after them.

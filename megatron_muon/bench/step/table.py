@@ -35,15 +35,15 @@ class Line:
     """A row over all ranks, which a round is over for when the last one is done.
 
     Attributes:
-        name: of the row.
-        ranks: what each found.
+        name: the row's.
+        ranks: each rank's measurements.
     """
 
     name: str
     ranks: tuple[Measured, ...]
 
     def steps_ms(self) -> list[float]:
-        """Of each round, on the slowest rank."""
+        """Milliseconds of each round, on the slowest rank."""
         return [max(t.ms for t in times) for times in self._rounds()]
 
     def ungathered_ms(self) -> list[float]:
@@ -60,7 +60,7 @@ class Line:
         )
 
     def mean_parts_ms(self) -> dict[str, float]:
-        """Of each part, median over rounds of the mean over ranks."""
+        """Milliseconds of each part, median over rounds of the mean over ranks."""
         names = {name for rank in self.ranks for t in rank.times for name in t.parts_ms}
         return {
             name: statistics.median(
@@ -135,7 +135,7 @@ def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]
 
 
 def _flops_once(lines: Sequence[Line]) -> int:
-    """Of all pipeline stages, from the plan of any row of ours with the standard iteration."""
+    """Flops of all stages, from the plan of any row of ours with the standard iteration."""
     return max((sum(rank.ns_flops_once for rank in line.ranks) for line in lines), default=0)
 
 
@@ -223,7 +223,7 @@ def _ratios_to(
 
 
 def notes(lines: Sequence[Line], *, broadcasts: bool) -> list[str]:
-    """What the figures of upstream's row are of, where it is there.
+    """Notes on the figures of upstream's row, where it is there.
 
     Args:
         lines: the rows.

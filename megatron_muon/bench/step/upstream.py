@@ -30,7 +30,7 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.patches import replaced
 
 _TP_GATHER = "muon-tp_gather"
-# What Megatron's pyproject.toml asks for, by the minor version of core.
+# The version that Megatron's pyproject.toml asks for, by the minor version of core.
 _PACKAGES = {16: "0.1", 17: "0.1", 18: "0.2", 19: "0.2", 20: "0.3"}
 
 
@@ -38,7 +38,7 @@ def why_no_upstream(flags: Namespace) -> str | None:
     """Why Megatron's own Muon cannot be measured here; None where it can.
 
     Args:
-        flags: of the model and its ranks.
+        flags: those of the model and its ranks.
     """
     name, version = megatron_version()
     wanted = _PACKAGES.get(version[1])
@@ -77,7 +77,7 @@ def why_no_upstream(flags: Namespace) -> str | None:
 
 
 def _muon_module() -> Any:
-    """Of Megatron's: the one that has its Muon and calls ``newton_schulz_tp``."""
+    """Megatron's module that has its Muon and calls ``newton_schulz_tp``."""
     name = "emerging_optimizers" if lays_out_buffers() else "muon"
     return importlib.import_module(f"megatron.core.optimizer.{name}")
 
@@ -91,7 +91,7 @@ def layouts(chunks: Sequence[Any], ddp_config: Any) -> list[dict[str, Any]]:
     """Its layout of each chunk's buffers, as arguments of Megatron's DDP.
 
     Args:
-        chunks: of the model, not in their DDP yet; their parameters are marked.
+        chunks: the model's, not in their DDP yet; their parameters are marked.
         ddp_config: Megatron's, with one bucket a buffer.
     """
     from megatron.core import parallel_state as ps
@@ -153,7 +153,7 @@ def upstream_optimizer(row: Row, chunks: Sequence[Any], timers: Any) -> Any:
     return optimizer
 
 
-# Its all-gather of parameters: of 0.16 and 0.17, and later.
+# Its all-gather of parameters: the names in 0.16 and 0.17, and later.
 _GATHERS = ("allgather_params", "start_param_sync_for_bucket_group_subset")
 
 

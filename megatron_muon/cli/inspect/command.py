@@ -1,4 +1,4 @@
-"""``megatron-muon checkpoint inspect``: what a checkpoint has in it, and whether that is all."""
+"""``megatron-muon checkpoint inspect``: a checkpoint's contents, and whether they are complete."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _path(text: str) -> Path:
-    """Not empty: that would be the current folder."""
+    """A path that is not empty, which would be the current folder."""
     if not text.strip() or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is no path")
     return Path(text)

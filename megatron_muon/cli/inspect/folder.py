@@ -21,7 +21,7 @@ class Located:
     """Where the checkpoint is.
 
     Attributes:
-        folder: of one iteration; or the tracker file, where it names none.
+        folder: the folder of one iteration; or the tracker file, where it names none.
         is_there: it is a folder.
         faults, notes: about the tracker file.
     """
@@ -36,7 +36,7 @@ def located(path: Path) -> Located:
     """The folder of the iteration that a path means.
 
     Args:
-        path: what ``--save`` was given, or one iteration's folder.
+        path: the argument of ``--save``, or one iteration's folder.
 
     Raises:
         OSError: there is no such folder; or several checkpoints, and no tracker names one.
@@ -60,7 +60,7 @@ def located(path: Path) -> Located:
 
 
 def _named(file: Path) -> tuple[Path | None, str]:
-    """What a tracker file points at; or None, and what is wrong with it."""
+    """The folder that a tracker file names, or None; and the fault of the file."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):  # reading a pipe would wait
             return None, f"{file} is no regular file"
@@ -85,7 +85,7 @@ def read(folder: Path) -> Contents:
     """Read all of a checkpoint.
 
     Args:
-        folder: of one iteration.
+        folder: the folder of one iteration.
 
     Raises:
         FileNotFoundError: there is no checkpoint in it.

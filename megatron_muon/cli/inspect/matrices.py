@@ -10,7 +10,7 @@ from typing import Any
 from megatron_muon.cli.inspect.tensors import canonical
 from megatron_muon.files.pickles import Unknown
 
-# Of a model that is built here. A larger number is of a damaged file, and would take for ever.
+# Sizes of a model that is built here. A damaged file may have more, which would take for ever.
 _MOST = {
     "num_attention_heads": 1 << 12,
     "num_query_groups": 1 << 12,
@@ -31,7 +31,7 @@ def matrices_by_name(
 
     Args:
         args: Megatron-LM's, as saved.
-        settings: of MuonConfig.
+        settings: those of MuonConfig.
         parameters: how many the checkpoint has; the model is not to have more layers.
 
     Returns:

@@ -33,13 +33,13 @@ _WRITERS = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is said.
+    """The contents of the report.
 
     Attributes:
-        facts: what it is, by name, in order.
+        facts: what the checkpoint is, by name, in order.
         parameters: a row each.
         bytes: on disk, by kind.
-        notes: what could not be told, and why.
+        notes: things that could not be told, and why.
         faults: why it is not complete; empty if it is.
     """
 
@@ -111,7 +111,7 @@ def _digest(folder: Path, hashes: bool) -> tuple[digest.Digest | None, list[str]
 
 
 def _unlikely(said: Mapping[str, Any]) -> str | None:
-    """What cannot be shown, or added up: whoever seals a digest can write anything into it."""
+    """Entries that cannot be shown, or added up: a digest's writer can write anything into it."""
     if not are_settings(said["wrote"]) or not are_settings(said["settings"] or {}):
         return "settings, or versions, that are no plain values"
     for name, entry in said["parameters"].items():
@@ -198,7 +198,7 @@ def _plain(value: Any) -> str:
 
 
 def _bytes(folder: Path, contents: Contents) -> dict[str, int]:
-    """What tensors of each kind take, what all else in the files does, and the sum."""
+    """Bytes of the tensors of each kind, of everything else in the files, and the sum."""
     sizes = dict.fromkeys(_KINDS.values(), 0)
     for stored in contents.stored.values():
         sizes[_KINDS[stored.kind]] += stored.numel * stored.dtype.itemsize

@@ -1,4 +1,4 @@
-"""What a checkpoint says of each parameter, and whether all of it is there."""
+"""A checkpoint's knowledge of each parameter, and whether all of the parameter is there."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class StoredParameter:
     """A parameter.
 
     Attributes:
-        shape: of the whole parameter; of one TP rank's part where the files do not say more.
+        shape: the whole parameter's; one TP rank's part's where the files do not say more.
         is_part: it is the latter.
-        optimizer: whose state it has; None if it has none.
-        matrices: that Muon orthogonalizes; None if that is not known.
-        norm: of its momentum, Frobenius; None if it has none, or pieces of it are missing.
+        optimizer: the one whose state it has; None if it has none.
+        matrices: number of those that Muon orthogonalizes; None if that is not known.
+        norm: Frobenius norm of its momentum; None if it has none, or pieces of it are missing.
     """
 
     name: str
@@ -51,8 +51,8 @@ def parameters(
     """Put together what the groups of ranks have saved of each parameter.
 
     Args:
-        contents: what the files have.
-        expected: what a digest says, by name: ``shape`` and ``optimizer``; empty without one.
+        contents: the contents of the files.
+        expected: a digest's entries, by name: ``shape`` and ``optimizer``; empty without one.
         matrices: by name, as far as it is known.
     """
     wanted = {canonical(name): said for name, said in expected.items()}
@@ -112,7 +112,7 @@ def _row(
 def _shape(
     name: str, pieces: Sequence[Stored], said: Mapping[str, Any] | None, contents: Contents
 ) -> tuple[tuple[int, ...], bool]:
-    """Of the whole if the digest or the model says it, else of a part; and whether it is that."""
+    """The whole's shape if digest or model says it, else a part's; and whether it is that."""
     if said is not None:
         return tuple(said["shape"]), False
     whole = next((piece for piece in pieces if not piece.part), None)
@@ -125,7 +125,7 @@ def _shape(
 
 
 def _wrong(name: str, key: str, same: Sequence[Stored], numel: int | None) -> list[str]:
-    """Of one state tensor of a parameter: dtype and size."""
+    """One state tensor of a parameter in words: dtype and size."""
     faults = []
     for piece in same:
         if piece.dtype != torch.float32:
@@ -190,7 +190,7 @@ def _without_state(contents: Contents) -> list[str]:
 
 
 def _no_state(rows: Sequence[StoredParameter]) -> list[str]:
-    """What may be frozen, or lost, where no digest says which."""
+    """Weights that may be frozen, or lost, where no digest says which."""
     if not any(row.optimizer for row in rows):
         return ["no optimizer state is known by the name of its parameter"] if rows else []
     without = [row.name for row in rows if row.optimizer is None]

@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold: each tensor's size and norm, and state dicts without tensors."""
+"""The tensors in a checkpoint's files, with sizes and norms, and state dicts without tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: dict[str, Kind] = {
 }
 RECORD = "megatron_muon"
 PADDING = 63  # elements at most: in a grad buffer a parameter starts at a multiple of 64
-# What Megatron calls norms on disk, where they may be fused into the linear after them.
+# Megatron's names of norms on disk, where they may be fused into the linear after them.
 _FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
@@ -37,14 +37,14 @@ class Stored:
     """All that one group of ranks has saved of one parameter, of one kind.
 
     Attributes:
-        kind: what it is of the parameter.
-        key: what it is called on disk.
+        kind: its place in the parameter's state.
+        key: its name on disk.
         name: the parameter's, with layers and experts numbered; None of a tensor that has several.
         part: which ranks' it is; empty where it is the whole parameter's.
         shape: on disk.
         numel: elements that were found in the files.
         square: sum of their squares, in float64; not finite if one of them is not.
-        files: that have it, relative to the checkpoint.
+        files: those that have it, relative to the checkpoint.
     """
 
     kind: Kind
@@ -72,16 +72,16 @@ class Stored:
 
 @dataclass
 class Contents:
-    """What the files of a checkpoint have in them.
+    """The contents of a checkpoint's files.
 
     Attributes:
         format: ``torch`` or ``torch_dist``.
-        common: what is not a tensor, of the first rank.
+        common: everything but tensors, of the first rank.
         states: optimizers' state dicts without tensors: groups, and Muon's record.
         sharding: types of torch_dist's optimizer state.
         stored: by kind, key, name and part.
         faults: why it is not complete.
-        keys: of torch_dist.
+        keys: torch_dist's.
     """
 
     format: Literal["torch", "torch_dist"]
@@ -123,7 +123,7 @@ def add_buffers(contents: Contents, state: Any, part: str, file: str) -> None:
     """Flat tensors of each grad buffer, and by name what Muon's format has of each parameter.
 
     Raises:
-        ValueError: that is not what ``state`` is.
+        ValueError: ``state`` is something else.
     """
     for index, by_dtype in items_of(state, "the optimizer's state") if state is not None else ():
         for dtypes, buffer in items_of(by_dtype, "a buffer") if isinstance(index, int) else ():
@@ -145,7 +145,7 @@ def _add(contents: Contents, key: Any, name: Any, part: str, value: Any, file: s
 
 
 def state_dicts(state: Any) -> list[dict[str, Any]]:
-    """Of a chain, each optimizer's state dict, without its tensors.
+    """Each optimizer's state dict in a chain, without its tensors.
 
     Raises:
         ValueError: it is none, or its parameter groups or Muon's record are not what they must be.
@@ -182,7 +182,7 @@ def _is_setting(value: Any, depth: int) -> bool:
 
 
 def by_name(saved: Mapping[Any, Any]) -> dict[str, Any]:
-    """Of a state dict what is by name."""
+    """The entries of a state dict that have a name."""
     return {key: value for key, value in saved.items() if isinstance(key, str)}
 
 
@@ -198,6 +198,6 @@ DAMAGE = (OSError, ValueError, RuntimeError)  # that a damaged file leads to; th
 
 
 def said(error: BaseException) -> str:
-    """Of an error one line."""
+    """An error in one line."""
     line = next(iter(str(error).splitlines()), "")
     return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}"

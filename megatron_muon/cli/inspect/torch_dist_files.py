@@ -47,7 +47,7 @@ def read_torch_dist(folder: Path) -> Contents:
     """All of a checkpoint in ``torch_dist``; what cannot be read is among its faults.
 
     Args:
-        folder: of one iteration.
+        folder: the folder of one iteration.
     """
     contents = Contents("torch_dist")
     for name in ("metadata.json", METADATA):
@@ -94,10 +94,10 @@ class _Reader:
     broken: set[str] = field(default_factory=set)  # files of which a fault is noted
 
     def read(self, key: str, offsets: tuple[int, ...] | None = None) -> tuple[Any, str] | None:
-        """What is saved there and its file; None after noting why it cannot be read.
+        """The value that is saved there and its file; None after noting why it cannot be read.
 
         Args:
-            offsets: of a tensor's piece; None for an object.
+            offsets: those of a tensor's piece; None for an object.
         """
         place = self.shards.metadata.places.get((key, offsets))
         if place is None:
@@ -171,7 +171,7 @@ def _tensor(contents: Contents, reader: _Reader, key: str, described: Tensor) ->
 
 
 def _other_piece(tensor: Any, chunk: Chunk, described: Tensor) -> str | None:
-    """What is there in place of a piece; None where it is the one that the metadata describe."""
+    """The fault of a piece; None where it is the one that the metadata describe."""
     if not isinstance(tensor, torch.Tensor):
         return f"a {type(tensor).__name__}, not a tensor"
     if tensor.dtype != described.dtype:
@@ -196,7 +196,7 @@ def _unstacked(name: str, numbers: list[int]) -> str:
 
 
 def _optimizer_object(contents: Contents, reader: _Reader, key: str, at: re.Match[str]) -> None:
-    """What ranks have saved as a whole: groups, Muon's record, and all of dp_zero's state."""
+    """Objects that ranks save as a whole: groups, Muon's record, and all of dp_zero's state."""
     what = at[3]
     if what not in ("optimizer", RECORD, "param_state"):
         return

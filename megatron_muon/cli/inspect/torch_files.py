@@ -37,7 +37,7 @@ def read_torch(folder: Path) -> Contents:
     """All of a checkpoint in ``torch``; what cannot be read is among its faults.
 
     Args:
-        folder: of one iteration.
+        folder: the folder of one iteration.
     """
     contents = Contents("torch")
     for file in files_of(folder):

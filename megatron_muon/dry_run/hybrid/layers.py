@@ -35,7 +35,7 @@ def build_hybrid(flags: Namespace, config: Any, **options: Any) -> Any:
     Args:
         flags: see ``flags``, settled by ``hybrid.settings.settle``.
         config: Megatron's TransformerConfig.
-        options: of the model that a GPT has too: ``vocab_size``, ``pre_process``, ...
+        options: those of the model that a GPT has too: ``vocab_size``, ``pre_process``, ...
     """
     model, stack = _classes()
     known = inspect.signature(model).parameters
@@ -67,7 +67,7 @@ def _classes() -> tuple[Any, Any]:
 
 
 def _stack_spec(config: Any, stack: Any) -> ModuleSpec:
-    """Those of the layers that this version has."""
+    """The layers that this version has."""
     module = sys.modules[stack.__module__]
     submodules: Any = getattr(module, f"{stack.__name__}Submodules")
     own = {field.name for field in dataclasses.fields(submodules)}

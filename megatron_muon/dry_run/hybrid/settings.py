@@ -1,4 +1,4 @@
-"""What flags say of a hybrid model: Mamba, attention, MLP and MoE layers in a pattern.
+"""Settings of a hybrid model from flags: Mamba, attention, MLP and MoE layers in a pattern.
 
 Sources: ``validate_args`` of megatron/training/arguments.py, mamba_builders.py and
 hybrid_builders.py, at core_v0.12.3 to core_v0.19.0 and main. Up to 0.16 the pattern follows from
@@ -13,7 +13,7 @@ from argparse import Namespace
 from typing import Any
 
 _FILES = ("mamba.mamba_layer_specs", "hybrid.hybrid_layer_specs")
-# What --spec says in a run: Megatron's own layers, of which the local ones are built here.
+# A run's --spec: Megatron's own layers, of which the local ones are built here.
 SPECS = {
     (f"megatron.core.models.{file}", f"{name}_stack_spec")
     for file in _FILES

@@ -42,7 +42,7 @@ class BufferPlace(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What is on disk beside the main parameter."""
+        """The names on disk beside the main parameter."""
         return (MOMENTUM,) if self.is_muon else ADAMW_STATE
 
 
@@ -62,11 +62,11 @@ def gathered_spans(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]
 
 
 def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, Any]:
-    """What is written for a buffer.
+    """The tensors that are written for a buffer.
 
     Args:
         gathered: ``param``, ``exp_avg`` and ``exp_avg_sq``, flat fp32, and ``numel_unpadded``.
-        places: of the buffer's parameters.
+        places: the places of the buffer's parameters.
     """
     kept = {key: value for key, value in gathered.items() if key not in ADAMW_STATE}
     kept[STATE] = {
@@ -81,12 +81,12 @@ def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, An
 
 
 def from_disk(saved: Mapping[str, Any], places: list[BufferPlace], numel: int) -> dict[str, Any]:
-    """What ``to_disk`` was given; the second moment of Muon's parameters is of no meaning.
+    """The reverse of ``to_disk``; the second moment of Muon's parameters has no meaning.
 
     Args:
-        saved: what is on disk for a buffer.
-        places: of the buffer's parameters here.
-        numel: of the gathered tensors here.
+        saved: the tensors on disk for a buffer.
+        places: the places of the buffer's parameters here.
+        numel: elements of the gathered tensors here.
 
     Raises:
         ValueError: a parameter's state is missing or not what it should be; names it.
@@ -140,7 +140,7 @@ def check_tensor(name: str, key: str, tensors: Mapping[str, Any], numel: int) ->
 
     Args:
         name: the parameter's.
-        key: what it is.
+        key: its name on disk.
         tensors: by key; this one should be fp32 with ``numel`` elements.
 
     Raises:

@@ -66,7 +66,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         return _for_parts(state_dict, len(self.chained_optimizers))
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's: what is to be saved, or with ``is_loading`` to be filled.
+        """Megatron's: the state to save, or with ``is_loading`` to fill.
 
         Raises:
             NotImplementedError: a tensor on disk would hold weights of Muon's and of AdamW's.

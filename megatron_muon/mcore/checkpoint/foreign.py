@@ -37,7 +37,7 @@ StateDict = dict[Any, Any]
 
 MOMENTUM = "muon_momentum"  # as in ``buffers``, which imports Megatron's neighbours
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
-# What has it there, by the key of ours in fully_reshardable and fully_sharded_model_space; "param"
+# Keys there, by our key in fully_reshardable and fully_sharded_model_space; "param"
 # is what a DistributedOptimizer calls it.
 _MAIN = ("fp32_param", "param")
 _THEIRS = {
@@ -53,7 +53,7 @@ _MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
 _SGD = "dampening"  # of SGD's groups, which have a momentum, too
 _CHAINS, _CHAIN = 4, 10_000  # how deep chains are, and how many optimizers they have, at most
 _BY_RANK = re.compile(r"layer_wise_optimizer_\d+\.pt$")
-# Of their groups, what is Muon's: ours has it in MuonConfig, once for all groups.
+# Keys of their groups that are Muon's: ours has them in MuonConfig, once for all groups.
 _MOONSHOT = ("matched_adamw_rms", "momentum", "nesterov", "ns_steps")
 _NOT_OURS = (
     *_MOONSHOT,
@@ -66,7 +66,7 @@ class Source:
     """Where something that we call by a key on disk is in a checkpoint of Megatron's own Muon.
 
     Attributes:
-        mu: that its momentum is a mean by.
+        mu: the coefficient that makes its momentum a mean.
         states: its optimizers' state dicts.
         is_fp32: its main parameters are the model's weights and have no keys of their own.
     """
@@ -75,7 +75,7 @@ class Source:
         """Look through a checkpoint.
 
         Args:
-            keys: of its tensors, from ``.metadata``.
+            keys: the keys of its tensors, from ``.metadata``.
             states: its optimizers' state dicts: see ``states_of``.
 
         Raises:
@@ -140,10 +140,10 @@ class Source:
 def writer_of(
     keys: Collection[str], states: Sequence[Mapping[str, Any]], files: Collection[str]
 ) -> Writer | None:
-    """Who has written a checkpoint, if it was one of the above.
+    """The optimizer that wrote a checkpoint, if it is one of the above.
 
     Args:
-        keys: of its tensors, from ``.metadata`` of torch_dist; else empty.
+        keys: the keys of its tensors, from ``.metadata`` of torch_dist; else empty.
         states: its optimizers' state dicts: see ``states_of``.
         files: their names.
     """
@@ -203,7 +203,7 @@ def refuse(writer: Writer) -> None:
 
 
 def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDict:
-    """What ``MuonCheckpoint.load_state_dict`` takes, but for the tensors.
+    """A state dict for ``MuonCheckpoint.load_state_dict``, but for the tensors.
 
     Args:
         states: their optimizers' state dicts.
@@ -240,7 +240,7 @@ def renamed(state: Any, source: Source) -> Any:
 
     Args:
         state: ``param_state`` of a sharded state dict in a format that has whole weights.
-        source: of the checkpoint.
+        source: the optimizer that wrote the checkpoint.
 
     Raises:
         ValueError: something is not there.
@@ -256,14 +256,14 @@ def renamed(state: Any, source: Source) -> Any:
 def converted(
     loaded: Mapping[Any, Any], source: Source, config: MuonConfig, sharding_type: str
 ) -> StateDict:
-    """What ``load_state_dict`` takes, of what a load with ``renamed`` keys has brought.
+    """A state dict for ``load_state_dict``, made of the result of a load with ``renamed`` keys.
 
     Args:
         loaded: the optimizer's part of it: our ``param_state``, here or of each optimizer of a
             chain, beside the state dicts of theirs. Its momentum is made a sum in place.
-        source: of the checkpoint.
+        source: the optimizer that wrote the checkpoint.
         config: ours.
-        sharding_type: that our ``param_state`` was asked for in.
+        sharding_type: the one in which our ``param_state`` was asked for.
 
     Raises:
         ValueError: see ``as_ours``.
@@ -287,7 +287,7 @@ def _scaled(state: Mapping[Any, Any], source: Source) -> StateDict:
 
 
 def moonshot_owner(momentum_is_zero: bool, second_moment_is_zero: bool) -> str | None:
-    """Whose a weight was in Moonshot's checkpoint: ``muon``, ``adamw``, or None if nothing tells.
+    """The owner of a weight in Moonshot's checkpoint: ``muon``, ``adamw``, or None if unknown.
 
     Its flat buffers do not say, but it writes zeros for the second moment that Muon does not have.
     """
@@ -309,7 +309,7 @@ def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
-    """What a group needs for AdamW, which their Muon groups may lack."""
+    """The settings that a group needs for AdamW, which their Muon groups may lack."""
     hyperparameters: StateDict = {"bias_correction": True}
     for group in groups_of(states):
         for key in ("bias_correction", "betas", "eps"):
@@ -320,13 +320,13 @@ def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
 
 
 def _common_step(state: Mapping[str, Any]) -> Any:
-    """Of torch's AdamW, which Megatron keeps beside the state of its parameters."""
+    """The step of torch's AdamW, which Megatron keeps beside the state of its parameters."""
     kept = _inner(state).get("state")
     return kept.get("common_step") if isinstance(kept, Mapping) else None
 
 
 def _settings(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What they say of Muon's settings, by our names."""
+    """Muon's settings in the groups, by our names."""
     muons = [group for group in groups_of(states) if group.get("use_muon")]
     if not muons:
         return {"momentum": _mu(states)}

@@ -156,7 +156,7 @@ class MuonCheckpoint(ShardedState):
     def _from_disk(self, saved: StateDict | None) -> StateDict:
         if saved is None:
             raise ValueError("the checkpoint has no optimizer state for this rank")
-        given = dict(saved) if isinstance(saved, dict) else {}  # a list: of a chain with experts'
+        given = dict(saved) if isinstance(saved, dict) else {}  # a list is a chain's with experts'
         for index, dtypes, buffer in self._buffers():
             saved_buffer = given.get(index, {}).get(dtypes)
             if saved_buffer is None:

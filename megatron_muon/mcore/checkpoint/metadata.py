@@ -29,7 +29,7 @@ _MODEL_SPACE = re.compile(r"(chained_\d+\.)?optimizer\.state\.")
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Of one key, over all ranks."""
+    """Size and dtype of one key's tensor, over all ranks."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -87,7 +87,7 @@ def _stored(folder: str) -> Tensors:
 
 
 def _other_cut(wanted: Tensors, stored: Tensors) -> str | None:
-    """What says that the optimizer's buffers were cut otherwise; None where nothing does."""
+    """Words where the optimizer's buffers were cut otherwise; None where nothing tells so."""
     if not any(_is_record(key) for key in wanted) or not any(_is_record(key) for key in stored):
         return None  # AdamW's: it has errors of its own
     for key, tensor in wanted.items():

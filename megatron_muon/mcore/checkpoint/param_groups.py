@@ -1,4 +1,4 @@
-"""What a checkpoint says of Muon beside its tensors: the record of its settings, and the groups."""
+"""Muon's part of a checkpoint beside its tensors: the record of its settings, and the groups."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Group = dict[str, Any]
 RECORD = "megatron_muon"  # its key beside "optimizer" in the optimizer's state dict
 FORMAT = 1
 
-# What a group is known by: the first must be the same, the more of the others the better.
+# Groups are matched by these: the first must be equal, the more of the others the better.
 _REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
 _PREFERRED = ("wd_mult", "max_lr", "min_lr")
 
-# What a schedule reads of a group, in place of its own where the group has it.
+# A schedule reads these of a group, in place of its own where the group has them.
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
 def record(config: MuonConfig, device: Device) -> Group:
-    """What is saved about Muon: the same on every rank.
+    """The record that is saved about Muon: the same on every rank.
 
     Args:
         config: the settings.
-        device: of the ranks.
+        device: the ranks'.
     """
     return {"format": FORMAT, "settings": _in_force(config, device)}
 
@@ -44,7 +44,7 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
     Args:
         saved: an optimizer's state dict.
         config: the settings now.
-        device: of the ranks.
+        device: the ranks'.
 
     Raises:
         ValueError: there is no record of Muon's, or one of another format.
@@ -96,7 +96,7 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
 
     Args:
         own: the inner optimizer's groups.
-        saved: those of the checkpoint.
+        saved: the checkpoint's.
 
     Raises:
         ValueError: nothing like one of ours was saved; names it.

@@ -19,8 +19,8 @@ class ShardedState(MuonState):
     """dp_reshardable, fully_reshardable and fully_sharded_model_space: see ``checkpoint``."""
 
     _to_be_cut: StateDict | None = None  # what Megatron has gathered for fully_reshardable
-    # Of the last state dict, where its tensors are as large as the model's, which may hold one
-    # weight of all layers or experts: (name of such a tensor, whether this one is Muon's).
+    # (name, whether it is Muon's) of the last state dict's tensors, where they are as large as the
+    # model's, which may hold one weight of all layers or experts.
     tensors: frozenset[tuple[str, bool]] = frozenset()
 
     # --- dp_reshardable, of Megatron 0.15 and later: a rank's pieces as they are

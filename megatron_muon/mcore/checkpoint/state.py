@@ -27,20 +27,20 @@ from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
-# What Megatron is told of a parameter: its main parameter alone; all that goes to disk, by the
-# names there; or all by Adam's names, which Megatron gathers over a whole buffer.
+# The state that Megatron is told of a parameter: its main parameter alone; all that goes to disk,
+# by the names there; or all by Adam's names, which Megatron gathers over a whole buffer.
 Told = Literal["main", "disk", "adam"]
 FromAdamW = Literal["momentum", "fresh", "sum"]
 
 
 class MuonState(DistributedOptimizer):  # type: ignore[misc]
-    """What the formats share.
+    """The common parts of the formats.
 
     Attributes:
         muon: the Muon part; None in a stub.
         stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
         ep_rank, local_experts: which experts this rank has, for names.
-        sizes: of the stage's groups.
+        sizes: those of the stage's groups.
         from_adamw: while a checkpoint in AdamW's layout is read: whether Muon's momentum is made of
             Adam's first moment, starts at zero, or lies in its place as the sum that it is. None:
             the checkpoint is this package's Muon's.
@@ -124,7 +124,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         return self.muon
 
     def _state_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
-        """Of a shard, by the names on disk: the tensors that the optimizer uses, no copies."""
+        """A shard's tensors by their names on disk: those that the optimizer uses, no copies."""
         state = self.optimizer.state[shard]
         if self._muon.owns(shard):
             return {MOMENTUM: state[MOMENTUM_KEY]}
@@ -167,7 +167,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
                 yield index, dtypes, self.buffers[index]
 
     def _places(self, index: int) -> list[BufferPlace]:
-        """Of all parameters in a grad buffer, on whichever DP ranks their pieces are."""
+        """The places of all parameters in a grad buffer, on whichever DP ranks their pieces are."""
         return [
             BufferPlace(self._name_of[param], start, stop, param in self._muons)
             for param, start, stop in gathered_spans(self.buffers[index])

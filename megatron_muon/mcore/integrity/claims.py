@@ -36,10 +36,10 @@ class Claim:
 
     Attributes:
         folder: the checkpoint's.
-        save: who saves: rank 0's, on all ranks.
-        device: that the world communicates from.
+        save: the save's identity: rank 0's, on all ranks.
+        device: the one that the world communicates from.
         lock: shared with the other ranks; None where there is none.
-        place: of the folder in its file system, on rank 0: another one may take its name.
+        place: the folder's place in its file system, on rank 0: another one may take its name.
         before: the save that had not ended there when this one began, and may go on: no lock tells.
         written: all ranks have written all their files, before any other save began.
     """
@@ -128,7 +128,7 @@ class Claim:
         self.written = True
 
     def compare(self) -> None:
-        """Of this rank alone.
+        """Compare the mark on this rank alone.
 
         Raises:
             TwoSavesError: the mark is not ours; says whose it is.
@@ -146,7 +146,7 @@ class Claim:
         Another save may say between our look at the mark and our writing that it is there, too.
 
         Args:
-            content: as in ``digest.finish``.
+            content: see ``digest.finish``.
 
         Raises:
             TwoSavesError: another save has begun; the folder is not complete.
@@ -189,9 +189,9 @@ class Claim:
         self.release()
 
     def _contest(self) -> None:
-        """What we wrote may be among the other's files, so it must not become complete either.
+        """Keep the other save from becoming complete: files of ours may be among its own.
 
-        Not where another folder has taken the name: what was there before, say, put back.
+        Not where another folder has taken the name, such as the one from before, put back.
         """
         if self.written:
             return

@@ -57,15 +57,15 @@ _DELTA = (
 )
 _SPARSE = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 _ROTARY = {"rope", "mrope", "yarn"}  # kinds of position embedding
-_FREQUENCIES = "rotary_frequencies"  # how many, the second and the last: of every model class
+_FREQUENCIES = "rotary_frequencies"  # number, second and last, of every model class
 _TOLERANCE = {_FREQUENCIES: 1e-3}  # they are computed on a device in fp32; else values are given
 
 
 def settings_of(model_chunks: Sequence[Any]) -> Settings:
-    """Of a model, of the same on all its ranks; empty on a rank without a chunk.
+    """The settings of a model, the same on all its ranks; empty on a rank without a chunk.
 
     Args:
-        model_chunks: of this rank, wrapped or not.
+        model_chunks: this rank's, wrapped or not.
     """
     if not model_chunks:
         return {}
@@ -78,11 +78,11 @@ def settings_of(model_chunks: Sequence[Any]) -> Settings:
 
 
 def changed_settings(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """What differs of what both have, a phrase each: name, then both values.
+    """The differences in settings that both have, a phrase each: name, then both values.
 
     Args:
         saved: ``settings_of`` the model that was saved, from a digest.
-        own: of the model that is to be loaded.
+        own: the settings of the model that is to be loaded.
     """
     names = [
         name
@@ -119,7 +119,7 @@ def _in_force(config: Any, model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_model(config: Any, model: Any, latent: bool) -> Iterator[tuple[str, Any]]:
-    """What Megatron gives to GPTModel and its likes, not to their configuration."""
+    """The arguments of GPTModel and its likes that are not in their configuration."""
     kind = getattr(model, "position_embedding_type", None)
     if kind is None:
         return

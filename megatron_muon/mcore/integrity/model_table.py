@@ -38,9 +38,9 @@ def table_of(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> T
     """``parameters`` of a digest, of what this rank has. No communication.
 
     Args:
-        model_chunks: of this rank.
+        model_chunks: this rank's.
         config: says which are Muon's.
-        stage: of this rank.
+        stage: this rank's.
     """
     ep_rank = 0 if stage.ep is None else stage.ep.rank()
     sizes = stage.sizes
@@ -92,7 +92,7 @@ def check_model(
 
     Args:
         saved: ``parameters`` of its digest.
-        own: those of the model that is to be loaded, of all ranks.
+        own: the rows of the model that is to be loaded, of all ranks.
         folder: the checkpoint's, for errors.
         exact: nothing may be in the checkpoint that is not in the model.
         vocabularies: tokens before padding, saved and own. Where both are known, they are compared

@@ -1,7 +1,7 @@
 """The digest of what ``torch.save`` alone writes: Megatron-LM's format ``torch``.
 
-And votes at Megatron's barriers: what fails on one rank between two of them, of this package's work
-or of ``torch.save``'s, ends on all ranks at the next one.
+Megatron's barriers become votes: if this package or ``torch.save`` fails on one rank between two of
+them, all ranks end at the next one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def voting(device: torch.device) -> Iterator[Votes]:
     rank of the world is in it together.
 
     Args:
-        device: that the world communicates from.
+        device: the one that the world communicates from.
     """
     votes = Votes(device)
     own = dist.barrier
@@ -91,10 +91,10 @@ def recorded(trained: Trained | None, saving: Saving, votes: Votes) -> Iterator[
     the digest left there for ``seal_recorded``.
 
     Args:
-        trained: what Muon trains here.
+        trained: the model chunks that Muon trains here.
         saving: the save.
-        votes: of the ``voting`` around it. Errors of ``torch.save`` wait for them, too. Before each
-            the folder's mark and the files are compared with what they were.
+        votes: those of the ``voting`` around it. Errors of ``torch.save`` wait for them, too.
+            Before each the folder's mark and the files are compared with what they were.
 
     Raises:
         TwoSavesError: at a vote; another save into the folder has begun meanwhile.

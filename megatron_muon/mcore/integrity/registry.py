@@ -1,4 +1,4 @@
-"""Which model a checkpoint is of: those that Muon trains, known since their optimizer was built."""
+"""The model of a checkpoint: one that Muon trains, known since its optimizer was built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_muon.runtime.consensus import attempt, raise_quoting, together
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What Muon trains on this rank, of all that a process may have built."""
+    """Muon's part of all that a process may have built on this rank."""
 
     chunks: tuple[weakref.ref[Any], ...]
     config: MuonConfig
@@ -61,7 +61,7 @@ def every_trained() -> list[Trained]:
 
 
 class Wanted(IntEnum):
-    """What a rank knows of a save or load: nothing of Muon's, or with or without a digest."""
+    """A rank's part in a save or load: nothing of Muon's, or with or without a digest."""
 
     NOTHING, DIGEST, NO_DIGEST = range(3)
 
@@ -95,7 +95,7 @@ def owner(sharded_state_dict: Mapping[str, Any]) -> Trained | None:
 
 
 def _addresses(state: Any) -> Iterator[int]:
-    """Of all tensors that Megatron's ShardedTensors and factories in a state dict are made of."""
+    """All tensors that Megatron's ShardedTensors and factories in a state dict are made of."""
     if isinstance(state, Mapping):
         state = list(state.values())
     if isinstance(state, (list, tuple)):
@@ -118,11 +118,11 @@ def owner_of_chunks(model_chunks: Sequence[Any]) -> Trained | None:
 
 
 def wanted_by_all(find: Callable[[], Trained | None]) -> tuple[Trained | None, Wanted]:
-    """What ``find`` finds, and whether a digest is to be made or checked. Every rank of the world
-    calls it.
+    """The result of ``find``, and whether a digest is to be made or checked. Every rank of the
+    world calls it.
 
     Args:
-        find: whose model this rank saves or loads; communicates nothing.
+        find: finds the model that this rank saves or loads; communicates nothing.
 
     Raises:
         RuntimeError: on ranks that have no error themselves when ``find`` raises on another.
@@ -171,7 +171,7 @@ class Whole:
 
 
 def whole_model(trained: Trained | None) -> Whole:
-    """Of the ranks that have a part of it. Every rank of the world calls it.
+    """The model of all ranks that have a part of it. Every rank of the world calls it.
 
     Raises:
         RuntimeError: on ranks that have no error themselves when another has.

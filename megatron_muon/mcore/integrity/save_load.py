@@ -1,8 +1,8 @@
 """Making a checkpoint's digest where ranks save one, and having it checked where they load it.
 
 ``save`` and ``load`` go around ``megatron.core.dist_checkpointing``'s, for all who call it, where
-the state dict is that of a model that Muon trains. What is written by ``torch.save`` alone,
-Megatron-LM's old format, is ``recorded``'s.
+the state dict is that of a model that Muon trains. ``recorded`` does the same for Megatron-LM's old
+format, which ``torch.save`` alone writes.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Saving:
         is switched off. Every rank of the world calls it.
 
         Args:
-            find: whose model it is.
+            find: finds its model.
             checkpoint_dir: the folder.
 
         Raises:
@@ -199,8 +199,8 @@ class Saving:
         return cls(staked, content)
 
     def explaining(self, function: Callable[[], Any]) -> Any:
-        """What it returns; the claim ends where it fails, as where processes of Megatron's own
-        that wrote did.
+        """The result of ``function``; the claim ends where it fails, or where Megatron's writing
+        processes have failed.
 
         Raises:
             TwoSavesError: another save into the folder has begun, which is why.
@@ -304,7 +304,7 @@ def hashed(folder: Path, names: Sequence[str]) -> Files:
 
 
 def require_unchanged(folder: Path, files: Files) -> None:
-    """Of files that were hashed a while ago; little of them is read.
+    """Check files that were hashed a while ago; little of them is read.
 
     Raises:
         OSError: one is another now, so something else writes into the folder.

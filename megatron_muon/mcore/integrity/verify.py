@@ -104,7 +104,7 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
 
     Args:
         folder: the checkpoint's.
-        device: that the world communicates from.
+        device: the one that the world communicates from.
 
     Raises:
         DigestError: on the ranks that find a fault.

@@ -35,7 +35,7 @@ _OF = "megatron_muon_young_of"  # in a split-off group: the number of the group 
 
 
 class _Former:
-    """What MuonCheckpoint asks of a DistributedMuon, of the one that wrote the checkpoint."""
+    """The part of the saving DistributedMuon that MuonCheckpoint reads."""
 
     def __init__(self, config: MuonConfig, part: Any) -> None:
         self.config = config
@@ -143,7 +143,7 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         self._shift_steps(-self.behind)
 
     def _shift_steps(self, by: int) -> None:
-        """Of torch's own AdamW, which counts the steps of each parameter."""
+        """The same for torch's own AdamW, which counts the steps of each parameter."""
         for shard in _young_shards(self, self.former):
             state = self.optimizer.state.get(shard, {})  # Megatron asks whether any is there
             if torch.is_tensor(state.get("step")):
@@ -169,7 +169,7 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     Args:
         optimizer: the chain that ``get_megatron_optimizer`` has returned for ``optimizer='adam'``
             with the distributed optimizer.
-        settings: of the Muon that saved, from its record in the checkpoint.
+        settings: those of the Muon that saved, from its record in the checkpoint.
 
     Raises:
         ValueError: the checkpoint lacks something; names what.

@@ -1,4 +1,4 @@
-"""Others' checkpoints into Muon: who wrote one, and reading AdamW's or Megatron's own Muon's."""
+"""Other optimizers' checkpoints into Muon: AdamW's and those of Megatron's own Muon."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
     Args:
         optimizer: the chain that ``get_megatron_optimizer`` has returned. Every rank of the world
             calls this.
-        folder: the checkpoint: of one iteration.
+        folder: the checkpoint's, of one iteration.
 
     Raises:
         ValueError: the checkpoint is not that, or main parameters are not those of the model.
@@ -116,7 +116,7 @@ def _source(folder: Path, optimizer: Any) -> foreign.Source:
 
 
 def _require_plain_groups(folder: Path, states: list[dict[Any, Any]]) -> None:
-    """What goes on into this run's groups must be plain: other objects are not made of a file."""
+    """Refuse objects of classes among the values that go on into this run's groups."""
     for group in foreign.groups_of(states):
         for key, value in group.items():
             if isinstance(value, Unknown):
@@ -124,10 +124,10 @@ def _require_plain_groups(folder: Path, states: list[dict[Any, Any]]) -> None:
 
 
 def writer_of(folder: str | Path) -> Writer:
-    """Whose optimizer state a checkpoint has; no communication.
+    """The optimizer whose state a checkpoint has; no communication.
 
     Args:
-        folder: of one iteration, or whichever ``dist_checkpointing.save`` was given.
+        folder: the folder of one iteration, or whichever ``dist_checkpointing.save`` was given.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -149,10 +149,10 @@ def foreign_writer(folder: str | Path) -> foreign.Writer | None:
 
 
 def record_of(folder: str | Path, key: str = RECORD) -> dict[str, Any]:
-    """What is saved under a key beside the optimizer's groups; no communication.
+    """The value that is saved under a key beside the optimizer's groups; no communication.
 
     Args:
-        folder: as in ``writer_of``.
+        folder: see ``writer_of``.
         key: by default that of the record of Muon's settings.
 
     Raises:
@@ -198,7 +198,7 @@ def _objects(folder: Path) -> list[str]:
 
 
 def _keys(folder: Path) -> list[str]:
-    """Of all tensors and objects in torch_dist; else empty."""
+    """Keys of all tensors and objects in torch_dist; else empty."""
     return list(_metadata(folder).entries)
 
 

@@ -58,7 +58,7 @@ def put_in(config: MuonConfig) -> None:
     """Order the parameters of all buckets that are laid out from now on. Idempotent.
 
     Args:
-        config: what an order sends depends on it.
+        config: the settings: the bytes that an order sends depend on them.
 
     Raises:
         NotImplementedError: this Megatron takes no layout.
@@ -113,7 +113,7 @@ def require_ordered(model_chunks: Sequence[Any]) -> None:
 
 
 def _init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """DistributedDataParallel's: what it lays out, or is given, is ordered."""
+    """Replaces DistributedDataParallel's: orders the layout that it makes, or is given."""
     global _wrapped
     call = inspect.signature(original).bind(self, *args, **kwargs)
     model = _model(call.arguments["module"], call.arguments.get("pg_collection"))

@@ -22,11 +22,11 @@ from megatron_muon.setting_names import named
 
 
 class Holding(NamedTuple):
-    """What a parameter holds.
+    """The matrices of a parameter.
 
     Attributes:
         shape: local (rows, cols); of a batch of matrices, all their rows.
-        partition_dim: that TP splits, None where TP ranks hold replicas.
+        partition_dim: the one that TP splits, None where TP ranks hold replicas.
         matrices: see layout.
     """
 

@@ -43,7 +43,7 @@ MATRIX_MODULES = frozenset(
 )
 _ADAPTER = re.compile(r"lora|adapter", re.IGNORECASE)
 _EMBEDDING_OR_OUTPUT = re.compile(r"embed|output_layer|lm_head|binary_head", re.IGNORECASE)
-# What the copies of a tied embedding are called, on the first and on the last pipeline stage.
+# Names of a tied embedding's copies, on the first and on the last pipeline stage.
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 # TP splits the outputs of an expert's first layer and the inputs of its second one.
 _EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
@@ -59,7 +59,7 @@ class Weight:
         name: Megatron's, without the names of wrapping modules, and with layers numbered over all
             pipeline stages. Experts are numbered as on EP rank 0: see ``expert_name``.
         param: the local TP slice.
-        module: that holds it.
+        module: the one that holds it.
         holders: the modules that ``module`` is in, from the innermost to the model chunk.
         model_config: the TransformerConfig that this part of the model was built from.
         is_expert: one of an MoE layer's routed experts has it.
@@ -79,7 +79,7 @@ class Weight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name, and of a tied embedding those of its copies, which must share its fate."""
+        """Its name, and of a tied embedding those of its copies, which must be treated alike."""
         return (
             (self.name, *_TIED) if getattr(self.param, "shared_embedding", False) else (self.name,)
         )

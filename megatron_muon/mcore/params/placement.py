@@ -29,7 +29,7 @@ def muon_parameters(
     """Every Muon parameter in the buffers, as on EP rank 0: the same list on all ranks of a stage.
 
     Args:
-        model_chunks: of this rank.
+        model_chunks: this rank's.
         buffers: the grad buffers of one DistributedOptimizer.
         tp_size, expert_tp_size: number of TP ranks that share a weight, and an expert's weight.
         config: the settings.
@@ -100,7 +100,7 @@ def on_every_ep_rank(
     """All of a stage's parameters: those of each EP rank in turn, experts numbered over all.
 
     Args:
-        parameters: as on EP rank 0.
+        parameters: those of EP rank 0.
         ep_size: number of EP ranks; 1 for what is not an expert's.
         local_experts: experts of a layer on one EP rank.
     """

@@ -1,4 +1,4 @@
-"""What a model's routing comes to, over all pipeline stages: said once, before the first step."""
+"""A model's routing over all pipeline stages in a few lines, before the first step."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def share_of(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share
     Args:
         found: all of a rank's weights.
         config: the settings.
-        sizes: of the stage's groups.
+        sizes: those of the stage's groups.
 
     Raises:
         ValueError, NotImplementedError: a weight cannot be routed.
@@ -124,7 +124,7 @@ def share_of(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share
 
 
 def _elements(weight: Weight, sizes: Sizes, config: MuonConfig) -> int:
-    """Of the whole parameter, of an expert's parameter those of its likes on all EP ranks."""
+    """Elements of the whole parameter; of an expert's, with its likes on all EP ranks."""
     tp_size = sizes.tp_of(weight)
     ep_size = sizes.ep if weight.is_expert else 1
     if why_adamw(weight, tp_size, config) is None:
@@ -163,7 +163,7 @@ def unknown_lines(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> 
 def unknown_fusions(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
     """Muon's fused projections that should be split, but whose order of rows is not known.
 
-    Those of all layers are one, with ``*`` for the layer's number; with the attention's class.
+    One for all layers, with ``*`` for the layer's number; with the attention's class.
     """
     if not config.split_qkv:
         return []

@@ -1,4 +1,4 @@
-"""What cannot run under Muon yet: one clear error each, before the first collective."""
+"""Options that cannot run under Muon yet: one clear error each, before the first collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plugin relies on in Megatron: start at ``rows``; ``row`` has the versions.
+"""Everything that the plugin relies on in Megatron: start at ``rows``; ``row`` has the versions.
 
 ``megatron-muon doctor`` and ``tests/cores/test_seams.py`` show what a new version breaks.
 """

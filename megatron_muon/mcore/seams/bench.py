@@ -1,4 +1,4 @@
-"""What the benchmark uses of Megatron beyond a run's: checked where it starts, and by ``doctor``.
+"""The benchmark's use of Megatron beyond a run's: checked where it starts, and by ``doctor``.
 
 ``upstream`` is its row of Megatron's own Muon, which is left out where that cannot be built.
 """

@@ -1,4 +1,4 @@
-"""What saving and loading use of Megatron.
+"""Saving's and loading's use of Megatron.
 
 A name that is missing here is found at a run's first save, so each has a row.
 """

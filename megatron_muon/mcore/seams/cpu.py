@@ -1,4 +1,4 @@
-"""What the CPU runtime uses of Megatron, and so needs to be there where no GPU is.
+"""The CPU runtime's use of Megatron, which has to be there where no GPU is.
 
 Its own table, ``cpu.table``, says why each is replaced, and ``Patches.set`` stops at the name that
 is missing as the runtime is put in place. ``doctor`` checks these rows where it would be.
@@ -135,7 +135,7 @@ def _of_scripts(module: str, name: str, use: Use, relied_on: str, until: Version
     return Seam(module, name, use, relied_on, until=until, part="cpu_training")
 
 
-# Of Megatron-LM's scripts, which are looked for only where they are.
+# Megatron-LM's scripts, which are looked for only where they are.
 TRAINING = (
     _of_scripts(_INITIALIZE, "initialize_megatron", "replaced", "is told that there may be no GPU"),
     _of_scripts(_INITIALIZE, "set_jit_fusion_options", "replaced", "nothing is fused"),

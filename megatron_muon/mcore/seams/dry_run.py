@@ -1,4 +1,4 @@
-"""What a model and its ranks without memory are built of: ``routes``, ``price`` and the benchmark.
+"""Parts of a model and its ranks without memory: for ``routes``, ``price`` and the benchmark.
 
 Checked by those commands and by ``doctor``, not at ``install()``: a run does without them. The rows
 of hybrid models are their own part, since a GPT does without them too.

@@ -1,4 +1,4 @@
-"""What the plugin uses of Megatron's models: classes, settings, and marks on parameters."""
+"""The plugin's use of Megatron's models: classes, settings, and marks on parameters."""
 
 from __future__ import annotations
 

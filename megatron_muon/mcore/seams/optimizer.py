@@ -1,4 +1,4 @@
-"""What the plugin uses of Megatron's optimizers and of the wrapper that shards over them."""
+"""The plugin's use of Megatron's optimizers and of the wrapper that shards over them."""
 
 from __future__ import annotations
 
@@ -271,8 +271,8 @@ ATTRIBUTES = (
     _of_layout("PerBufferParamLayout", "per_bucket_numel_unpadded", "elements without padding"),
 )
 
-# Of a parameter group, which NeMo writes with a prefix, pre_. They are keys of a dict, so they are
-# known once an optimizer is built.
+# Keys of a parameter group, which NeMo writes with a prefix, pre_. They are known once an optimizer
+# is built.
 GROUP_KEYS = {
     "is_expert_parallel": "whether its parameters are experts'",
     "is_decoupled_lr": "what groups are paired by at a load",

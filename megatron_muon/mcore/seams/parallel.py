@@ -1,4 +1,4 @@
-"""What the plugin uses of Megatron's process groups."""
+"""The plugin's use of Megatron's process groups."""
 
 from __future__ import annotations
 

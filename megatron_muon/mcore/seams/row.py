@@ -9,14 +9,14 @@ from typing import Literal
 Version = tuple[int, int]
 OLDEST, NEWEST = (0, 12), (0, 20)
 
-# What is done with a symbol. ``wrapped`` and ``replaced`` ones are put back by ``uninstall()``,
+# The ways to use a symbol. ``wrapped`` and ``replaced`` ones are put back by ``uninstall()``,
 # those that are replaced for the time of a ``with`` at its end.
 Use = Literal["called", "wrapped", "replaced", "overridden", "subclassed", "read"]
-# Who needs a row, and so who checks it: ``core`` every run with Muon at ``install()``; ``training``
-# one that Megatron-LM starts; ``dry_run`` and ``hybrid`` the commands that build a model on the
-# meta device; ``bench`` the benchmark, ``upstream`` its row of Megatron's own Muon; ``cpu`` the
-# runtime without a GPU, ``cpu_training`` with Megatron-LM's scripts; ``torch`` every run; and
-# ``kernels`` whoever has that package, which says itself what it lacks.
+# The part of the package that needs a row, and so checks it. ``core``: every run with Muon, at
+# ``install()``. ``training``: a run that Megatron-LM starts. ``dry_run`` and ``hybrid``: commands
+# that build a model on the meta device. ``bench``: the benchmark; ``upstream``: its row of
+# Megatron's own Muon. ``cpu``: the runtime without a GPU; ``cpu_training``: with Megatron-LM's
+# scripts. ``torch``: every run. ``kernels``: where that package is; it says itself what it lacks.
 Part = Literal[
     "core",
     "training",
@@ -37,14 +37,14 @@ class Seam:
 
     Attributes:
         module: where it is looked up at call time.
-        name: of the symbol, with a dot for a class's attribute.
-        use: what is done with it.
-        relied_on: what the package needs it to do.
-        parameters: those that must be in its signature.
+        name: the symbol's, with a dot for a class's attribute.
+        use: the way in which it is used.
+        relied_on: the behaviour that the package needs.
+        parameters: names that must be in its signature.
         since, until: the first and the last minor version of Megatron that has it in this shape.
         inherited: the class has it from a base class; else it must define it itself, since a base
             class may have another of that name.
-        part: of this package, that needs it.
+        part: the part of this package that needs it.
     """
 
     module: str
@@ -71,10 +71,10 @@ class Attribute:
     Attributes:
         module, owner: the class; without an owner it is a mark, which functions and methods of the
             module set on parameters.
-        name: of the attribute.
-        relied_on: what it is read for.
+        name: the attribute's.
+        relied_on: the reason to read it.
         of_stubs: a DistributedOptimizer without parameters has it, too.
-        since, until, part: as of a Seam.
+        since, until, part: see ``Seam``.
     """
 
     module: str

@@ -155,12 +155,12 @@ def rows_of(version: Version, *parts: Part) -> list[Seam | Attribute]:
 
 
 def hooks_of(version: Version) -> list[Seam | Attribute]:
-    """What every run needs: ``install()`` compares these."""
+    """The rows of every run: ``install()`` compares these."""
     return rows_of(version, *_CORE)
 
 
 def training_hooks_of(version: Version) -> list[Seam]:
-    """Those that the Megatron-LM of a version has beside its core."""
+    """The rows that the Megatron-LM of a version has beside its core."""
     return seams_of(version, "training")
 
 
@@ -209,8 +209,8 @@ def check_row(row: Seam | Attribute, version: str) -> None:
     """Compare a row with what is installed.
 
     Args:
-        row: of the version that is installed.
-        version: of megatron-core, for errors.
+        row: one of the version that is installed.
+        version: megatron-core's, for errors.
 
     Raises:
         SeamError: names it and the way out.
@@ -287,7 +287,7 @@ def _check_source(row: Seam, version: str) -> None:
 
 @cache
 def _names_in_source(module: str) -> frozenset[str]:
-    """What a module's source defines, imports or assigns to, anywhere."""
+    """The names that a module's source defines, imports or assigns to, anywhere."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return frozenset()

@@ -1,4 +1,4 @@
-"""What this package uses of torch beyond its documented interface, and of packages of kernels.
+"""The package's use of torch beyond its documented interface, and of packages of kernels.
 
 Rows of torch with an underscore, which a release may change without a word, and those that are
 replaced for the time of a save. ``kernels`` are checked where the package is installed.

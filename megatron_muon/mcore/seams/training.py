@@ -1,4 +1,4 @@
-"""What the plugin uses of Megatron-LM's training scripts: ``megatron.training``.
+"""The plugin's use of Megatron-LM's training scripts: ``megatron.training``.
 
 Where a row is ``wrapped``, ``megatron_lm.install`` has the wrapper; that of
 ``initialize_megatron`` is ``megatron_lm.autoload``'s.
@@ -167,7 +167,7 @@ SEAMS = (
     ),
 )
 
-# Of the arguments, once they are checked: names in a namespace, which is made by then alone.
+# Arguments once they are checked: names in a namespace, which is made by then alone.
 ARGUMENTS = {
     "save": "the folder to save into",
     "load": "the folder to load from",
@@ -202,7 +202,7 @@ ARGUMENTS = {
         "the sizes of the first pipeline stage, which the number of buckets comes from",
     ),
 }
-# Those that are read before they are checked, or by a version that has them alone.
+# Arguments that are read before they are checked, or by a version that has them alone.
 UNCHECKED_ARGUMENTS = {
     "optimizer": "the first thing that the wrapper of validate_args reads",
     "use_distributed_optimizer": "read before Megatron's checks, which some releases fail else",
