@@ -21,6 +21,8 @@ torch.set_num_threads(1)
 settings.register_profile("megatron_muon", deadline=None)
 settings.load_profile("megatron_muon")
 
+import support.te_on_cpu.on  # noqa: E402, F401 Transformer Engine's Python, where it is on the path
+
 if not torch.cuda.is_available():
     import megatron_muon.cpu
 

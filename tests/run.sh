@@ -2,7 +2,8 @@
 # Runs the tests in an environment of their own. `bash tests/run.sh` runs all of them with the
 # megatron-core of requirements.txt, then tests/cores, which every core is held to, with each of cores.txt;
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
-# with another core. Where it chooses the tests itself, two files run side by side: many wait for
+# with another core (or with a checkout, by its path), and `TE=2.12.0 bash tests/run.sh ARGS` over the
+# Python of that Transformer Engine, as in the lines of te.txt, which come last. Where it chooses the tests itself, two files run side by side: many wait for
 # one of their ranks, or have one process only. WORKERS=4 takes four; 0 runs one after another.
 # Makes .venv-tests/ at the first call (Python 3.10 or newer, about 450 MB of downloads with a CPU
 # build of torch); pip's own environment variables and configuration are honoured.
@@ -19,6 +20,19 @@ install_core() { # install_core "megatron-core==VERSION OTHERS", in a folder for
         --target "$VENV/cores/${core#*==}" $1
 }
 
+install_te() { # install_te VERSION: its Python, and what that imports, in folders for PYTHONPATH
+    local pip=("$VENV/bin/python" -m pip install --quiet --no-deps --target)
+    if ! cmp --silent "$VENV/te/imports/.installed" tests/requirements-te.txt; then
+        rm -rf "$VENV/te/imports"
+        "${pip[@]}" "$VENV/te/imports" -r tests/requirements-te.txt
+        cp tests/requirements-te.txt "$VENV/te/imports/.installed"
+    fi
+    if [[ ! -e $VENV/te/$1/.installed ]]; then
+        "${pip[@]}" "$VENV/te/$1" "transformer_engine==$1"
+        touch "$VENV/te/$1/.installed"
+    fi
+}
+
 # The stamp holds what was installed, so an interrupted or outdated environment is made again.
 wanted="$(cat tests/requirements.txt tests/cores.txt setup.py)"
 if [[ "$(cat "$VENV/.installed" 2>/dev/null || true)" != "$wanted" ]]; then
@@ -31,13 +45,23 @@ if [[ "$(cat "$VENV/.installed" 2>/dev/null || true)" != "$wanted" ]]; then
     printf '%s' "$wanted" >"$VENV/.installed"
 fi
 
-run() { # run CORE ARGS: the installed core where CORE is empty
-    local core="$1"
+run() { # run CORE ARGS: the installed core where CORE is empty; over TE's Python if that is set
+    local core="$1" folder path=""
+    local -a folders=()
     shift
-    if [[ -n $core ]]; then
-        local -x PYTHONPATH
-        PYTHONPATH="$(cd "$VENV/cores/$core" && pwd)${PYTHONPATH:+:$PYTHONPATH}"
+    if [[ $core == */* ]]; then
+        folders+=("$core")
+    elif [[ -n $core ]]; then
+        folders+=("$VENV/cores/$core")
     fi
+    if [[ -n ${TE:-} ]]; then
+        install_te "$TE"
+        folders+=("$VENV/te/$TE" "$VENV/te/imports")
+    fi
+    for folder in ${folders[@]+"${folders[@]}"}; do
+        path="$path$(cd "$folder" && pwd):"
+    done
+    local -x PYTHONPATH="$path${PYTHONPATH:-}"
     "$VENV/bin/python" -m pytest -m "${MARKERS:-not slow}" "$@"
 }
 
@@ -52,3 +76,10 @@ for core in $(grep -o '^megatron-core==[0-9.]*' tests/cores.txt); do
     echo "tests: with $core"
     run "${core#*==}" "${SIDE_BY_SIDE[@]}" tests/cores
 done
+installed="$(sed -n 's/^megatron-core==//p' tests/requirements.txt)"
+while read -r TE core tests; do
+    echo "tests: over the Python of transformer_engine $TE, with megatron-core $core"
+    [[ $core != "$installed" ]] || core=""
+    # shellcheck disable=SC2086
+    run "$core" "${SIDE_BY_SIDE[@]}" $tests </dev/null
+done < <(grep -v '^#' tests/te.txt)

@@ -182,7 +182,7 @@ def _normal(shape: tuple[int, ...], *key: object) -> Tensor:
 def whole_weight(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
     """The initial TP 1 weight, fp32, already rounded to the model's dtype."""
     noise = 0.05 * _normal(shape, case.seed, name)
-    one = 1.0 if "norm.weight" in name else 0.0
+    one = 1.0 if name.endswith(("norm.weight", "norm_weight")) else 0.0  # fused into a linear, too
     return (one + noise).to(case.dtype).float()
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import megatron.core
 
+from support import te_on_cpu
+
 if TYPE_CHECKING:
     from support.cases import Case, Topology
 
@@ -19,9 +21,10 @@ def lacks(case: Case, topology: Topology) -> str | None:
         return f"megatron-core {NAME} has no legacy GroupedMLP"
     if case.moe and topology.instances > 1 and VERSION < (0, 13):
         return f"megatron-core {NAME} has no experts in several optimizer instances"
-    if case.mla == "duplicated" and VERSION < (0, 13):
+    te = te_on_cpu.TE is not None
+    if case.mla == "duplicated" and VERSION < (0, 13) and not te:
         return f"megatron-core {NAME} builds these projections with Transformer Engine's arguments"
-    if case.mtp and VERSION >= (0, 20):
+    if case.mtp and VERSION >= (0, 20) and not te:
         return f"megatron-core {NAME} builds MTP with Transformer Engine only"
     if (topology.tp > case.groups or case.output_gate) and not case.mla and VERSION < (0, 16):
         return f"megatron-core {NAME} has no query groups on several TP ranks, and no output gate"

@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -38,11 +39,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 MOST_THREADS = 60  # of a worker that is used again; what keeps more alive is left behind
 FULL = b"full"
 GRACE = 0.3  # seconds after the first failure in which other ranks' reports are still collected
+CPU = ("support.te_on_cpu.on", "megatron_muon.cpu.on")  # in this order, before Megatron
 PRELOAD = [
     "typing_override",
     "torch",
     "torch.distributed",
-    "megatron_muon.cpu.on",
+    *CPU,
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.pipeline_parallel",
     "megatron.core.distributed",
@@ -151,7 +153,8 @@ def _work(pipe: connection.Connection, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     import torch.distributed as dist
 
-    import megatron_muon.cpu.on  # noqa: F401 a no-op if the fork server has done it
+    for name in CPU:  # a no-op if the fork server has done it
+        importlib.import_module(name)
 
     while True:
         try:

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from megatron_muon.dry_run.versions import having
+from support import te_on_cpu
 from support.cases import (
     EXPERTS,
     HEAD_SIZE,
@@ -147,12 +148,15 @@ def _moe_options(case: Case, topology: Topology) -> dict[str, Any]:
 
 
 def layer_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
-    """Megatron's own modules, with stand-ins for Transformer Engine's where the case has them."""
+    """Megatron's modules. Where Transformer Engine's Python is at hand they are its own, else the
+    local ones, with stand-ins for Transformer Engine's where the case has them."""
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
     )
 
+    if takes_te(case):
+        return _te_spec(case, config, chunk)
     if case.dense_layers:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False, **chunk)
     options = {
@@ -173,6 +177,25 @@ def layer_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
     if case.grouped == "te":
         _take_te_experts(spec.submodules.mlp)
     return spec
+
+
+def takes_te(case: Case) -> bool:
+    """Whether the case's layers are Transformer Engine's own: they have all but two kinds."""
+    return te_on_cpu.TE is not None and case.grouped != "legacy" and case.mla != "column"
+
+
+def _te_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
+    """As a run with ``--transformer-impl transformer_engine`` takes it."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    if case.dense_layers:
+        return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, **chunk)
+    return specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=EXPERTS if case.moe else None,
+        moe_grouped_gemm=case.grouped == "te",
+        multi_latent_attention=bool(case.mla),
+        qk_layernorm=bool(case.mla),
+    )
 
 
 def _take_te_experts(moe: Any) -> None:
@@ -219,8 +242,9 @@ def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
     spec = layer_spec(case, config, chunk)
     mtp = None
     if case.mtp:
-        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **chunk)
-    with _as_if_te_were_installed() if case.mla else nullcontext():
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=takes_te(case), **chunk)
+    standin = case.mla and te_on_cpu.TE is None
+    with _as_if_te_were_installed() if standin else nullcontext():
         return GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -285,9 +309,10 @@ def piece_of(
 
 
 def _split_dim(name: str, param: torch.nn.Parameter, case: Case) -> int | None:
-    if case.grouped == "te" and ".mlp.experts." in name:
+    if (case.grouped == "te" or takes_te(case)) and ".mlp.experts." in name:
         return 0 if ".linear_fc1." in name else 1
-    if case.mla == "duplicated" and name.endswith(DOWN_PROJECTIONS):
+    cut_by_te = takes_te(case) and VERSION < (0, 13)  # Megatron has them column-parallel there
+    if case.mla == "duplicated" and name.endswith(DOWN_PROJECTIONS) and not cut_by_te:
         return None
     if not getattr(param, "tensor_model_parallel", False):
         return None

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from support import te_on_cpu
+
 VOCABULARY, LENGTH, HIDDEN, HEADS, GROUPS, FFN, EXPERTS = 64, 16, 32, 4, 2, 64, 4
 SEQUENCES = 2  # in a micro-batch
 
@@ -133,17 +135,11 @@ def make_gpt(m: Model, t: Topology, config: Any, chunk: int) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     stage = chunk if t.vpp > 1 else None
-    layer = specs.get_gpt_layer_local_spec(
-        num_experts=EXPERTS if m.moe else None,
-        moe_grouped_gemm=m.grouped,
-        multi_latent_attention=m.mla,
-        normalization="RMSNorm",
-    )
+    layer = _layer(m)
     mtp = None
     if m.mtp:
-        mtp = specs.get_gpt_mtp_block_spec(
-            config, layer, use_transformer_engine=False, vp_stage=stage
-        )
+        te = te_on_cpu.TE is not None
+        mtp = specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=te, vp_stage=stage)
     return GPTModel(
         config,
         layer,
@@ -156,6 +152,23 @@ def make_gpt(m: Model, t: Topology, config: Any, chunk: int) -> Any:
         mtp_block_spec=mtp,
         vp_stage=stage,
     )
+
+
+def _layer(m: Model) -> Any:
+    """Of Transformer Engine's own modules where its Python is at hand, but for the attention."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    options = {
+        "num_experts": EXPERTS if m.moe else None,
+        "moe_grouped_gemm": m.grouped,
+        "multi_latent_attention": m.mla,
+    }
+    if te_on_cpu.TE is None:
+        return specs.get_gpt_layer_local_spec(normalization="RMSNorm", **options)
+    layer = specs.get_gpt_layer_with_transformer_engine_spec(**options)
+    layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return layer
 
 
 @dataclass(frozen=True)
@@ -199,6 +212,8 @@ def pieces(gpt: Any, t: Topology) -> Iterator[Piece]:
             name = f"decoder.layers.{numbers[int(number)]}.{rest}"
         dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
         rank, size = ps.get_tensor_model_parallel_rank(), t.tp
+        if te_on_cpu.TE is not None and name.endswith("_down_proj.weight"):
+            dim = None  # duplicated, whatever it is marked as
         if ".experts." in name:
             rank, size = ps.get_expert_tensor_parallel_rank(), t.etp
         head, _, tail = name.partition(".experts.")
@@ -207,6 +222,10 @@ def pieces(gpt: Any, t: Topology) -> Iterator[Piece]:
             name = f"{head}.experts.{int(number) + first}.{rest}"
             # experts are not marked as tensor-parallel
             dim = (0 if "fc1" in rest else 1) if size > 1 else None
+        elif tail.startswith("linear_fc"):  # Transformer Engine's grouped linear
+            layer, _, number = tail.partition(".weight")
+            name = f"{head}.experts.{int(number) + first}.{layer}.weight"
+            dim = (0 if "fc1" in layer else 1) if size > 1 else None
         elif tail:
             number, dim = (1, 0) if tail == "weight1" else (2, 1)
             for e in range(count):

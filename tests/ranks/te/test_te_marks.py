@@ -1,0 +1,99 @@
+"""What Transformer Engine and Megatron mark on weights, by version, and that the stand-in does so.
+
+Megatron's gradient norm and checkpoints go by these marks, and several are wrong: weights that are
+duplicated over TP are marked as cut, an expert's second layer as cut along the other dim.
+``pytest -s`` prints them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from support import te_on_cpu
+from support.installed import NAME, VERSION
+from support.models.gpt import Case, Topology, build
+from support.ranks import run
+
+pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+
+EXPERTS = Topology(tp=2, dp=2, ep=2, sequence_parallel=True)
+MOE = Case(moe=True, grouped="te", mla="duplicated", gated=True)
+CASES = (
+    (MOE, EXPERTS),
+    (MOE, Topology(tp=2)),
+    (Case(moe=True, grouped="te"), Topology(tp=2, ep=2, etp=1, sequence_parallel=True)),
+    (Case(moe=True), EXPERTS),
+    (Case(), Topology(2, sequence_parallel=True)),
+)
+KEYS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
+LAYER = "decoder.layers.0."
+MARKS_GROUPED = te_on_cpu.TE is not None and te_on_cpu.TE < (2, 13)
+KNOWS_DUPLICATES = VERSION >= (0, 19)  # Megatron's own marks, whatever Transformer Engine's are
+CUTS_DOWN = VERSION < (0, 13)  # as column-parallel, and so marked
+
+
+def _marks(case: Case, topology: Topology, standin: bool) -> dict[str, tuple[Any, ...]]:
+    """By name: the shape, ``KEYS`` and ``sequence_parallel``, None where a mark is not there."""
+    with mock.patch.object(te_on_cpu, "TE", None if standin else te_on_cpu.TE):
+        params = build(case, topology).params
+    return {
+        name: (
+            tuple(param.shape),
+            *(getattr(param, key, None) for key in KEYS),
+            bool(getattr(param, "sequence_parallel", False)),
+        )
+        for name, param in params.items()
+        if name.startswith(LAYER)
+    }
+
+
+def _cut(marks: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Whether it is marked as cut, and where."""
+    return marks[1:3]
+
+
+@pytest.mark.parametrize(("case", "topology"), CASES, ids=str)
+def test_marks_are_those_that_are_relied_on(case: Case, topology: Topology) -> None:
+    for found in run(_marks, topology.world_size, case, topology, False):
+        for name, marks in found.items():
+            print("MARKS", NAME, te_on_cpu.TE, topology, name, *marks)
+            leaf = name.removeprefix(LAYER)
+            if "norm" in leaf or "router" in leaf:
+                assert _cut(marks) == (None, None), name
+            elif "_down_proj." in leaf:
+                assert _cut(marks) == (not KNOWS_DUPLICATES, 0), name
+            elif ".experts.local_experts." in leaf:
+                assert _cut(marks) == (True, int("fc2" in leaf and KNOWS_DUPLICATES)), name
+            elif ".experts." in leaf:
+                marked = KNOWS_DUPLICATES or MARKS_GROUPED
+                dim = int("fc2" in leaf and KNOWS_DUPLICATES)
+                assert _cut(marks) == ((True, dim) if marked else (None, None)), name
+                assert marks[4] is (topology.ep == 1), f"{name}: allreduce"
+            elif leaf.endswith(".weight"):
+                dim = int(leaf.endswith(("linear_proj.weight", "linear_fc2.weight")))
+                assert _cut(marks) == (True, dim), name
+
+
+@pytest.mark.skipif(
+    KNOWS_DUPLICATES or not MARKS_GROUPED or CUTS_DOWN,
+    reason="the stand-in is of Transformer Engine up to 2.12 and cores 0.13 to 0.18",
+)
+@pytest.mark.parametrize(("case", "topology"), CASES[:3], ids=str)
+def test_the_standin_is_marked_as_the_real_ones(case: Case, topology: Topology) -> None:
+    real = run(_marks, topology.world_size, case, topology, False)
+    standin = run(_marks, topology.world_size, case, topology, True)
+    for true, made in zip(real, standin, strict=True):
+        same = [n for n in made if ".experts." in n or (case.mla and "_down_proj." in n)]
+        assert same and {n: true[n] for n in same} == {n: made[n] for n in same}
+
+
+def test_only_fused_norms_have_other_names() -> None:
+    """Those for which a pattern of ``--muon-include`` or a test would have to know the layers."""
+    (real,) = run(_marks, 1, replace(MOE, steps=0), Topology(), False)
+    (local,) = run(_marks, 1, replace(MOE, steps=0), Topology(), True)
+    assert {n for n in real if "layer_norm_" in n and n not in local} == real.keys() - local.keys()
+    assert all("layernorm" in n for n in local.keys() - real.keys())

@@ -1,0 +1,109 @@
+"""The optimizers' kernels of Transformer Engine and Apex, in torch: fp32 arithmetic, in place.
+
+After the formulas of ``common/multi_tensor/adam.cu``, in the order in which it rounds. ``lists``
+are lists of tensors of equal length: gradients, parameters, first and second moments, then what
+the variant adds. ``chunk`` and ``noop`` are for the kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def _step(
+    grad: Tensor,
+    param: Tensor,
+    first: Tensor,
+    second: Tensor,
+    master: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    correct: int,
+    decay: float,
+) -> None:
+    """One parameter's; ``mode`` 0 adds the decay to the gradient, 1 to the update."""
+    wide = (param if master is None else master).float()
+    grad = grad.float()
+    if mode == 0 and decay:
+        grad = grad + decay * wide
+    m = beta1 * first.float() + (1 - beta1) * grad
+    v = beta2 * second.float() + (1 - beta2) * grad * grad
+    m_hat = m / (1 - beta1**step) if correct else m
+    v_hat = v / (1 - beta2**step) if correct else v
+    update = m_hat / (v_hat.sqrt() + eps)
+    if mode == 1 and decay:
+        update = update + decay * wide
+    wide = wide - lr * update
+    for target, value in ((first, m), (second, v), (param, wide), (master, wide)):
+        if target is not None:
+            target.copy_(value)
+
+
+def multi_tensor_adam(chunk: int, noop: Tensor, lists: Any, *numbers: Any) -> None:
+    """Plain; a fifth list are fp32 master weights."""
+    for grad, param, first, second, *master in zip(*lists, strict=True):
+        _step(grad, param, first, second, master[0] if master else None, *numbers)
+
+
+def multi_tensor_adam_param_remainder(chunk: int, noop: Tensor, lists: Any, *numbers: Any) -> None:
+    """bf16 parameters are the upper halves of fp32 ones, the fifth list has the lower halves."""
+    for grad, param, first, second, remainder in zip(*lists, strict=True):
+        high = param.view(torch.int16) - (remainder < 0).to(torch.int16)  # as before rounding
+        master = torch.stack([remainder, high], -1).view(torch.float32).squeeze(-1)
+        _step(grad, master, first, second, None, *numbers)
+        halves = master.unsqueeze(-1).view(torch.int16)
+        remainder.copy_(halves[..., 0])
+        param.view(torch.int16).copy_(halves[..., 1] + (halves[..., 0] < 0).to(torch.int16))
+
+
+def multi_tensor_adam_capturable(
+    chunk: int,
+    noop: Tensor,
+    lists: Any,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: Any,
+    mode: int,
+    correct: int,
+    decay: float,
+    inv_scale: Any,
+) -> None:
+    """As a CUDA graph takes it: rate, step and scale are tensors."""
+    if int(noop):
+        return
+    for grad, param, first, second, *master in zip(*lists, strict=True):
+        numbers = (lr, beta1, beta2, eps, int(step), mode, correct, decay)
+        grad = grad.float() * inv_scale
+        _step(grad, param, first, second, master[0] if master else None, *numbers)
+
+
+multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
+
+
+def multi_tensor_scale(chunk: int, noop: Tensor, lists: Any, scale: Any) -> None:
+    """Second list = first list × scale; ``noop`` is 1 if a value is not finite."""
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source.float() * scale)
+        if not torch.isfinite(target).all():
+            noop.fill_(1)
+
+
+multi_tensor_scale_tensor = multi_tensor_scale
+
+
+def multi_tensor_l2norm(
+    chunk: int, noop: Tensor, lists: Any, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The norm of all, and of each."""
+    norms = torch.stack([tensor.float().norm() for tensor in lists[0]])
+    return norms.norm().reshape(1), norms if per_tensor else torch.empty(0)

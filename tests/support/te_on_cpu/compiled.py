@@ -1,0 +1,98 @@
+"""What stands in the place of ``transformer_engine_torch``, Transformer Engine's compiled module.
+
+A name that nothing here computes can be imported, compared and handed on; to call it is an error.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from typing import Any
+
+from support.te_on_cpu.adam import (
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+    multi_tensor_adam_param_remainder,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+)
+from support.te_on_cpu.fp8 import (
+    compute_amax,
+    create_empty_quantized_tensor,
+    fp8_transpose,
+    multi_tensor_compute_scale_and_scale_inv,
+    quantize,
+)
+from support.te_on_cpu.norms import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
+from support.te_on_cpu.products import generic_gemm, te_general_grouped_gemm
+
+COMPUTED = (
+    *(multi_tensor_adam, multi_tensor_adam_capturable, multi_tensor_adam_capturable_master),
+    *(multi_tensor_adam_param_remainder, multi_tensor_l2norm, multi_tensor_scale),
+    *(multi_tensor_scale_tensor, compute_amax, create_empty_quantized_tensor, fp8_transpose),
+    *(multi_tensor_compute_scale_and_scale_inv, quantize, layernorm_bwd, layernorm_fwd),
+    *(rmsnorm_bwd, rmsnorm_fwd, generic_gemm, te_general_grouped_gemm),
+)
+
+# The numbers are those of its C++ header: Python reads them back.
+DType = enum.IntEnum(
+    "DType",
+    {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6}
+    | {"kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10},
+)
+FP8FwdTensors = enum.IntEnum(
+    "FP8FwdTensors",
+    [f"GEMM{number}_{what}" for number in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")],
+    start=0,
+)
+FP8BwdTensors = enum.IntEnum(
+    "FP8BwdTensors",
+    [f"GRAD_{what}{number}" for number in (1, 2, 3) for what in ("OUTPUT", "INPUT")],
+    start=0,
+)
+
+
+def get_num_cublas_streams() -> int:
+    """For grouped products."""
+    return 1
+
+
+def get_cublasLt_version() -> int:
+    """New enough for everything."""
+    return 130000
+
+
+def get_cudnn_version() -> int:
+    """New enough for everything."""
+    return 91200
+
+
+class _NotComputed:
+    """A name of the compiled module that the stub does not compute."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.__dict__[name] = _NotComputed(f"{self._name}.{name}")
+        return self.__dict__[name]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"transformer_engine_torch.{self._name} is not in the stub")
+
+    def __int__(self) -> int:
+        return zlib.crc32(self._name.encode())
+
+    def __repr__(self) -> str:
+        return f"<transformer_engine_torch.{self._name}>"
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    globals()[name] = _NotComputed(name)
+    return globals()[name]
