@@ -18,8 +18,9 @@ _CHUNK = 1 << 20  # elements worked on at a time: bounds the temporaries to thre
 class FusedAdam(torch.optim.Optimizer):
     """AdamW (or Adam with L2 decay) in fp32, stepping as Transformer Engine's kernel does.
 
-    ``step`` is an int in each parameter group, 1 after the first step of a group that has
-    parameters. ``exp_avg`` and ``exp_avg_sq`` are fp32 tensors shaped like the parameter.
+    ``step`` is an int in each parameter group, 1 after the first step, also in a group that has no
+    parameters here: up to Transformer Engine 2.18 the step of such a group stays behind.
+    ``exp_avg`` and ``exp_avg_sq`` are fp32 tensors shaped like the parameter.
 
     Every operation rounds once and works element by element, so the result for an element does
     not depend on how a parameter is cut into shards. (addcmul, addcdiv and lerp may fuse the
@@ -85,8 +86,8 @@ class FusedAdam(torch.optim.Optimizer):
             set_to_none = True if self.set_grad_none is None else self.set_grad_none
         super().zero_grad(set_to_none=set_to_none)
 
-    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
-        """Give ``param`` zero fp32 moments (Megatron calls this too)."""
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
+        """Give ``param`` zero fp32 moments; the second argument, False here, has no default."""
         for name in _STATES:
             self.state[param][name] = torch.zeros_like(param, dtype=torch.float32)
 
@@ -98,12 +99,10 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if len(group["params"]) == 0:
-                continue  # as in Transformer Engine, an empty group's step stays where it is
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
                 if len(self.state[param]) == 0:
-                    self.initialize_state(param)
+                    self.initialize_state(param, False)
                 if param.grad is not None:
                     self._update(param, group)
         return loss

@@ -75,7 +75,8 @@ def moves(patches: Patches) -> None:
 
 
 def _cuda_name(name: str) -> str:
-    return name.replace("torch.", "torch.cuda.", 1)
+    """A subclass of Tensor may have asked for the name of its parts: then it is one already."""
+    return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
 
 
 def _type(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -55,13 +55,13 @@ def _adam_on(gpu: Gpu) -> type[FusedAdam]:
 
         def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
                 if not group["params"]:
                     continue
-                group["step"] = group.get("step", 0) + 1
                 every = [p for p in group["params"] if p.grad is not None]
                 for param in every:
                     if not self.state[param]:
-                        self.initialize_state(param)
+                        self.initialize_state(param, False)
                 written = [t for p in every for t in (p.detach(), *self.state[p].values())]
                 count = multi_tensor_launches([p.numel() for p in every], 4)
                 gpu.launch(
