@@ -58,6 +58,7 @@ run() { # run CORE ARGS: the installed core where CORE is empty; over TE's Pytho
         install_te "$TE"
         folders+=("$VENV/te/$TE" "$VENV/te/imports")
     fi
+    [[ -z ${APEX_PATH:-} ]] || folders+=("$APEX_PATH") # a clone, of which the Python is enough
     for folder in ${folders[@]+"${folders[@]}"}; do
         path="$path$(cd "$folder" && pwd):"
     done

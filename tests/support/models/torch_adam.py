@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megatron_muon.cpu import FusedAdam
+from support import apex_on_cpu
 
 
 @contextmanager
@@ -56,11 +58,16 @@ class ApexsLoop(FusedAdam):
 
 @contextmanager
 def apexs_loop() -> Iterator[None]:
-    """Within it Megatron builds its optimizers around an Adam that goes on as Apex's does."""
+    """Within it Megatron builds its optimizers around an Adam that goes on as Apex's does, which
+    is Apex's own where that is installed."""
     from megatron.core import optimizer as mcore_optimizer
+    from megatron.core.optimizer import distrib_optimizer
 
-    before, mcore_optimizer.Adam = mcore_optimizer.Adam, ApexsLoop
-    try:
+    if apex_on_cpu.installed():
         yield
-    finally:
-        mcore_optimizer.Adam = before
+        return
+    with (
+        mock.patch.object(mcore_optimizer, "Adam", ApexsLoop),
+        mock.patch.object(distrib_optimizer, "Adam", ApexsLoop),
+    ):
+        yield

@@ -1,4 +1,4 @@
-"""Import this before Megatron: what imports Transformer Engine then gets its Python on this CPU.
+"""Import this before Megatron: what imports Transformer Engine or Apex then gets its Python.
 
 Where there is none, or a GPU, it does nothing. The package's CPU runtime, which replaces the
 layers and the Adam of Transformer Engine, leaves both where they are.
@@ -6,10 +6,12 @@ layers and the Adam of Transformer Engine, leaves both where they are.
 
 from megatron_muon import cpu
 from megatron_muon.cpu import options
-from support import te_on_cpu
+from support import apex_on_cpu, te_on_cpu
 from support.te_on_cpu import loader
 
 if te_on_cpu.TE is not None:
     loader.install()
     cpu.REPLACEMENTS = tuple(row for row in cpu.REPLACEMENTS if row.name != "FusedAdam")
     options.REPLACED = tuple(row for row in options.REPLACED if row.dest != "transformer_impl")
+elif apex_on_cpu.installed():
+    apex_on_cpu.install()
