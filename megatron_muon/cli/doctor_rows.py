@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -123,6 +124,7 @@ def _megatron(checkout: Path | None) -> Iterator[Check]:
         yield row if checkout is not None else Check(row.name, row.fault or row.value)
         yield _refused_flags()
     yield _adam()
+    yield _grad_norm()
     yield _refused()
 
 
@@ -252,6 +254,33 @@ def _adam() -> Check:
     """The one that Megatron picked, or the CPU runtime's stand-in for it."""
     adam = importlib.import_module("megatron.core.optimizer").Adam
     return Check("adam", f"{adam.__module__}.{adam.__qualname__}")
+
+
+def _grad_norm() -> Check:
+    """What Megatron's norm, and with it AdamW's clip, counts wrongly where TP splits."""
+    found = _installed("transformer-engine", "transformer_engine")
+    version = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    return Check("gradient norm", counted_wrongly(megatron_version()[1], version))
+
+
+def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
+    """What of Transformer Engine's is marked as cut over TP and is not, or the reverse.
+
+    Args:
+        core: version of megatron-core.
+        te: of Transformer Engine, major and minor; empty without it.
+    """
+    wrong = []
+    if te and (0, 13) <= core < (0, 17):
+        wrong.append("MLA's down projections once a TP rank")
+    if te >= (2, 13) and core < (0, 19):
+        wrong.append("grouped experts on the first TP rank alone")
+    if not wrong:
+        return "Megatron's counts each weight once"
+    return (
+        f"Megatron's counts Transformer Engine's {' and '.join(wrong)} with TP > 1, so that its "
+        "clip is wrong there; a run of Muon counts each weight once, AdamW's is Megatron's"
+    )
 
 
 def _refused() -> Check:

@@ -23,6 +23,7 @@ from megatron_muon.mcore.distributed_optimizer import (
 from megatron_muon.mcore.integrity import registry
 from megatron_muon.mcore.loss_scale import share_loss_scale
 from megatron_muon.mcore.params.bucket_layout import require_ordered
+from megatron_muon.mcore.params.counted_once import count_once
 from megatron_muon.mcore.params.placement import (
     Found,
     local_experts,
@@ -101,6 +102,7 @@ def make_muons(
     stage = process_groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
     lines = [*_active(), *survey(model_chunks, config, stage)]
+    lines += count_once(parts, stage)
     turn_into(optimizer, MuonChainedOptimizer)
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron_muon.cli.doctor_rows import whose_muon
+from megatron_muon.cli.doctor_rows import counted_wrongly, whose_muon
 from support import PYTHON311, ROOT
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
@@ -46,6 +46,27 @@ def rows(text: str) -> dict[str, str]:
     return {name: value.strip() for name, value in found.items()} | {"verdict": verdict.strip()}
 
 
+@pytest.mark.parametrize(
+    ("core", "te", "mla", "experts"),
+    [
+        ((0, 16), (), False, False),
+        ((0, 12), (2, 12), False, False),
+        ((0, 16), (2, 12), True, False),
+        ((0, 16), (2, 20), True, True),
+        ((0, 18), (2, 13), False, True),
+        ((0, 19), (2, 20), False, False),
+    ],
+)
+def test_what_megatrons_gradient_norm_counts_wrongly(
+    core: tuple[int, int], te: tuple[int, ...], mla: bool, experts: bool
+) -> None:
+    """As ``test_counted_once`` measures it over the Python of these versions, but for 0.18."""
+    said = counted_wrongly(core, te)
+    assert ("MLA's down projections once a TP rank" in said) is mla
+    assert ("grouped experts on the first TP rank alone" in said) is experts
+    assert ("a run of Muon counts each weight once" in said) is (mla or experts)
+
+
 def test_the_installed_megatron_core() -> None:
     done = doctor()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,6 +74,7 @@ def test_the_installed_megatron_core() -> None:
     assert found["verdict"] == "Muon would run."
     assert found["torch"] == torch.__version__
     assert found["megatron-core"].startswith(f"{megatron.core.__version__} (")
+    assert found["gradient norm"].startswith("Megatron's counts")
     assert "use_precision_aware_optimizer" in found["refused options"]
     assert "use_distributed_optimizer" not in found["refused options"]
     if "qk_clip" in TransformerConfig.__dataclass_fields__:

@@ -61,6 +61,13 @@ SEAMS = (
         "the class of an embedding, which is AdamW's",
     ),
     Seam(
+        _LAYERS,
+        "param_is_not_tensor_parallel_duplicate",
+        "called",
+        "whether Megatron counts a main parameter's gradient here, by its mark or the rank's place",
+        ("param",),
+    ),
+    Seam(
         "megatron.core.transformer.attention",
         "SelfAttention",
         "read",
