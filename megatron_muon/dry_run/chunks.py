@@ -207,6 +207,12 @@ def _ddp_config(flags: Namespace, parameters: int) -> Any:
     Args:
         parameters: elements in all chunks of this rank.
     """
+    if flags.fp8_param_gather:
+        raise NotImplementedError(
+            "--fp8-param-gather is not supported here: weights in fp8 have grad buffers of their "
+            "own, and the layers that are built here are in bf16; without it the routing is the "
+            "same, the buffers are not"
+        )
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not flags.grad_reduce_in_bf16
         if flags.bf16
@@ -217,7 +223,6 @@ def _ddp_config(flags: Namespace, parameters: int) -> Any:
         num_distributed_optimizer_instances=flags.num_distributed_optimizer_instances,
         bucket_size=flags.ddp_bucket_size,
         pad_buckets_for_high_nccl_busbw=flags.ddp_pad_buckets_for_high_nccl_busbw,
-        fp8_param_gather=flags.fp8_param_gather,
         **having(
             DistributedDataParallelConfig,
             use_megatron_fsdp=getattr(flags, "use_megatron_fsdp", False),  # since 0.14

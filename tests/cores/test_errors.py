@@ -97,11 +97,10 @@ UNSUPPORTED = {
         "does not support optimizer_cuda_graph yet (got True): leave it off",
     ),
     "megatron fsdp": ({"ddp": {"use_megatron_fsdp": True}}, "support use_megatron_fsdp yet"),
-    "fp8 parameters": (
-        {"model": {"fp8": "e4m3", "fp8_param": True}},
-        "does not support fp8_param yet (got True): keep parameters in bf16",
+    "fp8 parameters by another recipe": (
+        {"model": {"fp8": "e4m3", "fp8_param": True, "fp8_recipe": "tensorwise"}},
+        "does not support fp8_param_gather",
     ),
-    "fp8 gather": ({"ddp": {"fp8_param_gather": True}}, "does not support fp8_param_gather yet"),
     "fp4 parameters": ({"model": {"fp4_param": True}}, "does not support fp4_param yet"),
     "generalized tensor parallelism": (
         {"mark": {"is_gtp_weight_remat": True}},

@@ -82,7 +82,8 @@ class Case:
     projections of ``mla`` are column-parallel or, as Transformer Engine's are, duplicated.
     ``zero_grads`` have no gradient from step ``zero_from`` on. ``overflow`` are
     ``(step, pattern)``: an inf in that step's gradient. ``output_gate`` is Megatron's
-    attention_output_gate.
+    attention_output_gate. ``fp8`` is the recipe of Transformer Engine's by which the linears'
+    weights are fp8 (--fp8-param-gather).
     """
 
     bf16: bool = True
@@ -112,6 +113,7 @@ class Case:
     groups: int = GROUPS
     output_gate: bool = False
     ffn: int = FFN
+    fp8: str = ""
 
     @property
     def head_size(self) -> int:

@@ -24,6 +24,8 @@ def lacks(case: Case, topology: Topology) -> str | None:
     te = te_on_cpu.TE is not None
     if case.mla == "duplicated" and VERSION < (0, 13) and not te:
         return f"megatron-core {NAME} builds these projections with Transformer Engine's arguments"
+    if case.fp8 and not te:
+        return "fp8 parameters are Transformer Engine's"
     if case.mtp and VERSION >= (0, 20) and not te:
         return f"megatron-core {NAME} builds MTP with Transformer Engine only"
     if (topology.tp > case.groups or case.output_gate) and not case.mla and VERSION < (0, 16):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_muon.files import archive
 from megatron_muon.files.pickles import Unknown
@@ -240,8 +241,7 @@ def _other_owner(part: Any) -> ValueError | None:
 def _strange_main_params(part: Any, whose: str) -> ValueError | None:
     for param, shard in owned_shards(part):
         here = part._get_model_param_range_map(param)["param"]
-        model = param.detach().view(-1)[here.start : here.end]
-        if not torch.equal(shard.detach().to(model.dtype), model):
+        if not _rounds_to(shard.detach(), param.detach(), slice(here.start, here.end)):
             return ValueError(
                 f"the main parameter of {part._name_of[param]} that {whose}'s checkpoint has does "
                 "not round to the model's weight: load the model's weights before the optimizer. "
@@ -250,3 +250,18 @@ def _strange_main_params(part: Any, whose: str) -> ValueError | None:
                 "alone, in Megatron-LM by --no-load-optim)"
             )
     return None
+
+
+def _rounds_to(shard: torch.Tensor, model: torch.Tensor, here: slice) -> bool:
+    """Whether an fp32 shard is what a model's weight has there, rounded to its dtype.
+
+    A weight in fp8 has been rounded by a scale that may have changed since: e4m3 has three bits
+    after the leading one and steps of 2^-9 at the lower end, and each of two roundings is half a
+    step off.
+    """
+    if not is_float8tensor(model):
+        weight = model.view(-1)[here]
+        return torch.equal(shard.to(weight.dtype), weight)
+    weight = model.dequantize().float().view(-1)[here]
+    step = 2.0**-9 * model._scale_inv.max()  # type: ignore[attr-defined]
+    return bool(((shard - weight).abs() <= 2.0**-3 * shard.abs() + step).all())

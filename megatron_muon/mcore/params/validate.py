@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
 from megatron_muon.mcore.params.param_routing import weights
+from megatron_muon.mcore.seams.rows import megatron_version
 
 
 def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
@@ -117,9 +118,9 @@ def _model_modes(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
     model = get_model_config(model_chunks[0])
     for name in ("use_megatron_fsdp", "use_custom_fsdp"):  # the newer and the older name
         yield name, getattr(ddp, name, False), "use the distributed optimizer without FSDP"
-    for name in ("fp8_param", "fp4_param"):
-        yield name, getattr(model, name, False), "keep parameters in bf16 (computing in it is fine)"
-    yield "fp8_param_gather", ddp.fp8_param_gather, "keep parameters in bf16"
+    fp4 = getattr(model, "fp4_param", False)
+    yield "fp4_param", fp4, "keep parameters in bf16 (computing in it is fine)"
+    yield from _fp8_modes(ddp.fp8_param_gather or getattr(model, "fp8_param", False), model)
     yield (
         "moe_single_grouped_weight",
         getattr(model, "moe_single_grouped_weight", False),
@@ -134,6 +135,23 @@ def _model_modes(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
                 getattr(param, "is_gtp_weight_remat", False) and name,
                 "use tensor parallelism alone",
             )
+
+
+def _fp8_modes(fp8: bool, model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Of fp8 parameters, those whose step is known to be that of one process."""
+    yield (
+        "fp8_param_gather before core 0.14",
+        fp8 and megatron_version()[1] < (0, 14),
+        "keep parameters in bf16 (computing in fp8 is fine)",
+    )
+    recipe = getattr(model.fp8_recipe, "value", model.fp8_recipe)  # an enumeration in some cores
+    yield (
+        f"fp8_param_gather with fp8_recipe={recipe}",
+        fp8 and recipe != "delayed",
+        "give fp8_recipe='delayed' or keep parameters in bf16 (computing in fp8 is fine), since by "
+        "other recipes a rank scales what it holds of a weight, and such a step has not been shown "
+        "to be that of one process",
+    )
 
 
 _QK_CLIP = (

@@ -46,6 +46,13 @@ SEAMS = (
         "the TransformerConfig of a model that may be wrapped",
         ("model",),
     ),
+    Seam(
+        "megatron.core.fp8_utils",
+        "is_float8tensor",
+        "called",
+        "whether a weight is one of Transformer Engine's in fp8",
+        ("tensor",),
+    ),
     Seam("megatron.core.transformer", "TransformerConfig", "read", "the settings of a model"),
     Seam("megatron.core.optimizer", "OptimizerConfig", "read", "the settings of an optimizer"),
     Seam(
@@ -95,7 +102,8 @@ ATTRIBUTES = (
     _of_model("num_query_groups", "which rows of linear_qkv are whose"),
     _of_model("kv_channels", "which rows of linear_qkv are whose"),
     _of_model("attention_output_gate", "which rows of linear_qkv are whose", (0, 16)),
-    _of_model("fp8_param", _REFUSED),
+    _of_model("fp8_param", "on it is refused with other recipes than delayed scaling"),
+    _of_model("fp8_recipe", "how fp8 parameters are scaled"),
     _of_model("fp4_param", _REFUSED, (0, 15)),
     _of_model("moe_single_grouped_weight", _REFUSED, (0, 18)),
     _of_model("qk_clip", _REFUSED, (0, 16)),
@@ -112,7 +120,7 @@ ATTRIBUTES = (
     _of_optimizer("timers", "Megatron's timers, which the step's phases are recorded in"),
     _of_ddp("use_distributed_optimizer", "off it is refused"),
     _of_ddp("num_distributed_optimizer_instances", "how many parts a stage's ranks are in"),
-    _of_ddp("fp8_param_gather", _REFUSED),
+    _of_ddp("fp8_param_gather", "on it is refused with other recipes than delayed scaling"),
     _of_ddp("use_megatron_fsdp", _REFUSED, (0, 14)),
     _of_ddp("use_custom_fsdp", _REFUSED),
     # --- modules

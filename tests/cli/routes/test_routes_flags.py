@@ -36,7 +36,7 @@ from support.models.model_flags import TINY
         (["--num-distributed-optimizer-instances", "2"], "does not divide the 1 shards"),
         (["--no-position-embedding", "--position-embedding-type", "none"], "needs --position"),
         (["--spec", "a", "b"], "--spec a b is not supported: the layers that are built here are"),
-        (["--fp8-param-gather"], "does not support fp8_param_gather yet"),
+        (["--fp8-param-gather"], "--fp8-param-gather is not supported here"),
         (["--optimizer-cpu-offload"], "does not support optimizer_cpu_offload yet"),
         (["--num-layers", "2", "17"], "unrecognized arguments: 17"),
     ],

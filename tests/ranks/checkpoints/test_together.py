@@ -197,11 +197,11 @@ def _refused_on_one_rank(case: Case) -> str | None:
 
     built = build(case, Topology(dp=2))
     if dist.get_rank() == 1:
-        get_model_config(built.chunks[0]).fp8_param = True
+        get_model_config(built.chunks[0]).fp4_param = True
     return error_of_optimizer(built)
 
 
 def test_what_is_refused_on_one_rank() -> None:
     zero, one = run(_refused_on_one_rank, 2, replace(CASE), timeout=60.0)
-    assert "does not support fp8_param yet" in (one or "")
+    assert "does not support fp4_param yet" in (one or "")
     assert "rank 1 stopped this run" in (zero or "")

@@ -69,6 +69,10 @@ def save(
 
     _as_in_its_day()
     state = sharded(built, format, is_loading=False)
+    if built.case.fp8:  # a GPU's copy to the host dequantizes, and here there is none
+        from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
+
+        force_all_tensors_to_non_fp8(state)
     strategy = _in_parallel("Save", folder) if parallel else None
     if meanwhile is None:
         return write(state, folder, strategy)

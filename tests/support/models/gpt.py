@@ -150,6 +150,8 @@ def build(case: Case, topology: Topology) -> Built:
             built.params[name] = param
             built.pieces[name] = piece_of(name, param, case, built.place, topology)
             param.data.copy_(built.local(name, whole_weight))
+            if hasattr(param, "get_high_precision_init_val"):  # of fp8: main parameters' start
+                param._high_precision_init_val = built.local(name, whole_weight)
             param.requires_grad_(not matches(name, case.frozen))
     built.chunks = [_in_ddp(model, index, case, topology) for index, model in enumerate(models)]
     return built
@@ -164,6 +166,7 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=case.fp32_grads,
         use_distributed_optimizer=case.optimizer != MEGATRONS,
+        fp8_param_gather=bool(case.fp8),
         overlap_grad_reduce=topology.overlap,
         overlap_param_gather=topology.overlap,
         bucket_size=topology.bucket_size if topology.overlap else None,
@@ -199,6 +202,7 @@ def make_optimizer(built: Built) -> Any:
         hysteresis=1,
         params_dtype=case.dtype,
         use_distributed_optimizer=True,
+        **({"fp8_recipe": case.fp8} if case.fp8 else {}),
         **said_twice,
         overlap_param_gather_with_optimizer_step=built.topology.step_overlap,
         adam_beta1=0.9,
@@ -339,7 +343,7 @@ def held(built: Built) -> dict[str, Any]:
         "pieces": built.pieces,
         "buckets": [len(buffer.buckets) for buffer in built.buffers()],
         "log": built.log,
-        "params": {n: p.detach().float().numpy().copy() for n, p in built.params.items()},
+        "params": {n: plain(p).numpy().copy() for n, p in built.params.items()},
         "owners": {
             names[id(param)]: tuple(torch.distributed.get_process_group_ranks(group))
             for buffer in built.buffers()
@@ -361,6 +365,12 @@ def held(built: Built) -> dict[str, Any]:
     for kind in ("params", "owners", "shards"):
         result[kind] = {n: v for n, v in result[kind].items() if not n.startswith(UNUSED)}
     return result
+
+
+def plain(param: Tensor) -> Tensor:
+    """A parameter's values in fp32; those in fp8 are dequantized."""
+    value = param.detach()
+    return (value.dequantize() if hasattr(value, "_scale_inv") else value).float()
 
 
 def _owned(dist: Any) -> Iterable[tuple[Any, Tensor]]:

@@ -127,6 +127,8 @@ def transformer_config(case: Case, topology: Topology) -> Any:
     }
     if case.moe:
         options |= _moe_options(case, topology)
+    if case.fp8:
+        options |= {"fp8": "e4m3", "fp8_recipe": case.fp8, "fp8_param": True}
     if not case.mla:
         return TransformerConfig(**having(TransformerConfig, **options))
     return MLATransformerConfig(**having(MLATransformerConfig, **options | MLA_OPTIONS))

@@ -21,6 +21,7 @@ from support.te_on_cpu.adam import (
 from support.te_on_cpu.fp8 import (
     compute_amax,
     create_empty_quantized_tensor,
+    dequantize,
     fp8_transpose,
     multi_tensor_compute_scale_and_scale_inv,
     quantize,
@@ -32,6 +33,7 @@ COMPUTED = (
     *(multi_tensor_adam, multi_tensor_adam_capturable, multi_tensor_adam_capturable_master),
     *(multi_tensor_adam_param_remainder, multi_tensor_l2norm, multi_tensor_scale),
     *(multi_tensor_scale_tensor, compute_amax, create_empty_quantized_tensor, fp8_transpose),
+    *(dequantize,),
     *(multi_tensor_compute_scale_and_scale_inv, quantize, layernorm_bwd, layernorm_fwd),
     *(rmsnorm_bwd, rmsnorm_fwd, generic_gemm, te_general_grouped_gemm),
 )

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from support.te_on_cpu.products import DTYPES
+
 Tensor = torch.Tensor
 _E5M2 = 8  # of ``DType``
 
@@ -37,6 +39,12 @@ def _scale(source: Tensor, quantizer: Any, most: float) -> Tensor:
     if kind == "Float8CurrentScalingQuantizer":  # tensorwise
         return most / amax if amax > 0 else torch.ones(())
     raise NotImplementedError(f"quantize with {kind} is not in the stub")
+
+
+def dequantize(source: Any, dtype: Any) -> Tensor:
+    """Its values, in fp32 and then rounded to ``dtype``."""
+    kind = torch.float8_e5m2 if int(source._fp8_dtype) == _E5M2 else torch.float8_e4m3fn
+    return (source._data.view(kind).float() * source._scale_inv).to(DTYPES[int(dtype)])
 
 
 def create_empty_quantized_tensor(

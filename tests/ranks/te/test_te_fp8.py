@@ -1,0 +1,125 @@
+"""Weights in fp8 (--fp8-param-gather) by delayed scaling: the step is that of one process, in bits.
+
+The weights are Transformer Engine's Float8Tensor; quantizing is the stub's. fp8 products are not in
+the stub, so nothing is computed with them: gradients are written, as everywhere here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon.mcore.interop.switch import reading_adamw
+from support import te_on_cpu
+from support.checkpoints.saving import formats, load, save, spoil, unequal
+from support.models.gpt import (
+    Case,
+    Topology,
+    build,
+    check,
+    error_of_optimizer,
+    held,
+    start,
+    take_step,
+)
+from support.ranks import run
+
+pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+
+FP8 = Case(steps=4, fp8="delayed")
+MOE = replace(FP8, moe=True, grouped="te")
+SP = {"sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        pytest.param(FP8, Topology(2, 2, 2, overlap=True, **SP), id="dense"),
+        pytest.param(replace(FP8, gated=True), Topology(dp=3), id="gated-dp3"),
+        pytest.param(replace(FP8, layers=4), Topology(pp=2, dp=2, chunks=2), id="vpp"),
+        pytest.param(replace(MOE, gated=True), Topology(tp=2, dp=2, ep=2, **SP), id="grouped"),
+        pytest.param(replace(FP8, mla="duplicated"), Topology(2, 1, 2, **SP), id="mla"),
+    ],
+)
+def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
+    check(case, topology)
+
+
+def _kinds(case: Case) -> dict[str, int]:
+    from megatron.core.fp8_utils import is_float8tensor
+
+    params = build(case, Topology()).params.values()
+    return {"fp8": sum(map(is_float8tensor, params)), "other": len(params)}
+
+
+def test_the_linears_weights_are_in_fp8() -> None:
+    (kinds,) = run(_kinds, 1, FP8)
+    assert kinds["fp8"] == 4 * FP8.layers < kinds["other"]
+
+
+def _resumed(case: Case, topology: Topology, format: str, folder: str) -> list[str]:
+    built = start(case, topology)
+    for step in range(2):
+        take_step(built, step)
+    save(built, folder, format)
+    saved = held(built)
+    take_step(built, 2)
+    again = start(case, topology)
+    spoil(again)
+    load(again, folder, format)
+    wrong = unequal({**saved, "params": {}}, {**held(again), "params": {}}, "loaded: ", log=False)
+    take_step(again, 2)
+    return wrong + _unlike(held(built), held(again))
+
+
+def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Of main parameters and momentum; weights may have been scaled otherwise."""
+    return unequal({**one, "params": {}}, {**other, "params": {}}, "stepped: ", log=False)
+
+
+@pytest.mark.parametrize("format", formats())
+def test_a_checkpoint_goes_on(format: str, tmp_path: Path) -> None:
+    for wrong in run(_resumed, 2, FP8, Topology(dp=2), format, str(tmp_path)):
+        assert wrong == []
+
+
+def _switched(format: str, folder: str, change: float) -> str:
+    """AdamW's checkpoint into Muon; with main parameters that are not the model's, if changed."""
+    adam = start(replace(FP8, optimizer="adam"), Topology(dp=2))
+    for step in range(2):
+        take_step(adam, step)
+    if change:
+        for group in adam.optimizer.chained_optimizers[0].shard_fp32_from_float16_groups:
+            for shard in group:
+                shard.mul_(change)
+    save(adam, folder, format)
+    muon = start(FP8, Topology(dp=2))
+    spoil(muon)
+    try:
+        with reading_adamw(muon.optimizer, "momentum"):
+            load(muon, folder, format)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    take_step(muon, 2)
+    return "no error"
+
+
+@pytest.mark.parametrize("change", [0.0, 2.0], ids=["as-saved", "others"])
+@pytest.mark.parametrize("format", formats()[:1])
+def test_muon_goes_on_from_adamw(format: str, change: float, tmp_path: Path) -> None:
+    for said in run(_switched, 2, format, str(tmp_path), change):
+        assert ("no error" in said) is not bool(change), said
+        assert "does not round to the model's weight" in said or not change
+
+
+def _refused(recipe: str) -> str:
+    return error_of_optimizer(build(replace(FP8, fp8=recipe), Topology()))
+
+
+def test_another_recipe_is_refused() -> None:
+    (said,) = run(_refused, 1, "tensorwise")
+    assert "does not support fp8_param_gather with fp8_recipe=tensorwise yet" in said
+    assert "give fp8_recipe='delayed' or keep parameters in bf16" in said
