@@ -31,7 +31,8 @@ def enable() -> None:
 
 def device(patches: Patches) -> None:
     """One device of Ampere's capability (the first that has bf16) and no memory to speak of."""
-    properties = SimpleNamespace(name="cpu", major=8, minor=0, total_memory=0)
+    numbers = {"major": 8, "minor": 0, "total_memory": 0, "multi_processor_count": 1}
+    properties = SimpleNamespace(name="cpu", **numbers)
     patches.set(torch.cuda, "device_count", lambda: 1)
     patches.set(torch.cuda, "get_device_properties", lambda device=None: properties)
     patches.set(torch.cuda, "get_device_capability", lambda device=None: (8, 0))

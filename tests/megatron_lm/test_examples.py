@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.megatron_lm.flag_table import FLAGS
-from support import PYTHON311, ROOT
+from support import PYTHON311, ROOT, TESTS, te_on_cpu
 
 EXAMPLES = ROOT / "examples"
+SCRIPT = TESTS / "support" / "te_on_cpu" / "script"
 SCENARIOS = ("gpt_340m", "moe_1b", "moonlight_mla")
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 needs_checkout = pytest.mark.skipif(
@@ -72,7 +73,7 @@ def start(script: Path, env: dict[str, str], *flags: str) -> subprocess.Complete
     return subprocess.run(
         ["bash", str(script), *flags],
         env=env,
-        cwd=env["PYTHONPATH"],
+        cwd=env["PATH"].split(os.pathsep)[0],
         capture_output=True,
         text=True,
         timeout=800,
@@ -271,6 +272,23 @@ def test_smoke_trains(name: str, optimizer: str, variables: dict, machine: Path)
     assert text.count("on the CPU: --distributed-backend gloo in place of nccl") == 1
     if optimizer == "adam" and name != "gpt_340m":
         assert "[megatron_muon] --weight-decay-all-params: AdamW decays norms' gammas" in text
+
+
+@needs_checkout
+@pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_smoke_trains_with_transformer_engines_modules(name: str, tmp_path: Path) -> None:
+    """As users run it: its Python is real, products and norms are the stub's, and attention is
+    Megatron's. Scripts get all three through sitecustomize."""
+    on = [SCRIPT, PYTHON311, ROOT, TESTS, os.environ["PYTHONPATH"]]
+    text = smoke(
+        *(tmp_path, name, "--transformer-impl", "transformer_engine"),
+        PYTHONPATH=os.pathsep.join(map(str, on)),
+        OPTIMIZER="muon",
+    )
+    assert_trained(text, "muon")
+    assert "--transformer-impl local in place of" not in text
+    assert re.search(r"^ *transformer_impl \.+ transformer_engine$", text, re.MULTILINE)
 
 
 @needs_checkout

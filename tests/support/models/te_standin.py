@@ -1,5 +1,9 @@
 """Stand-ins for Transformer Engine's linears as megatron-core 0.16.1 wraps them, without a GPU.
 
+For tests where its Python is not at hand. They are as Transformer Engine up to 2.12 with cores 0.13
+to 0.18, which ``test_te_marks`` holds them to: later ones mark grouped weights otherwise. Not here:
+fused norms, sequential experts, and MLA of core 0.12, whose down projections are cut.
+
 They have the class names, parameter names, shapes, attributes and marks of the originals
 (megatron/core/extensions/transformer_engine.py and Transformer Engine's ``Linear`` and
 ``GroupedLinear``), and no forward. The marks are the point: Transformer Engine stamps

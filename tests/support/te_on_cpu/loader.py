@@ -21,6 +21,7 @@ import torch
 
 PACKAGE = "transformer_engine"
 COMPILED = "transformer_engine_torch"
+MEGATRONS = "megatron.core.extensions.transformer_engine"  # its wrappers
 _NAMES = re.compile(r"\b(?:tex|ext)\.([A-Za-z]\w*)")
 _BACKENDS = re.compile(r"NVTE_Fused_Attn_Backend\.(NVTE_\w+)")
 
@@ -30,18 +31,28 @@ def install() -> None:
     if PACKAGE in sys.modules:
         raise RuntimeError(f"{PACKAGE} is already imported")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _Finder(PACKAGE, _Loader))
+
+
+def replace_attention() -> None:
+    """Give models Megatron's DotProductAttention where they would have Transformer Engine's."""
+    sys.meta_path.insert(0, _Finder(MEGATRONS, _AttentionLoader))
 
 
 class _Finder(MetaPathFinder):
+    """Of one module, which then has a loader around its own."""
+
+    def __init__(self, module: str, loader: type[_Loader]) -> None:
+        self.module, self.loader = module, loader
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != PACKAGE:
+        if name != self.module:
             return None
         spec = PathFinder.find_spec(name, path)
         if spec is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = self.loader(spec.loader)
         return spec
 
 
@@ -70,6 +81,13 @@ class _Loader(Loader):
         self.own.exec_module(module)
         _answer_for_cuda()
         _accept_tensors_without_cuda()
+
+
+class _AttentionLoader(_Loader):
+    def exec_module(self, module: Any) -> None:
+        self.own.exec_module(module)
+        attention = importlib.import_module("megatron.core.transformer.dot_product_attention")
+        module.TEDotProductAttention = attention.DotProductAttention
 
 
 def _put_stub(package: Path) -> None:

@@ -1,0 +1,12 @@
+"""Python imports this where its folder is on PYTHONPATH: for scripts, whose start is not ours.
+
+Attention's kernels are not in the stub, so Megatron's own attention is in the place of Transformer
+Engine's.
+"""
+
+import typing_override  # noqa: F401
+
+import support.te_on_cpu.on  # noqa: F401
+from support.te_on_cpu import loader
+
+loader.replace_attention()
