@@ -33,11 +33,12 @@ _EMERGING = (
 class Restarts(NamedTuple):
     """After which steps the Gram iteration begins anew.
 
-    None: no list with fewer restarts than the standard iteration has steps keeps its accuracy.
+    None: no list that saves products with the long side keeps the standard iteration's accuracy,
+    within a factor of two (`megatron-muon bench newton-schulz --find-restarts` prints the method).
 
     Attributes:
         bf16, fp16: X and the square matrices are in it.
-        fp32: X and the square matrices are in it; up to 8 times the standard iteration's error.
+        fp32: X and the square matrices are in it.
         fp32_squares: X is in 16 bits, the square matrices are in fp32, as on most CPUs.
     """
 
@@ -89,9 +90,12 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(2e-3, 1.0),
         band=(0.68, 1.21),
         restarts={
-            5: Restarts(bf16=(2, 3), fp16=(3,), fp32=(2, 3), fp32_squares=()),
+            5: Restarts(bf16=(2, 3), fp16=(3,), fp32=(2, 3, 4), fp32_squares=()),
             10: Restarts(
-                bf16=(1, 3, 4, 6, 8), fp16=(1, 3, 5, 7), fp32=(2, 4, 6), fp32_squares=(1, 4, 7)
+                bf16=(1, 3, 4, 6, 8),
+                fp16=(1, 3, 5, 7),
+                fp32=(2, 3, 4, 5, 8),
+                fp32_squares=(1, 4, 7),
             ),
         },
     ),
@@ -111,7 +115,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(3e-3, 1.0),
         band=(0.97, 1.15),
         restarts={
-            5: Restarts(bf16=(2, 4), fp16=(2, 3), fp32=(2, 3), fp32_squares=(2,)),
+            5: Restarts(bf16=(2, 4), fp16=(2, 3), fp32=(1, 2, 3), fp32_squares=(2,)),
         },
     ),
     "polar_express": CoefficientSet(
@@ -133,9 +137,9 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(1e-3, 1.0),
         band=(0.99, 1.01),
         restarts={
-            5: Restarts(bf16=None, fp16=(1, 3), fp32=(2, 3), fp32_squares=(3,)),
-            8: Restarts(bf16=(1, 3, 5), fp16=(2, 4), fp32=(2, 3, 4), fp32_squares=(3,)),
-            10: Restarts(bf16=(1, 3, 6), fp16=(2, 4), fp32=(2, 3, 4), fp32_squares=(3,)),
+            5: Restarts(bf16=None, fp16=(1, 3), fp32=None, fp32_squares=(3,)),
+            8: Restarts(bf16=(1, 3, 5), fp16=(2, 4), fp32=(1, 2, 3, 4), fp32_squares=(3,)),
+            10: Restarts(bf16=(1, 3, 6), fp16=(2, 4), fp32=(1, 2, 3, 4), fp32_squares=(3,)),
         },
     ),
     "cans": CoefficientSet(
@@ -175,8 +179,8 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(1e-2, 0.87),
         band=(0.86, 1.1),
         restarts={
-            4: Restarts(bf16=(2,), fp16=(2,), fp32=(2,), fp32_squares=()),
-            5: Restarts(bf16=(2, 3), fp16=(1, 3), fp32=(2,), fp32_squares=(3,)),
+            4: Restarts(bf16=(2,), fp16=(2,), fp32=None, fp32_squares=()),
+            5: Restarts(bf16=(2, 3), fp16=(1, 3), fp32=(2, 3), fp32_squares=(3,)),
         },
     ),
     "deepseekv4": CoefficientSet(
@@ -188,7 +192,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(1e-4, 1.0),
         band=(0.99, 1.01),
         restarts={
-            10: Restarts(bf16=(2, 4, 6, 9), fp16=(3, 6), fp32=(3, 5), fp32_squares=(5,)),
+            10: Restarts(bf16=(2, 4, 6, 9), fp16=(3, 6), fp32=(2, 3, 4, 5, 7), fp32_squares=(5,)),
         },
     ),
     "cubic5": CoefficientSet(

@@ -210,7 +210,7 @@ FLAGS = (
         "--muon-ns-iteration",
         "how the polynomials are computed, a name: standard, gram (of the short side's square, "
         "less work where a matrix is not square) or auto, by shape; gram's rounding error is up to "
-        "twice standard's in bf16 and fp16 and 8 times in fp32; megatron_muon's; default auto on a "
+        "twice standard's in bf16 and fp16 and 3 times in fp32; megatron_muon's; default auto on a "
         "GPU where its restarts are known for coefficients, steps and dtype, else standard",
         choices=get_args(NsIteration),
     ),

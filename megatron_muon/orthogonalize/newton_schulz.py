@@ -4,8 +4,8 @@ Two iterations that differ in rounding only (``iteration`` says which a matrix g
 one of arXiv 2502.16982 eq. 2-3 and https://kellerjordan.github.io/posts/muon, and the Gram one,
 both started from X = U/‖U‖, where U is the momentum (G + μM with Nesterov's). The restarts in
 ``coefficients.Restarts`` were chosen so that the Gram one's error is at most twice the standard
-one's in 16 bits and 8 times in fp32. The order of operations is part of the definition, since
-another order gives other bits; ``matmul`` says what a product rounds to.
+one's; on matrices of other sizes it is up to 3 times in fp32. The order of operations is part of
+the definition, since another order gives other bits; ``matmul`` says what a product rounds to.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ far, though not out of the band.)
 A list is accurate if on each
 
 - the error, in Frobenius norm and relative to the exact polynomials of the singular values, is at
-  most ``_TIMES`` the standard iteration's in the same dtype, twice in 16 bits and 8 times in fp32,
-  or ``_ALLOWED`` where that is more, and
+  most twice the standard iteration's in the same dtype, or ``_ALLOWED`` where that is more, and
 - the largest singular value is at most 5 % above the larger of the exact and standard's;
 
 standard's is the worst of three, with X as it is and scaled by one unit of the dtype's rounding up
@@ -24,10 +23,11 @@ and down, since some polynomials are so steep at 1 that one unit changes the res
 
 Of the shortest accurate lists the one with the smallest worst error, as a fraction of what is
 allowed, is taken, or the recorded one where its worst error is at most 5 % larger: another order of
-sums, as another CPU has it, moves errors by as much. A list with more restarts than half the steps
-is none, since nothing is saved. Square matrices in fp32 also serve X in 16 bits, with a list of
-their own, accurate for bf16 and fp16. An X in fp32 shows what these squares alone lose: there the
-list may have twice standard's error, or ``_SQUARES_ALLOWED``.
+sums, as another CPU has it, moves errors by as much. In 16 bits a list with more restarts than half
+the steps is none. Who asks for fp32 asks for accuracy, so there any list will do that leaves out
+one product with the long side: at least one segment of two steps. Square matrices in fp32 also
+serve X in 16 bits, with a list of their own, accurate for bf16 and fp16. An X in fp32 shows what
+these squares alone lose: there the list may have twice standard's error, or ``_SQUARES_ALLOWED``.
 """
 
 from __future__ import annotations
@@ -52,11 +52,10 @@ from megatron_muon.orthogonalize.matmul import Products, torch_dtype
 from megatron_muon.orthogonalize.newton_schulz import gram_iteration, normalize, standard_iteration
 
 _SHAPES = ((96, 96), (64, 256), (40, 120))
-# In bf16 16 units of its rounding, a fifth of what simple leaves to a polar factor; in fp32 about
-# the standard iteration's own error, which is 1e-6 to 1e-5 on most inputs. The squares of singular
-# values lose more to rounding, so that less than 8 times would leave simple no list.
-_ALLOWED: dict[NsDtype, float] = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-17}
-_TIMES: dict[NsDtype, float] = {"bf16": 2.0, "fp16": 2.0, "fp32": 8.0}
+# In bf16 and fp32 16 units of the dtype's rounding: a fifth of what simple leaves to a polar
+# factor, and about the least error that the standard iteration has in fp32.
+_ALLOWED: dict[NsDtype, float] = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-20}
+_TIMES = 2.0
 _SQUARES_ALLOWED = 2.0**-10  # well below one unit of bf16
 _NUDGE: dict[NsDtype, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 _TOP = 1.05
@@ -116,7 +115,8 @@ def _shortest(
     """The list of one field of ``Restarts``, accurate for X in each of ``dtypes``."""
     kept = getattr(recorded(name, steps), kind)
     trials = {dtype: list(_trials(schedule(name, steps, dtype), dtype, kind)) for dtype in dtypes}
-    for count in range(steps // 2 + 1):
+    most = steps - 2 if kind == "fp32" else steps // 2
+    for count in range(most + 1):
         candidates: list[tuple[float, tuple[int, ...]]] = []
         for restarts in itertools.combinations(range(1, steps), count):
             cuts = list(itertools.pairwise((0, *restarts, steps)))
@@ -137,11 +137,11 @@ def _shortest(
 
 
 def _trials(steps: tuple[Triple, ...], dtype: NsDtype, kind: str) -> Iterator[_Trial]:
-    times, floor, squares = _TIMES[dtype], _ALLOWED[dtype], dtype
+    floor, squares = _ALLOWED[dtype], dtype
     if kind == "fp32_squares":
         squares = "fp32"
         if dtype == "fp32":
-            times, floor = _TIMES["bf16"], _SQUARES_ALLOWED
+            floor = _SQUARES_ALLOWED
     products = Products(torch_dtype(dtype), torch_dtype(squares), torch.float32)
     for shape in _SHAPES:
         for what, matrix in inputs(*shape):
@@ -155,7 +155,7 @@ def _trials(steps: tuple[Triple, ...], dtype: NsDtype, kind: str) -> Iterator[_T
             ]
             error = max(_error(standard, exact) for standard in standards)
             top = max(map(_top, (exact, *standards)))
-            yield _Trial(x, products, exact, max(times * error, floor), _TOP * top)
+            yield _Trial(x, products, exact, max(_TIMES * error, floor), _TOP * top)
 
 
 def _worst(trials: Sequence[_Trial], parts: tuple[tuple[Triple, ...], ...], stop: float) -> float:

@@ -40,6 +40,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     standard_iteration,
 )
 from megatron_muon.pricing.presets import H100
+from support.oracle import newton_schulz
 
 PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restarts]
 DTYPES = get_args(NsDtype)
@@ -109,16 +110,15 @@ def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
 def test_gram_is_as_accurate_as_standard(name: Any, steps: int, dtype: Any) -> None:
     """On matrices of another size than the restarts were found with, all ones too, by the same
 
-    measure and half as much again, since another size rounds otherwise. In 16 bits that is twice
-    the standard iteration's error. In fp32 it is 8 times: with one restart fewer it was 40 times.
-    All ones, whose entries round alike, is no input of the method; fp32 may be 2⁻¹⁰ off there.
+    measure, twice the standard iteration's error, and half as much again, since another size
+    rounds otherwise. All ones, whose entries round alike, is no input of the method: fp32 may be
+    ``ALL_ONES`` off there, where it is 6.6e-5 at most.
     """
     try:
         config = _config(name, steps, dtype, "gram")
     except ValueError:
         pytest.skip("refused")
-    allowed = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-17}[dtype]
-    times = 8 if dtype == "fp32" else 2
+    allowed = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-20}[dtype]
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}[dtype]
     parts, products = segments(config, CPU), products_on(CPU_DEVICE, dtype)
     for what, matrix in inputs(32, 160):
@@ -131,13 +131,60 @@ def test_gram_is_as_accurate_as_standard(name: Any, steps: int, dtype: Any) -> N
         gram = gram_iteration(x, parts, products).double()
         error = max(float((standard - exact).norm() / exact.norm()) for standard in standards)
         if what == "all ones":
-            allowed = max(allowed, 2.0**-10)
-        assert float((gram - exact).norm() / exact.norm()) <= 1.5 * max(times * error, allowed), (
-            what
-        )
+            allowed = max(allowed, ALL_ONES)
+        assert float((gram - exact).norm() / exact.norm()) <= 1.5 * max(2 * error, allowed), what
         assert torch.linalg.matrix_norm(gram, 2) <= 1.1 * max(
             float(torch.linalg.matrix_norm(m, 2)) for m in (exact, *standards)
         ), what
+
+
+ALL_ONES = 2.0**-15
+FP32 = [(name, steps) for name, steps in PAIRS if SETS[name].restarts[steps].fp32 is not None]
+
+
+@pytest.mark.parametrize("shape", [(31, 129), (129, 31), (48, 48), (40, 60), (24, 384)])
+@pytest.mark.parametrize(("name", "steps"), FP32)
+def test_gram_in_fp32_is_as_near_to_the_oracle_as_standard(
+    name: Any, steps: int, shape: tuple[int, int]
+) -> None:
+    """Over aspect ratios, condition numbers and near rank 1; the oracle has its own polynomials.
+
+    Standard's error is the worst of three: as the matrix is, upside down and from right to left,
+    which adds up in other orders. Restarts are found with other sizes, so 3 times is allowed; 2.9
+    is the most that was seen. With the restarts of before it was up to 8 times.
+    """
+    configs = [_config(name, steps, "fp32", iteration) for iteration in ("gram", "standard")]
+    for what, wide in inputs(min(shape), max(shape)):
+        matrix = (wide if shape[0] <= shape[1] else wide.mT).float()
+        exact = newton_schulz(matrix.double(), steps, coefficients=schedule_of(configs[0]))
+        turned = [matrix, matrix.flip(0), matrix.flip(1)]
+        gram = _distance(orthogonalize(matrix, configs[0]), exact)
+        standard = max(
+            _distance(orthogonalize(each, configs[1]).flip(dims), exact)
+            for each, dims in zip(turned, [(), (0,), (1,)], strict=True)
+        )
+        least = ALL_ONES if what == "all ones" else 2.0**-21
+        assert gram <= 3 * max(standard, least), (what, gram, standard)
+
+
+def _distance(direction: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((direction.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(("name", "steps"), FP32)
+@pytest.mark.parametrize("device", get_args(Device))
+def test_auto_in_fp32_takes_gram_only_for_fewer_flops(
+    name: Any, steps: int, device: Device
+) -> None:
+    auto, standard = (_config(name, steps, "fp32", i) for i in ("auto", "standard"))
+    taken = 0
+    for short in (64, 384, 1024, 4096):
+        for long in (short, 3 * short // 2, 2 * short, 4 * short, 16 * short):
+            if takes_gram(short, long, auto, device):
+                taken += 1
+                flops = [ns_flops(short, long, config, device) for config in (auto, standard)]
+                assert flops[0] < flops[1], (short, long)
+    assert taken
 
 
 @pytest.mark.parametrize("iteration", ["standard", "gram", "auto"])
