@@ -85,6 +85,8 @@ def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
         ValueError, AssertionError: Megatron itself finds something wrong.
     """
     _require(flags, "num_layers", "hidden_size", "num_attention_heads")
+    if flags.group_query_attention:
+        _require_groups(flags.num_query_groups, ranks.tp)
     config_class = MLATransformerConfig if flags.multi_latent_attention else TransformerConfig
     options = {name: getattr(flags, name) for name in _fields() if hasattr(flags, name)}
     options |= _sizes(flags) | {
@@ -174,6 +176,20 @@ def has_grouped_weights(flags: Namespace) -> bool:
 
 def _fields() -> set[str]:
     return {field.name for field in dataclasses.fields(TransformerConfig)}
+
+
+def _require_groups(groups: int, tp_size: int) -> None:
+    """Megatron's own error names fields in place of flags, and not the versions that can."""
+    name, version = megatron_version()
+    shares = version >= (0, 16)  # a query group on several TP ranks
+    if groups % tp_size == 0 or (shares and tp_size % groups == 0):
+        return
+    rule = "a multiple or a divisor of" if shares else "a multiple of"
+    since = "" if shares else ": core 0.16 and later also take a divisor"
+    raise ValueError(
+        f"--num-query-groups ({groups}) must be {rule} --tensor-model-parallel-size ({tp_size}) "
+        f"in megatron-core {name}{since}"
+    )
 
 
 def _require(flags: Namespace, *names: str) -> None:

@@ -99,7 +99,9 @@ def test_a_setting_is_named_by_the_flag_that_sets_it(field: str) -> None:
     assert any(field in meant for meant in sets)
 
 
-WORDS = {"homes", "momentum", "nesterov"}  # of English, too
+# Of English, too: what a matrix has and what an optimizer keeps. Errors about their values are held
+# by ``test_a_wrong_value_names_field_and_flag``.
+WORDS = {"homes", "momentum", "nesterov"}
 NAMES = re.compile(rf"(?<!\w)({'|'.join(sorted(FLAG_OF.keys() - WORDS))})(?!\w)")
 
 

@@ -14,7 +14,7 @@ from megatron_muon.cli import main
 from megatron_muon.dry_run.versions import RANGES, has_flag
 from megatron_muon.megatron_lm.launch import version_of
 from support import ROOT
-from support.installed import NAME
+from support.installed import NAME, VERSION
 from support.megatron_lm.scripts import CHECKOUT, PATHS, needs_checkout
 from support.models.model_flags import TINY
 
@@ -49,6 +49,36 @@ def test_bad_values_are_refused(
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == ""
     assert message in said.err
+
+
+def test_more_tp_ranks_than_query_groups_are_routed_where_megatron_has_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """4 KV heads at TP 8, as Qwen3-30B-A3B's; each rank has (8 + 2·4)·8 / 8 rows."""
+    sizes = "--num-attention-heads 8 --kv-channels 8 --group-query-attention --num-query-groups 4"
+    argv = ["routes", *TINY, *sizes.split(), "--tensor-model-parallel-size", "8", "--json"]
+    if VERSION < (0, 16):
+        with pytest.raises(SystemExit):
+            main(argv)
+        said = capsys.readouterr().err
+        assert "--num-query-groups (4) must be a multiple of --tensor-model-parallel-size" in said
+        assert "core 0.16 and later" in said
+        return
+    assert main(argv) == 0
+    (stage,) = json.loads(capsys.readouterr().out)["stages"]
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    (weight,) = [found for found in stage["parameters"] if found["name"] == name]
+    assert weight["shape"] == [16, 64]
+    assert [(m["rows"], m["cols"]) for m in weight["matrices"]] == [(64, 64), (32, 64), (32, 64)]
+
+
+def test_query_groups_that_tp_cannot_cut_are_named_by_their_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = "--num-attention-heads 6 --kv-channels 8 --group-query-attention --num-query-groups 3"
+    with pytest.raises(SystemExit):
+        main(["routes", *TINY, *sizes.split(), "--tensor-model-parallel-size", "2"])
+    assert "--num-query-groups (3) must be a multiple" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", [flag for flag in RANGES if not has_flag(flag)])
