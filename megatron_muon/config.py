@@ -47,9 +47,9 @@ class MuonConfig:
             which starts over where ns_steps are more.
         ns_iteration: ``standard``, or ``gram``, the same polynomials of the short side's square: a
             fraction of the work where a matrix is not square. ``auto``: by shape. Rounding costs
-            gram up to twice standard's error in bf16 and fp16, up to 8 times in fp32 (1e-5 to 6e-5
-            of a direction). ``coefficients`` lists the sets and numbers of steps for which gram is
-            known to be accurate; others are refused. None: ``auto`` on a GPU where it is known,
+            gram up to twice standard's error in bf16 and fp16, up to 3 times in fp32.
+            ``coefficients`` lists the sets and numbers of steps for which gram is known to be
+            accurate; others are refused. None: ``auto`` on a GPU where it is known,
             ``standard`` elsewhere and on a CPU (``iteration.iteration_of``).
         ns_dtype: the dtype of Newton-Schulz. Matrices travel in bf16 (in fp32 with fp32).
             Products accumulate in fp32 and round once, in each (on CUDA parts of a sum may be added

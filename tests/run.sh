@@ -3,8 +3,9 @@
 # megatron-core of requirements.txt, then tests/cores, which every core is held to, with each of cores.txt;
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
 # with another core (or with a checkout, by its path), and `TE=2.12.0 bash tests/run.sh ARGS` over the
-# Python of that Transformer Engine, as in the lines of te.txt, which come last. Where it chooses the tests itself, two files run side by side: many wait for
-# one of their ranks, or have one process only. WORKERS=4 takes four; 0 runs one after another.
+# Python of that Transformer Engine, as in the lines of te.txt, which come last. Where it chooses the
+# tests itself, two files run side by side: many wait for one of their ranks, or have one process
+# only. WORKERS=4 takes four; 0 runs one after another.
 # Makes .venv-tests/ at the first call (Python 3.10 or newer, about 450 MB of downloads with a CPU
 # build of torch); pip's own environment variables and configuration are honoured.
 set -euo pipefail
