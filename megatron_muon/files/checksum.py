@@ -1,13 +1,13 @@
 """The checksum of a checkpoint's file. A save reuses the CRC-32s that torch already computed.
 
-torch.save writes zip archives whose directories have the CRC-32 of every record, computed as the
-bytes went by, and a shard of torch_dist is one such archive after another. So the checksum of a
-file is BLAKE2b over all its bytes but those of large records, which go in as their CRC-32. Right
-after a save these are taken from the directories (``written``), all that is read then. Before a
-load they are computed of the bytes.
+torch.save writes zip archives. Their directories have the CRC-32 of every record, computed as the
+bytes went by; a shard of torch_dist is one such archive after another. The checksum of a file is
+BLAKE2b over all its bytes, but with the CRC-32 of each large record in place of the record. Right
+after a save these come from the directories (``written``), and nothing else is read. Before a load
+they are computed from the bytes.
 
-A record's change goes unseen by chance once in 2^32 times, and never where it is within 32 bits. A
-file that is no archive, or changed into none, is hashed whole. It is no protection against intent.
+By chance a change of a record goes unseen once in 2^32 times; one within 32 bits never does. A file
+that is no archive, or changed into none, is hashed whole. This is no protection against intent.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class MuonChainedOptimizer(CheckpointChain):
     def get_grad_norm(self) -> Any:
         """Megatron's, reduced over all ranks; it says whether every gradient can be used.
 
-        It is finite only where all of them are there, finite and far below what momentum can take
-        (``norm_grads`` sees to it that all are in it), so the check costs no reduction of its own.
+        ``norm_grads`` puts every gradient into it. So it is finite only if all of them are there,
+        finite and far below what momentum can take, and the check needs no reduction of its own.
         No optimizer has stepped yet, and an error leaves everything as it was. With a loss scaler
         Megatron has skipped the step already, on every rank.
 

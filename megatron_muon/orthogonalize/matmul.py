@@ -1,12 +1,14 @@
 """The matrix products of Newton-Schulz, and what they round to, in one place.
 
-A product accumulates in fp32, takes its linear term in the same pass and rounds once. On CUDA the
-matmul does that by itself (that the sums of a product cut along its inner dim may be added in bf16
-is the process's choice, ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``), and
-so does a CPU with bf16 instructions, in bf16. Elsewhere the operands, exact in fp32, are held and
-multiplied there: without such instructions torch's kernels are tens of times slower. Products in
-fp32 are that also where the process lets its others be TF32, as some container images do, or bf16:
-the Gram iteration's restarts are known for fp32 only.
+A product accumulates in fp32, takes its linear term in the same pass and rounds once. The matmul of
+CUDA does that by itself, and in bf16 that of a CPU with bf16 instructions. (Where CUDA cuts a
+product along its inner dim, the process chooses whether the sums may be added in bf16:
+``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``.) Elsewhere the operands are
+held and multiplied in fp32, where they are exact: without such instructions torch's kernels are
+tens of times slower.
+
+Products in fp32 are never TF32 or bf16, even where the process allows that for its others, as some
+container images do: the Gram iteration's restarts are known for fp32 only.
 """
 
 from __future__ import annotations

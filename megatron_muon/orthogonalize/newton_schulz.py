@@ -93,8 +93,8 @@ def orthogonalize_staged(
 ) -> None:
     """Matrices of one shape in staging order become their directions, in place.
 
-    The memory that they are in is one of the two that the iteration goes back and forth between, so
-    that one other is needed, and that for the short side's squares.
+    The iterates alternate between two places. The matrices' own memory is one of them, so only one
+    more is needed, and memory for the short side's squares.
 
     Args:
         staged: ``(k·rows·cols,)`` in ``matmul.travel_dtype``: k matrices, each of which has its

@@ -4,11 +4,11 @@ Plain integers, the same on every rank. A parameter that a shard's edge cuts has
 order, that of the model backwards, leaves it to chance where edges fall. From core 0.18 on a layout
 may be given to Megatron: see ``mcore.params.bucket_layout``.
 
-``shard_order`` finds an order in which the shards of a bucket cut few weights. Where few are cut,
-balanced homes have to move whole matrices for what a half of one did before: Llama-3-8B at DP 8
-would send 1.34 % of AdamW's bytes in one bucket and 0.62 % in Megatron's order, but 0.32 % and
-1.66 % in 8 buckets. So ``orders`` makes a plan of both, with homes as the run has them, and keeps
-the order only where it sends less.
+``shard_order`` finds an order in which the shards of a bucket cut few weights. Fewer cuts may send
+more bytes: without halves to give away, balanced homes have to move whole matrices. Llama-3-8B at
+DP 8 would send 1.34 % of AdamW's bytes in one bucket, against 0.62 % in Megatron's order; in 8
+buckets it is 0.32 % against 1.66 %. So ``orders`` makes a plan of both, with the run's homes, and
+keeps the order only where it sends less.
 """
 
 from __future__ import annotations

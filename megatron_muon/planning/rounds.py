@@ -44,10 +44,9 @@ def make_rounds(
 ) -> tuple[tuple[int, ...], ...]:
     """Indices of parameters, round by round; each is in exactly one.
 
-    Parameters are taken in the order in which every rank, working through its own, would get to
-    them. Each goes into the first round where no rank that has buffers for it would pass the limit,
-    so that ranks with nothing to share never wait for each other: a parameter that is in a later
-    round fits into none before it.
+    Parameters are taken in the order in which ranks that work through their own would get to them.
+    Each goes into the first round in which no rank that has buffers for it would pass the limit. So
+    ranks with nothing to share never wait for each other.
 
     Args:
         homed: for each parameter, bytes of its matrices by the rank that orthogonalizes them.

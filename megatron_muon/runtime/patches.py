@@ -1,7 +1,7 @@
 """The one way in which this package replaces what is not its own: recorded, and undone in reverse.
 
-Everything that is set in Megatron or torch, for a run or for the time of a ``with``, goes through
-``Patches``, so that ``undo()`` leaves every module and class with the very objects it had.
+``Patches`` sets everything that is set in Megatron or torch, for a run or within a ``with``. So
+``undo()`` leaves every module and class with the very objects that it had.
 """
 
 from __future__ import annotations

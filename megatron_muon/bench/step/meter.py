@@ -152,9 +152,9 @@ def count(watch: Stopwatch, step: Callable[[], None]) -> Counted:
 class _Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what each collective sends from this rank to others.
 
-    An all-to-all by its sizes; the others as bandwidth-optimal algorithms do, whatever the backend
-    makes of them: with n ranks a gather of parts sends a part n - 1 times, a reduction of equal
-    parts (n - 1) / n of all, an all-reduce twice that, a broadcast n - 1 times what it has.
+    An all-to-all counts by its sizes. The others count as bandwidth-optimal algorithms, whatever
+    the backend does. With n ranks a gather sends its part n - 1 times, a broadcast all it has n - 1
+    times, a reduction of equal parts (n - 1) / n of all, an all-reduce twice that.
     """
 
     def __init__(self, watch: Stopwatch) -> None:

@@ -5,8 +5,8 @@ own piece of the direction. Buckets go one after another, each with one collecti
 over TP; momentum, kernel, dtype and update are those of ``DistributedMuon``, so that what differs
 is who does what.
 
-With p(s) the number of DP ranks that hold a piece of matrix s, counted on one TP rank, and t the TP
-ranks that a matrix is split over (1 where they hold replicas), rank r
+Let p be the number of DP ranks that hold a piece of a matrix, counted on one TP rank, and t the
+number of TP ranks that the matrix is split over (1 where they hold replicas). Then rank r
 
 - sends ``itemsize × Σ over its pieces of (elements × (p - 1))`` bytes over DP, kind ``dp_gather``;
 - sends ``itemsize × Σ over the matrices it has a piece of of (rows × cols / t × (t - 1))`` bytes

@@ -1,10 +1,10 @@
-"""Optimizer state of a whole grad buffer, as Megatron gathers it, to and from what is on disk.
+"""Optimizer state of a whole grad buffer: between the form in which Megatron gathers it and disk.
 
 Megatron gathers each buffer to DP rank 0 as three flat tensors, ``param``, ``exp_avg`` and
 ``exp_avg_sq``, with an element for every one of the buffer's parameters. On disk ``param`` stays as
-it is, and in place of the other two is one dict, ``state``: for each parameter by name the tensors
-that its optimizer has. So there are no zeros in place of a second moment that Muon does not have,
-every tensor is known by a name, and a Megatron without Muon stops with KeyError: 'exp_avg'.
+it is. One dict, ``state``, replaces the other two: for each parameter by name the tensors that its
+optimizer has. So the disk has no zeros for a second moment that Muon does not have, every tensor is
+known by a name, and a Megatron without Muon stops with KeyError: 'exp_avg'.
 ``spans`` says where each parameter is in ``param``: with other buckets it is elsewhere.
 """
 

@@ -1,10 +1,11 @@
 """Settings of a model that change the function it computes, though its weights keep their shapes.
 
-They go into a checkpoint's digest, from the model's own configuration, so that they are known with
-every Megatron and in one's own script, too. Recorded is what is in force: rotary settings where
-there are rotary embeddings, a router's where there are experts. Left out are settings that change
-how a function is computed (parallelism, precision, fusions, recomputation) or how it is trained
-(dropout, losses of a router), and sizes, which shapes tell.
+They go into a checkpoint's digest. They come from the model's own configuration, so they are known
+with every Megatron and in one's own script, too. Only settings in force are recorded: rotary ones
+where there are rotary embeddings, a router's where there are experts.
+
+Left out are settings of how a function is computed (parallelism, precision, fusions, recomputation)
+or trained (dropout, losses of a router), and sizes, which shapes tell.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """From Muon to AdamW: reading a Muon checkpoint into AdamW's DistributedOptimizer.
 
-Adam's moments of what Muon had start at zero, and with them the count of steps that corrects their
-bias; what was AdamW's goes on as it was. A fused Adam counts the steps of a parameter group, so
-each group with both kinds is split in two, and made whole again wherever Megatron saves or loads.
-Checkpoints are AdamW's then, which any Megatron reads; what is beside it in them tells this package
-how far the count of the young parameters is behind.
+Parameters that were AdamW's go on as they were. For those that were Muon's, Adam's moments start at
+zero, and with them the count of steps that corrects their bias. A fused Adam counts the steps of a
+parameter group. So a group with both kinds is split in two, and made whole again wherever Megatron
+saves or loads. The checkpoints are then AdamW's, which any Megatron reads. An entry beside it tells
+this package how far the young parameters' count is behind.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The one table of what this package uses of others' code, and its comparison with what is here.
 
-Everything of Megatron, of torch's internals and of packages of kernels that is called, wrapped,
-replaced, overridden or read is a row of this folder's modules, with what is relied on: read them to
-know what an upgrade can break. A test reads the package's syntax trees and holds it to the table.
+The package calls, wraps, replaces, overrides or reads symbols of Megatron, of torch's internals and
+of packages of kernels. Each of them is a row of this folder's modules, with the behaviour that is
+relied on: read them to know what an upgrade can break. A test reads the package's syntax trees and
+holds it to the table.
 
-``check_hooks`` compares the rows of every run with the installed megatron-core and torch,
-``check_training_hooks`` those of Megatron-LM with what is imported, ``check_part`` those of a
-command, ``check_built`` the attributes with an optimizer that Megatron has built; all stop with the
-symbol's name where they differ.
+``check_hooks`` compares the rows of every run with the installed megatron-core and torch.
+``check_training_hooks`` compares those of Megatron-LM with what is imported, ``check_part`` those
+of a command, and ``check_built`` the attributes with an optimizer that Megatron has built. All stop
+with the symbol's name where they differ.
 """
 
 from __future__ import annotations
