@@ -3,6 +3,7 @@
 ``trained(model, topology)`` is from the test's process, ``truth(model)`` the same on one rank.
 """
 
+import inspect
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -103,6 +104,7 @@ def _connect(t: Topology, chunks: list[Any], optimizer: Any) -> None:
 
 
 def _forward(batches: Any, model: Any) -> Any:
+    from megatron.core import parallel_state as ps
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     tokens = next(batches)
@@ -112,7 +114,12 @@ def _forward(batches: Any, model: Any) -> Any:
     counted = (torch.arange(LENGTH) != 6).float().expand(len(tokens), LENGTH)
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": whole}
     batch["counted"] = counted
-    batch = get_batch_on_this_cp_rank({k: v.contiguous() for k, v in batch.items()})
+    given = {"is_hybrid_cp": False, "cp_group": ps.get_context_parallel_group()}
+    known = inspect.signature(get_batch_on_this_cp_rank).parameters  # from core 0.19 on these, too
+    batch = get_batch_on_this_cp_rank(
+        {k: v.contiguous() for k, v in batch.items()},
+        **{name: value for name, value in given.items() if name in known},
+    )
 
     def loss(per_token: torch.Tensor) -> Any:
         total = per_token.float().sum()

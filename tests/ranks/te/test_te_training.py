@@ -17,7 +17,7 @@ from support.parallel import differences, trained, truth
 
 pytestmark = [
     pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path"),
-    pytest.mark.skipif(VERSION != (0, 16), reason="its loop is of core 0.16"),
+    pytest.mark.skipif(VERSION < (0, 16), reason="older ones ask torch for a CUDA device here"),
 ]
 
 FP32 = Model(optimizer="muon", steps=4)
