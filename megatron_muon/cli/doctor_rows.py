@@ -257,18 +257,18 @@ def _adam() -> Check:
 
 
 def _grad_norm() -> Check:
-    """What Megatron's norm, and with it AdamW's clip, counts wrongly where TP splits."""
-    found = _installed("transformer-engine", "transformer_engine")
-    version = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    """Weights that Megatron's norm, and with it AdamW's clip, counts wrongly where TP splits."""
+    installed = _installed("transformer-engine", "transformer_engine")
+    version = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
     return Check("gradient norm", counted_wrongly(megatron_version()[1], version))
 
 
 def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
-    """What of Transformer Engine's is marked as cut over TP and is not, or the reverse.
+    """Transformer Engine's weights that are marked as cut over TP and are not, or the reverse.
 
     Args:
         core: version of megatron-core.
-        te: of Transformer Engine, major and minor; empty without it.
+        te: version of Transformer Engine, major and minor; empty without it.
     """
     wrong = []
     if te and (0, 13) <= core < (0, 17):

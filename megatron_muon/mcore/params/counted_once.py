@@ -1,4 +1,4 @@
-"""Which rank counts a weight's gradient in Megatron's norm: marks that say otherwise are corrected.
+"""The rank that counts a weight's gradient in Megatron's norm: corrects marks that are wrong.
 
 Megatron counts a gradient on every TP rank if its parameter is marked ``tensor_model_parallel``,
 else on the first one. Transformer Engine marks weights that are duplicated over TP (MLA's down
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"(\.|weight|bias)\d+(?=\.|$)")
 
 
 def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
-    """Mark main parameters by what a rank holds. Every rank of the world calls this.
+    """Correct the marks of main parameters. Every rank of the world calls this.
 
     Args:
         parts: Megatron's DistributedOptimizers.
@@ -39,8 +39,8 @@ def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
         A line for rank 0 to print, where a mark was wrong on any rank.
     """
     wrong = sorted({name for part in parts for name in _corrected(part, stage)})
-    found = collectives.all_gather_numbers([len(wrong)], None, stage.device)
-    if not any(number for (number,) in found):
+    counts = collectives.all_gather_numbers([len(wrong)], None, stage.device)
+    if not any(count for (count,) in counts):
         return []
     texts = collectives.all_gather_texts("\n".join(wrong), None)
     names = sorted({name for text in texts for name in text.split("\n") if name})
@@ -57,7 +57,7 @@ def _line(names: Sequence[str]) -> str:
 
 
 def _corrected(part: Any, stage: Stage) -> Iterator[str]:
-    """Names, with * for numbers, of what Megatron would have counted wrongly on this rank."""
+    """Names, with * for numbers, of weights that Megatron would have counted wrongly here."""
     if part.is_stub_optimizer:
         return
     of_param = {weight.param: weight for weight in weights(part.model_chunks)}
@@ -94,7 +94,7 @@ def counts_here(weight: Weight, stage: Stage) -> bool | None:
 
 
 def _counted(part: Any, shard: torch.Tensor) -> bool:
-    """By Megatron's own function, with the groups that it gives it."""
+    """Whether Megatron counts it here: by its own function, with the groups that it passes to it."""
     function = layers.param_is_not_tensor_parallel_duplicate
     names = inspect.signature(function).parameters.keys() & {"tp_group", "expert_tp_group"}
     return bool(function(shard, **{name: getattr(part, name, None) for name in names}))

@@ -138,7 +138,7 @@ def _model_modes(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _fp8_modes(fp8: bool, model: Any) -> Iterator[tuple[str, Any, str]]:
-    """Of fp8 parameters, those whose step is known to be that of one process."""
+    """Refuses fp8 parameters but by the recipe whose step is known to be that of one process."""
     yield (
         "fp8_param_gather before core 0.14",
         fp8 and megatron_version()[1] < (0, 14),
