@@ -23,6 +23,7 @@ from megatron_muon.mcore.params.param_routing import Weight, partition_dim_of, w
 from megatron_muon.mcore.process_groups import Stage
 from megatron_muon.mcore.shards import owned_shards
 from megatron_muon.runtime import collectives
+from megatron_muon.runtime.consensus import together
 
 _MARK = "tensor_model_parallel"
 _NUMBER = re.compile(r"(\.|weight|bias)\d+(?=\.|$)")
@@ -37,8 +38,15 @@ def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
 
     Returns:
         A line for rank 0 to print, where a mark was wrong on any rank.
+
+    Raises:
+        RuntimeError: on ranks that have no error themselves when another has.
     """
-    wrong = sorted({name for part in parts for name in _corrected(part, stage)})
+
+    def correct() -> list[str]:
+        return sorted({name for part in parts for name in _corrected(part, stage)})
+
+    wrong = together(correct, None, stage.device)
     counts = collectives.all_gather_numbers([len(wrong)], None, stage.device)
     if not any(count for (count,) in counts):
         return []
@@ -94,7 +102,7 @@ def counts_here(weight: Weight, stage: Stage) -> bool | None:
 
 
 def _counted(part: Any, shard: torch.Tensor) -> bool:
-    """Whether Megatron counts it here: by its own function, with the groups that it passes to it."""
+    """Whether Megatron counts it here, by its own function and the groups that it passes."""
     function = layers.param_is_not_tensor_parallel_duplicate
     names = inspect.signature(function).parameters.keys() & {"tp_group", "expert_tp_group"}
     return bool(function(shard, **{name: getattr(part, name, None) for name in names}))
