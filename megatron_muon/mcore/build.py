@@ -25,7 +25,7 @@ from megatron_muon.mcore.loss_scale import share_loss_scale
 from megatron_muon.mcore.params.bucket_layout import require_ordered
 from megatron_muon.mcore.params.counted_once import count_once
 from megatron_muon.mcore.params.placement import (
-    Found,
+    Located,
     local_experts,
     muon_parameters,
     on_every_ep_rank,
@@ -206,7 +206,7 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     An error of this rank waits until then, so that no other rank is left alone in the agreement.
     """
     coordinates, kind = stage.coordinates(dist_opt), plan_device(stage.device)
-    mine: Found = []
+    mine: Located = []
     error: Exception | None = None
     try:
         try_products(stage.device, config.ns_dtype)

@@ -165,10 +165,10 @@ def _in_order(layout: Any, model: _Model) -> Any:
         for params, (start, stop) in zip(in_bucket, layout.bucket_indices, strict=True)
     ]
     experts = any(not getattr(param, "allreduce", True) for param in layout.param_index_map)
-    found = orders(buckets, model.experts if experts else model.dense, _config)
+    chosen = orders(buckets, model.experts if experts else model.dense, _config)
     places = dict(layout.param_index_map)
     unpadded = list(layout.per_bucket_numel_unpadded)
-    for number, (bucket, order) in enumerate(zip(buckets, found, strict=True)):
+    for number, (bucket, order) in enumerate(zip(buckets, chosen, strict=True)):
         if order != bucket.own():
             first, _ = layout.bucket_indices[number]
             begun = starts(order, bucket.sizes)

@@ -131,10 +131,10 @@ def _around(path: str) -> Iterator[str]:
 
 def expert_name(name: str, ep_rank: int, local_experts: int) -> str:
     """``name``, which counts a rank's own experts, with the expert's number over all EP ranks."""
-    found = _LOCAL_EXPERT.match(name)
-    if found is None:
+    match = _LOCAL_EXPERT.match(name)
+    if match is None:
         return name
-    return f"{found[1]}{int(found[2]) + ep_rank * local_experts}{found[3]}"
+    return f"{match[1]}{int(match[2]) + ep_rank * local_experts}{match[3]}"
 
 
 def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:

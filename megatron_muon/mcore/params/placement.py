@@ -16,7 +16,7 @@ from megatron_muon.mcore.process_groups import Sizes
 from megatron_muon.planning.bucket_order import UNPLACED
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 
-Found = list[tuple[torch.nn.Parameter, Parameter]]
+Located = list[tuple[torch.nn.Parameter, Parameter]]
 
 
 def muon_parameters(
@@ -25,7 +25,7 @@ def muon_parameters(
     tp_size: int,
     expert_tp_size: int,
     config: MuonConfig,
-) -> Found:
+) -> Located:
     """Every Muon parameter in the buffers, as on EP rank 0: the same list on all ranks of a stage.
 
     Args:
@@ -43,15 +43,15 @@ def muon_parameters(
         for index, buffer in enumerate(buffers)
         for param, (start, stop, bucket_id) in buffer.param_index_map.items()
     }
-    found = []
+    located = []
     for weight in weights(model_chunks):
         size = expert_tp_size if weight.is_expert else tp_size
         if weight.param in places and why_adamw(weight, size, config) is None:
             index, span, bucket = places[weight.param]
             parameter = unplaced(weight, size, config)
             placed = replace(parameter, bucket=bucket, span=span, buffer=index)
-            found.append((weight.param, placed))
-    return found
+            located.append((weight.param, placed))
+    return located
 
 
 def muons_of(

@@ -48,13 +48,13 @@ def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> lis
 
     def own() -> tuple[list[Weight], Share, list[int], list[str], list[str]]:
         """It may fail on some stages only, as with an expert's weight that no other stage has."""
-        found = list(weights(model_chunks))
-        share = share_of(found, config, stage.sizes)
-        matched = [int(any(matching(weight, [p]) for weight in found)) for p in patterns]
-        here = unsplit(found, config, stage.sizes)
-        return found, share, matched, here, unknown_fusions(found, config, stage.sizes)
+        held = list(weights(model_chunks))
+        share = share_of(held, config, stage.sizes)
+        matched = [int(any(matching(weight, [p]) for weight in held)) for p in patterns]
+        here = unsplit(held, config, stage.sizes)
+        return held, share, matched, here, unknown_fusions(held, config, stage.sizes)
 
-    found, share, matched, here, fused = together(own, None, stage.device)
+    held, share, matched, here, fused = together(own, None, stage.device)
     first = collectives.world_rank(0, stage.group)  # a number that only the stage's ranks have
     counts = [*share.numbers(), *(int(leaf in here) for leaf in UNSPLIT), int(bool(fused))]
     mine = [stage.instance, first, *counts, *matched]
@@ -65,7 +65,7 @@ def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> lis
                 f"{pattern!r} in {named('muon_include')} or {named('muon_exclude')} matches no "
                 "parameter of the model; `megatron-muon routes` prints their names"
             )
-    lines = unknown_lines(found, config, stage.sizes) if stage.speaks else []
+    lines = unknown_lines(held, config, stage.sizes) if stage.speaks else []
     at = 2 + len(counts) - 1
     fused = _of_all_stages(fused) if any(numbers[at] for numbers in every) else []
     if dist.get_rank() == 0:
@@ -83,26 +83,26 @@ def _of_all_stages(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for text in texts for name in text.split("\n") if name))
 
 
-def unsplit(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
+def unsplit(every: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
     """The fused projections of ``describe.UNSPLIT`` that Muon takes as one matrix each."""
     leaves = {
-        weight.leaf for weight in _muons_matrices(found, config, sizes) if weight.leaf in UNSPLIT
+        weight.leaf for weight in _muons_matrices(every, config, sizes) if weight.leaf in UNSPLIT
     }
     return [leaf for leaf in UNSPLIT if leaf in leaves]
 
 
-def _muons_matrices(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Iterator[Weight]:
-    for weight in found:
+def _muons_matrices(every: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Iterator[Weight]:
+    for weight in every:
         asked = weight.param.dim() == 2 and weight.param.requires_grad  # as share_of has
         if asked and why_adamw(weight, sizes.tp_of(weight), config) is None:
             yield weight
 
 
-def share_of(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share:
+def share_of(every: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share:
     """Elements of a stage over all its ranks, each once.
 
     Args:
-        found: all of a rank's weights.
+        every: all of a rank's weights.
         config: the settings.
         sizes: those of the stage's groups.
 
@@ -110,7 +110,7 @@ def share_of(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Share
         ValueError, NotImplementedError: a weight cannot be routed.
     """
     total = muon = active = muon_active = 0
-    for weight in found:
+    for weight in every:
         if weight.is_tied_copy or not weight.param.requires_grad:
             continue
         is_muons = why_adamw(weight, sizes.tp_of(weight), config) is None
@@ -144,11 +144,11 @@ def _used(elements: int, weight: Weight) -> int:
     return int(elements * model.moe_router_topk // model.num_moe_experts)
 
 
-def unknown_lines(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
+def unknown_lines(every: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
     """A line that names the 2-D weights whose module type is not in Muon's table, if any is."""
     names = [
         f"{weight.name} ({type(weight.module).__name__})"
-        for weight in found
+        for weight in every
         if weight.param.requires_grad and is_unknown(weight, sizes.tp_of(weight), config)
     ]
     if not names:
@@ -160,7 +160,7 @@ def unknown_lines(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> 
     ]
 
 
-def unknown_fusions(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
+def unknown_fusions(every: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
     """Muon's fused projections that should be split, but whose order of rows is not known.
 
     One for all layers, with ``*`` for the layer's number; with the attention's class.
@@ -169,7 +169,7 @@ def unknown_fusions(found: Sequence[Weight], config: MuonConfig, sizes: Sizes) -
         return []
     names = {
         f"{_NUMBER.sub('.*.', weight.name)} (in {_holder(weight)})": None
-        for weight in _muons_matrices(found, config, sizes)
+        for weight in _muons_matrices(every, config, sizes)
         if is_unknown_fusion(weight, whole_shape(weight, sizes.tp_of(weight))[0])
     }
     return list(names)
