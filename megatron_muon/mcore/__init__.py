@@ -1,1 +1,1 @@
-"""The only modules that import Megatron: hooks, routing and wiring into DistributedOptimizer."""
+"""Muon in megatron-core: hooks, routing and wiring into DistributedOptimizer."""

@@ -75,19 +75,19 @@ def make_muons(
     """Make Megatron's optimizer Muon's in place. Every rank of the world calls it.
 
     Args:
-        optimizer: Megatron's ChainedOptimizer, fresh: one DistributedOptimizer for dense weights
-            (with overlap_param_gather_with_optimizer_step two) and one for experts, if any. One is
-            a stub where nothing trains. Before core 0.14 ranks of other stages may have others.
-        model_chunks: this rank's.
+        optimizer: Megatron's ChainedOptimizer, just built: one DistributedOptimizer for dense
+            weights (two with overlap_param_gather_with_optimizer_step) and one for experts, if
+            any. A part in which nothing trains is a stub. Before core 0.14 a stage without experts
+            has no part for them, though other stages do.
+        model_chunks: this rank's model chunks.
         config: the settings.
         pg_collection: the process groups given to ``get_megatron_optimizer``, if any.
 
     Raises:
         SeamError: an optimizer lacks an attribute that the plugin needs.
-        PlanMismatchError: ranks disagree about the settings, or those of a stage about the plan.
+        PlanMismatchError: ranks disagree about the settings, or ranks of a stage about the plan.
         ValueError, NotImplementedError: a parameter cannot be routed, or a group is missing.
-        RuntimeError: a kernel library that is installed does not work; or, on ranks that have no
-            error themselves, when another has one.
+        RuntimeError: an installed kernel library does not work, or only another rank has an error.
     """
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)
@@ -114,7 +114,7 @@ def make_muons(
 
 
 def _active() -> list[str]:
-    """The line that the plugin is active: on rank 0, once in a process."""
+    """The line that says the plugin is active: once in a process, on rank 0."""
     global _has_said_active
     if _has_said_active or dist.get_rank() != 0:
         return []
@@ -125,7 +125,7 @@ def _active() -> list[str]:
 def _checked(
     parts: Sequence[Any], model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any
 ) -> list[str]:
-    """The matters that all ranks must agree on, once this one has what the plugin needs."""
+    """Check this rank's optimizers and groups; returns what all ranks must agree on."""
     for part in parts:
         check_built(part)
     process_groups.require_groups(model_chunks, pg_collection)
@@ -138,7 +138,7 @@ def _completed(
     config: MuonConfig,
     stage: Stage,
 ) -> list[str]:
-    """Put Muon inside; returns lines for this rank to print. No communication."""
+    """Put each Muon inside its part; returns lines for this rank to print. No communication."""
     lines = []
     kind, in_batches = plan_device(stage.device), takes_batches(stage.device)
     iteration = iteration_of(config, kind)
@@ -171,7 +171,7 @@ def _completed(
 
 
 def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> list[str]:
-    """Make a GPU's connections to the plan's peers; gloo has them. Returns a line to print."""
+    """Make a GPU's connections to the plan's peers (gloo has its own); returns a line to print."""
     if stage.device.type == "cpu":
         return []
     start = time.perf_counter()
@@ -186,7 +186,7 @@ def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> li
 def _made_together(
     parts: Sequence[Any], config: MuonConfig, stage: Stage
 ) -> list[tuple[Any, DistributedMuon]]:
-    """Each part that is no stub, with its Muon; an error of any rank is one of the whole world."""
+    """Each part that is no stub, with its Muon; an error of one rank stops the whole world."""
     muons: list[tuple[Any, DistributedMuon]] = []
     error: BaseException | None = None
     for part in parts:
@@ -201,9 +201,9 @@ def _made_together(
 
 
 def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> DistributedMuon:
-    """The Muon part of this rank, once every rank of the stage has said what it would do.
+    """The Muon part of this rank, once all ranks of the stage agree on its plan.
 
-    An error of this rank waits until then, so that no other rank is left alone in the agreement.
+    This rank raises an error of its own only after that agreement, so that no other rank waits.
     """
     coordinates, kind = stage.coordinates(dist_opt), plan_device(stage.device)
     mine: Located = []

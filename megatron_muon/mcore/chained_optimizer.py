@@ -1,4 +1,4 @@
-"""Megatron's chain of optimizers, dense and experts', which checks gradients before any steps."""
+"""Megatron's chain of optimizers, dense and experts', which checks gradients before a step."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class MuonChainedOptimizer(CheckpointChain):
 
     @torch.no_grad()
     def get_grad_norm(self) -> Any:
-        """Megatron's, reduced over all ranks; it says whether every gradient can be used.
+        """Megatron's norm, reduced over all ranks; raises where a gradient cannot be used.
 
-        ``norm_grads`` puts every gradient into it. So it is finite only if all of them are there,
-        finite and far below what momentum can take, and the check needs no reduction of its own.
-        No optimizer has stepped yet, and an error leaves everything as it was. With a loss scaler
-        Megatron has skipped the step already, on every rank.
+        The norm is finite only if every gradient is there, finite and far below the largest that
+        momentum can take (``norm_grads`` puts all of them in). So a finite norm needs no further
+        reduction. No optimizer has stepped yet: an error leaves everything as it was. With a loss
+        scaler Megatron has already skipped such a step, on every rank.
 
-        Where Megatron leaves the norm on the GPU, as it does from 0.19 on with Transformer Engine,
-        the host does not wait for it: then the next step raises, or what saves before that.
+        From core 0.19 on, with Transformer Engine, Megatron leaves the norm on the GPU and the host
+        does not wait for it. Then the next step raises, or a save before it.
 
         Returns:
             A float, or a scalar on the device.
 
         Raises:
-            FloatingPointError: a gradient here is missing or not finite, or so large that momentum
-                would not be; or one was in the step before.
-            RuntimeError: one is on another rank.
+            FloatingPointError: a gradient of this rank is missing, not finite, or so large that
+                momentum would overflow; or the step before had an unusable gradient.
+            RuntimeError: only another rank has such a gradient.
         """
         self.require_usable_step()
         first = self.chained_optimizers[0]
@@ -60,7 +60,7 @@ class MuonChainedOptimizer(CheckpointChain):
         return norm
 
     def require_usable_step(self) -> None:
-        """Raise where the step before had gradients that nothing can be learnt from.
+        """Raise if a norm that was still being computed in the step before was not finite.
 
         Raises:
             FloatingPointError: on every rank.
@@ -70,17 +70,17 @@ class MuonChainedOptimizer(CheckpointChain):
             late.require_finite()
 
     def state_dict(self) -> Any:
-        """Megatron's; not after a step with unusable gradients."""
+        """Megatron's state dict; refused after a step with unusable gradients."""
         self.require_usable_step()
         return super().state_dict()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's; not after a step with unusable gradients."""
+        """Megatron's state dict; refused after a step with unusable gradients."""
         self.require_usable_step()
         return super().sharded_state_dict(*args, **kwargs)
 
     def _may_be_unusable(self, norm: float) -> bool:
-        """The same on every rank; True as well where ranks know parts of the norm only."""
+        """The same on every rank; also True where each rank knows only a part of the norm."""
         return not (math.isfinite(norm) and self.grads_states_parallel_group_is_shared())
 
     def _some_grad_is_unusable(self) -> torch.Tensor:
@@ -121,10 +121,10 @@ class MuonChainedOptimizer(CheckpointChain):
 
 
 def _limit(part: Any, shard: torch.Tensor) -> float:
-    """The largest gradient that leaves everything finite.
+    """The largest gradient that leaves the momentum finite.
 
-    Momentum sums gradients up to 1 / (1 - μ) of the largest and travels in bf16. A clip comes
-    later and makes gradients smaller, so only finite ones count before it.
+    Momentum grows to at most 1 / (1 - μ) × the largest gradient, and travels in bf16. Clipping,
+    which comes later, makes gradients small enough, so with it they need only be finite.
     """
     if part.muon is None or part.config.clip_grad > 0.0 or not part.muon.owns(shard):
         return _LARGEST

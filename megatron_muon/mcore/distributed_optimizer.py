@@ -1,9 +1,9 @@
-"""Megatron's DistributedOptimizer with Muon inside: two classes that built objects are turned into.
+"""Megatron's DistributedOptimizer with Muon inside: two subclasses for objects that it has built.
 
-Megatron builds its optimizer around Adam as it always does; then the inner Adam's class becomes a
-subclass whose ``step`` is Muon's, and the DistributedOptimizer's one that saves and loads what Muon
-has (``checkpoint``); that of their chain checks gradients first (``chained_optimizer``). No
-constructor of Megatron is copied, and whichever fused Adam it picked stays in use.
+Megatron builds its optimizer around Adam as it always does. Then each object's class becomes a
+subclass: the inner Adam's has Muon's ``step``, the DistributedOptimizer's saves and loads Muon's
+state (``checkpoint``), and their chain's checks gradients first (``chained_optimizer``). No
+constructor of Megatron is copied, and the fused Adam that it picked stays in use.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron_muon.mcore.late_norm import norm_grads
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 
-TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # which count the steps of each parameter
+TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of each parameter
 
 
 class MuonDistributedOptimizer(MuonCheckpoint):
     """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest."""
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
-        """Megatron's up to core 0.18; see ``norm_grads``."""
+        """The gradients of the norm, up to core 0.18; see ``norm_grads``."""
         return self._with_all(super().get_main_grads_for_grad_norm())
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """Megatron's from core 0.19 on; see ``norm_grads``."""
+        """The gradients of the norm, from core 0.19 on; see ``norm_grads``."""
         counted: list[torch.Tensor] = super().get_grads_for_grad_norm(grad_norm_group)
         return counted if grad_norm_group is not None else self._with_all(counted)
 
@@ -42,13 +42,13 @@ class MuonDistributedOptimizer(MuonCheckpoint):
 
 
 def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The subclass of a (fused) Adam class whose ``step`` is Muon's and leaves Adam the rest."""
+    """A subclass of a (fused) Adam class: ``step`` does Muon's part and leaves Adam the rest."""
 
     class MuonOverAdam(adam):  # type: ignore[misc,valid-type]
         muon: DistributedMuon
 
         def start_muon(self) -> None:
-            """Begin Muon's part of the next step, for which gradients are ready."""
+            """Begin Muon's part of the next step, once its gradients are ready."""
             self.muon.start(self.param_groups, self.state)
 
         @torch.no_grad()
@@ -61,7 +61,7 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
                     super(MuonOverAdam, self).step(**kwargs)
 
             self.muon.step(self.param_groups, self.state, step_adamw)
-            if issubclass(adam, TORCH_ADAMS):  # whose steps Megatron wants all to be one number
+            if issubclass(adam, TORCH_ADAMS):  # Megatron wants one step number for all parameters
                 for shard in self.muon.main_params.values():
                     state = self.state[shard]
                     state["step"] = state.get("step", torch.tensor(0.0)) + 1
@@ -72,7 +72,7 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 @contextmanager
 def _hidden_grads(shards: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within it the shards have no gradient, so that Adam passes over them."""
+    """Hide the shards' gradients, so that Adam passes over them."""
     grads = [(shard, shard.grad) for shard in shards]
     for shard, _ in grads:
         shard.grad = None
@@ -86,7 +86,7 @@ def _hidden_grads(shards: Iterable[torch.Tensor]) -> Iterator[None]:
 def init_state_of(
     init_adam_state: Callable[..., None], muon: DistributedMuon
 ) -> Callable[..., None]:
-    """Megatron's ``init_state_fn``, with a momentum and no second moment for Muon's shards."""
+    """Megatron's ``init_state_fn``, which gives Muon's shards a momentum and no second moment."""
 
     def init_state(optimizer: Any, config: Any = None) -> None:
         init_momentum(optimizer, muon)
@@ -99,7 +99,7 @@ def init_state_of(
 
 
 def init_momentum(optimizer: Any, muon: DistributedMuon) -> None:
-    """Zero momentum for each Muon shard that has none: known before the first step."""
+    """Give each Muon shard without state a momentum of zeros, so it is there before a step."""
     for shard in muon.main_params.values():
         if not optimizer.state[shard]:
             optimizer.state[shard][MOMENTUM_KEY] = torch.zeros_like(shard, dtype=torch.float32)

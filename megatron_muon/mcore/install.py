@@ -22,8 +22,8 @@ from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange import Meter
 from megatron_muon.runtime.patches import Patches, around
 
-# A module that imported a wrapped name where it is not searched for keeps our wrapper after
-# uninstall(); the wrapper then only passes the call on.
+# A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the wrapper then
+# only passes the call on.
 _patches = Patches()
 _originals: dict[str, Any] = {}  # Megatron's own functions
 _config: MuonConfig | None = None  # None while not installed
@@ -32,16 +32,16 @@ _config: MuonConfig | None = None  # None while not installed
 def install(config: MuonConfig | None = None) -> None:
     """Make ``optimizer='muon'`` mean Distributed Muon in the installed Megatron.
 
-    Modules that have imported ``get_megatron_optimizer`` by name get the plugin's, too. Idempotent;
-    a later call with a config replaces the settings of optimizers built from then on.
+    Modules that have already imported ``get_megatron_optimizer`` by name get the plugin's, too.
+    Idempotent; a later call with a config sets it for optimizers built from then on.
 
     Args:
-        config: the settings; Moonlight's where None on the first call.
+        config: the settings. None keeps those of an earlier call; at first it means Moonlight's.
 
     Raises:
-        SeamError: the installed Megatron is not one that the plugin knows.
+        SeamError: the plugin does not know the installed Megatron.
         TypeError: ``config`` is not a MuonConfig.
-        NotImplementedError: ``align_shards`` with a Megatron that takes no layout.
+        NotImplementedError: ``align_shards`` is set and this Megatron takes no buffer layout.
     """
     global _config
     if config is not None and not isinstance(config, MuonConfig):
@@ -83,13 +83,13 @@ def _is_installed() -> bool:
 
 
 def meter(optimizer: Any) -> Meter:
-    """Counts of this rank's work for Muon in the last step.
+    """This rank's work for Muon in the last step: matrices, FLOPs and bytes.
 
     Args:
-        optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
+        optimizer: the one that ``get_megatron_optimizer`` returned for ``optimizer='muon'``.
 
     Raises:
-        TypeError: it is not Muon's.
+        TypeError: the optimizer has no Muon part.
     """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     muons = [part.muon for part in parts if isinstance(part, MuonDistributedOptimizer)]
@@ -108,9 +108,9 @@ def meter(optimizer: Any) -> Meter:
 def _get_megatron_optimizer(
     original: Callable[..., Any], config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Wraps Megatron's: lets it build its AdamW distributed optimizers, then makes those Muon's.
+    """Wraps Megatron's: lets it build its AdamW distributed optimizers, then makes them Muon's.
 
-    With ``weight_decay_all_params`` AdamW itself spares no weight, too; else it is Megatron's.
+    ``optimizer='adam'`` stays Megatron's, but decays every weight with ``weight_decay_all_params``.
     """
     assert _config is not None
     twin = config.optimizer == "adam" and _config.weight_decay_all_params
@@ -132,7 +132,7 @@ def _get_megatron_optimizer(
 
 
 def _refuse(config: Any, model_chunks: list[Any], given: inspect.BoundArguments) -> None:
-    """Raise for options that Muon cannot have, also those that only one pipeline stage has."""
+    """Raise for options that Muon does not support, even if only one pipeline stage has them."""
     refuse_unsupported(config, model_chunks)
     refuse_groups(given.arguments)
     frozen = frozen_too_late(model_chunks)
@@ -143,7 +143,7 @@ def _refuse(config: Any, model_chunks: list[Any], given: inspect.BoundArguments)
 def _get_megatron_muon_optimizer(
     original: Callable[..., Any], config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Wraps what cores 0.16 and 0.17 have for the name muon, and Megatron-Bridge calls there."""
+    """Wraps the builder of cores 0.16 and 0.17 for the name muon, which Megatron-Bridge calls."""
     if config.optimizer != "muon":
         return original(config, model_chunks, *args, **kwargs)
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
@@ -156,8 +156,10 @@ def _get_megatron_muon_optimizer(
 
 
 def _stopped(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps what Megatron's own function calls: with ``muon`` only a reference to it that somebody
-    took before ``install()`` gets here."""
+    """Wraps the functions that ``get_megatron_optimizer`` calls, to stop the name ``muon`` there.
+
+    It gets there only by a reference to Megatron's own function, taken before ``install()``.
+    """
     if config.optimizer == "muon":
         raise SeamError(
             "optimizer='muon' was asked of a get_megatron_optimizer that was taken before "
@@ -166,8 +168,8 @@ def _stopped(original: Callable[..., Any], config: Any, *args: Any, **kwargs: An
     return original(config, *args, **kwargs)
 
 
-# Of the rows that are wrapped, by name; those for ``align_shards`` are ``bucket_layout``'s. They
-# take Megatron's function first, and are called while the plugin is installed.
+# Wrappers by symbol name; those for ``align_shards`` are in ``bucket_layout``. Each takes the
+# function of Megatron first, and is called only while the plugin is installed.
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_optimizer": _get_megatron_optimizer,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
@@ -180,7 +182,7 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def _asking_for_adam(config: Any) -> Iterator[None]:
-    """The config object itself must be kept: Megatron compares and updates it later."""
+    """Say ``adam`` in the config itself, not in a copy: Megatron compares and updates it later."""
     config.optimizer = "adam"
     try:
         yield
@@ -189,7 +191,7 @@ def _asking_for_adam(config: Any) -> Iterator[None]:
 
 
 def _decay_everything(given: inspect.BoundArguments, config: Any) -> None:
-    """Change the arguments of Megatron's ``get_megatron_optimizer`` so that no weight is spared."""
+    """Change the arguments of ``get_megatron_optimizer`` so that every weight is decayed."""
     if "no_weight_decay_cond" in given.signature.parameters:  # before core 0.16
         given.arguments["no_weight_decay_cond"] = _never
         return

@@ -1,4 +1,4 @@
-"""A gradients' norm that is still being computed when the step that it belongs to goes on."""
+"""The gradient norm of a step that does not wait until the GPU has computed it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class LateNorm:
-    """Megatron's norm on its way to the host, which does not wait for it.
+    """Megatron's norm, copied to the host without waiting.
 
     Args:
-        norm: one element, reduced over all ranks, so that all know the same.
+        norm: one element, reduced over all ranks, so that every rank has the same value.
     """
 
     def __init__(self, norm: torch.Tensor) -> None:
@@ -25,13 +25,13 @@ class LateNorm:
         self._event.record()
 
     def require_finite(self) -> None:
-        """Raise where it was not.
+        """Raise if the norm is not finite.
 
         Raises:
-            FloatingPointError: with the norm, and the way out.
+            FloatingPointError: gives the norm and the way out.
         """
         if self._event is not None and not self._event.query():
-            self._event.synchronize()  # not in a run, where a forward and a backward lie between
+            self._event.synchronize()  # rarely waits: a forward and a backward lie between
         value = float(self._norm)
         if not math.isfinite(value):
             raise FloatingPointError(
@@ -45,17 +45,17 @@ class LateNorm:
 def norm_grads(
     counted: list[torch.Tensor], shards: list[torch.Tensor], device: torch.device
 ) -> list[torch.Tensor]:
-    """The gradients of Megatron's norm, which is NaN if one that it leaves out cannot be used.
+    """The gradients of Megatron's norm, made NaN if a gradient outside the norm cannot be used.
 
-    It leaves out what other ranks have, too: replicas on TP ranks, shared embeddings.
+    Megatron counts gradients that several ranks have (TP replicas, shared embeddings) on one only.
 
     Args:
-        counted: the gradients that Megatron takes, each ``(n,)`` fp32.
-        shards: all that this rank holds, with their gradients.
-        device: theirs.
+        counted: gradients that Megatron puts in the norm, each ``(n,)`` fp32.
+        shards: all shards that this rank holds, with their gradients.
+        device: the shards' device.
 
     Returns:
-        ``counted``; one of them a copy, to which 0 or NaN is added.
+        ``counted``; if there are other gradients, 0 or NaN is added to a copy of one of them.
     """
     there = {id(grad) for grad in counted}
     if any(shard.grad is None for shard in shards):

@@ -1,9 +1,9 @@
 """One loss scale for all optimizers of a model.
 
-Megatron gives each DistributedOptimizer a dynamic scaler of its own, multiplies the loss by the
-dense one's and divides every gradient by its own optimizer's. So an overflow in experts alone
+Megatron gives each DistributedOptimizer a dynamic scaler of its own. It multiplies the loss by the
+dense scale and divides each gradient by the scale of its optimizer. So an overflow in experts alone
 lowers only the experts' scale: their gradients are then divided by another number than the loss was
-multiplied by, and the dense scale, which overflows, never goes down
+multiplied by, and the dense scale, which caused the overflow, never goes down
 (megatron/core/optimizer/optimizer.py, ChainedOptimizer.get_loss_scale and prepare_grads).
 """
 
@@ -16,14 +16,14 @@ import torch
 
 
 class SharedGradScaler:
-    """A Megatron gradient scaler that several optimizers have in common.
+    """A Megatron gradient scaler that several optimizers share.
 
     Its scale changes once all of them have said whether they found an overflow, so that all divide
     a step's gradients by the same number.
 
     Args:
         scaler: Megatron's DynamicGradScaler.
-        optimizers: the number of those that share the scale.
+        optimizers: number of optimizers that share it.
     """
 
     def __init__(self, scaler: Any, optimizers: int) -> None:
@@ -38,22 +38,22 @@ class SharedGradScaler:
 
     @property
     def inv_scale(self) -> torch.Tensor:
-        """The factor of the gradients, ``(1,)`` fp32."""
+        """The factor that undoes it in gradients, ``(1,)`` fp32."""
         return self._scaler.inv_scale  # type: ignore[no-any-return]
 
     def update(self, found_inf: bool) -> None:
-        """One optimizer's word; the last one's changes the scale."""
+        """Note whether one optimizer found an overflow; the last one's call updates the scale."""
         self._found.append(found_inf)
         if len(self._found) == self._optimizers:
             self._scaler.update(any(self._found))
             self._found.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Megatron's."""
+        """The state of Megatron's scaler."""
         return self._scaler.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Megatron's; the optimizers that share it load the same."""
+        """Load the scaler's state; optimizers that share the scaler load the same state."""
         self._scaler.load_state_dict(state_dict)
 
 

@@ -1,4 +1,4 @@
-"""The process groups of a rank that Muon's exchange needs: its stage, and where it stands in it."""
+"""A rank's process groups that Muon's exchange needs: its stage, and its coordinates there."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import Coordinates
 
-# By the group of the whole pipeline stage: the part of it inside this rank's optimizer instance.
+# Key: the group of the whole pipeline stage; value: its part inside this rank's optimizer instance.
 _stages_of_instances: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many ranks of a stage share what.
+    """Sizes of a stage's model-parallel groups.
 
     Attributes:
-        tp: a dense weight.
-        expert_tp: an expert's weight.
-        ep: a layer's experts.
+        tp: number of ranks that share a dense weight.
+        expert_tp: number of ranks that share an expert's weight.
+        ep: number of ranks that a layer's experts are spread over.
     """
 
     tp: int
@@ -51,7 +51,7 @@ class Stage:
         ep: the ranks that a layer's experts are spread over; None in a dense model.
         pipeline_rank: the stage's number.
         instance: number of the distributed optimizer instance.
-        device: the one that the groups communicate from.
+        device: device of the tensors that the groups communicate.
     """
 
     group: Group
@@ -64,18 +64,18 @@ class Stage:
 
     @property
     def sizes(self) -> Sizes:
-        """How many ranks share what."""
+        """Sizes of the stage's model-parallel groups."""
         if self.expert_tp is None or self.ep is None:
             return Sizes(self.tp.size())
         return Sizes(self.tp.size(), self.expert_tp.size(), self.ep.size())
 
     @property
     def speaks(self) -> bool:
-        """The one rank that prints what is true of the whole stage in all instances."""
+        """Whether this is the one rank that prints for the whole stage and all instances."""
         return dist.get_rank(self.group) == 0 and self.instance == 0
 
     def coordinates(self, dist_opt: Any) -> Coordinates:
-        """Where the rank stands, as one DistributedOptimizer that is no stub sees it."""
+        """The rank's coordinates in the groups of a DistributedOptimizer that is no stub."""
         dp = dist_opt.data_parallel_group
         if not has_experts(dist_opt):
             return Coordinates(0, 1, self.tp.rank(), self.tp.size(), dp.rank(), dp.size())
@@ -91,7 +91,7 @@ class Stage:
 
 
 def has_experts(dist_opt: Any) -> bool:
-    """It is that of experts, which are sharded over EP ranks; it is no stub."""
+    """Whether an optimizer that is no stub is the experts', which are sharded over EP ranks."""
     return any(group["is_expert_parallel"] for group in dist_opt.optimizer.param_groups)
 
 
@@ -101,10 +101,10 @@ def stage_of(
     """The rank's stage; with several optimizer instances every rank of the world calls this.
 
     Args:
-        model_chunks: this rank's.
-        instance: number of its distributed optimizer instance.
-        pg_collection: that of ``get_megatron_optimizer``; None for Megatron's global groups.
-        device: the one that the groups communicate from.
+        model_chunks: this rank's model chunks.
+        instance: number of the rank's distributed optimizer instance.
+        pg_collection: as given to ``get_megatron_optimizer``; None for Megatron's global groups.
+        device: device of the tensors that the groups communicate.
 
     Raises:
         ValueError: the collection lacks a group.
@@ -124,10 +124,10 @@ def stage_of(
 
 
 def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
-    """Check all groups that ``stage_of`` asks for; no communication.
+    """Check that each group that ``stage_of`` asks for is there; no communication.
 
     Raises:
-        ValueError: the collection lacks one.
+        ValueError: the collection lacks a group.
     """
     _whole_stage(pg_collection)
     _tp(pg_collection)
@@ -137,11 +137,11 @@ def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
 
 
 def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How many TP ranks share a weight and how many shards its buffer has: dense, and experts'.
+    """TP sizes and numbers of shards of a grad buffer, each as (dense weights, experts' weights).
 
     Args:
-        model_chunk: wrapped or not.
-        pg_collection: the argument of Megatron's function; None for its global groups.
+        model_chunk: a model chunk, wrapped or not.
+        pg_collection: as given to Megatron; None for its global groups.
 
     Raises:
         ValueError: the collection lacks a group.
@@ -152,7 +152,7 @@ def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tupl
 
 
 def _shards(pg_collection: Any) -> int:
-    """The group of a buffer of dense weights, inside one optimizer instance."""
+    """Number of shards of a dense weights' buffer, inside one optimizer instance."""
     if pg_collection is None:
         return int(
             parallel_state.get_data_parallel_world_size(
@@ -164,7 +164,7 @@ def _shards(pg_collection: Any) -> int:
 
 
 def _expert_shards(pg_collection: Any) -> int:
-    """The group of a buffer of experts' weights, inside one optimizer instance."""
+    """Number of shards of an experts' buffer, inside one optimizer instance."""
     if pg_collection is None:
         return int(
             parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True)
@@ -174,7 +174,7 @@ def _expert_shards(pg_collection: Any) -> int:
 
 
 def voters(dist_opts: Sequence[Any], stage: Stage) -> Group | None:
-    """The ranks on which something trains, or those on which nothing does; None for the world.
+    """The ranks that are like this one: something trains there, or nothing. None for the world.
 
     Every rank of the world calls this.
     """

@@ -9,10 +9,10 @@ import torch
 
 
 def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """``(parameter, flat fp32 shard)`` for all that this rank holds a piece of.
+    """``(parameter, flat fp32 shard)`` for each parameter of which this rank holds a piece.
 
-    The shard is a copy for a bf16 parameter and a view of an fp32 one. Paired as Megatron fills the
-    groups: ``model_param_group_index_map`` misnumbers groups that mix both.
+    The shard is a copy for a bf16 parameter and a view of an fp32 one. Both are paired in the order
+    of Megatron's groups: ``model_param_group_index_map`` misnumbers groups that mix both dtypes.
     """
     for models, shards in (
         (dist_opt.model_float16_groups, dist_opt.shard_fp32_from_float16_groups),
@@ -23,7 +23,7 @@ def owned_shards(dist_opt: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tens
 
 
 def device_of(model_chunks: Iterable[torch.nn.Module]) -> torch.device:
-    """Where the rank's tensors are; known on a stage without any parameter, too."""
+    """The device of the rank's tensors; for a stage without parameters, the current GPU."""
     for chunk in model_chunks:
         for param in chunk.parameters():
             return torch.device(param.device)

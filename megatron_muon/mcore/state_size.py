@@ -1,4 +1,4 @@
-"""How many elements of Muon's state a rank has: a figure for its start, not a measurement."""
+"""How many elements of Muon's state a rank has: computed at its start, not measured."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from megatron_muon.mcore.params.param_routing import weights, why_adamw
 
 
 def muon_elements() -> float:
-    """A rank's share of the Muon elements of its stage, over all models that Muon trains.
+    """A rank's share of its stage's Muon elements, summed over all models that Muon trains.
 
-    The mean over the ranks that shard a buffer. No communication.
+    It is the mean over the ranks that shard a buffer. No communication.
     """
     return sum(_elements(trained) for trained in every_trained())
 

@@ -1,6 +1,6 @@
-"""The benchmark's use of Megatron beyond a run's: checked where it starts, and by ``doctor``.
+"""Megatron's symbols that only the benchmark uses: checked when it starts, and by ``doctor``.
 
-``upstream`` is its row of Megatron's own Muon, which is left out where that cannot be built.
+``upstream`` is its row of Megatron's own Muon, left out where that optimizer cannot be built.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ SEAMS = (
         _DDP,
         "DistributedDataParallel.start_grad_sync",
         "called",
-        "begins to reduce gradients",
+        "starts the reduction of gradients",
         part="bench",
     ),
     Seam(
         _DDP,
         "DistributedDataParallel.finish_grad_sync",
         "called",
-        "waits for them",
+        "waits for that reduction",
         part="bench",
     ),
     # --- Megatron's own Muon
@@ -86,7 +86,7 @@ SEAMS = (
         _LAYER_WISE,
         f"{_WHOLE}.start_param_sync_for_bucket_group_subset",
         "replaced",
-        "the same later",
+        "the same in later versions",
         (0, 18),
     ),
     _upstream(
@@ -100,12 +100,12 @@ SEAMS = (
         _LAYER_WISE,
         "tag_params_for_buffer_routing",
         "called",
-        "marks that the layout goes by",
+        "marks on parameters that decide the layout",
         (0, 18),
     ),
 )
 PACKAGES = (
-    Seam(_EMERGING, "__version__", "read", "which of its releases this is", part="kernels"),
+    Seam(_EMERGING, "__version__", "read", "the installed release", part="kernels"),
     Seam(
         _UTILS,
         "newton_schulz",
@@ -119,13 +119,13 @@ ATTRIBUTES = (
         "megatron.core.distributed.param_and_grad_buffer",
         "_ParamAndGradBuffer",
         "grad_data",
-        "all gradients of a buffer, given back between rows",
+        "all gradients of a buffer, whose memory is freed between rows",
     ),
     _own(
         "megatron.core.distributed.param_and_grad_buffer",
         "_ParamAndGradBuffer",
         "param_data",
-        "all parameters of one, likewise",
+        "all parameters of a buffer, likewise",
     ),
     _own(
         "megatron.core.distributed.param_and_grad_buffer",
@@ -150,7 +150,7 @@ ATTRIBUTES = (
         )
         for name, relied_on in (
             ("float16_groups", "parameters that have fp32 main parameters"),
-            ("fp32_from_float16_groups", "those"),
+            ("fp32_from_float16_groups", "their fp32 main parameters"),
         )
     ),
     *(
@@ -159,10 +159,10 @@ ATTRIBUTES = (
             ("muon_momentum", "its momentum", (0, 16), NEWEST),
             ("muon_num_ns_steps", "its steps", (0, 16), NEWEST),
             ("muon_extra_scale_factor", "its scale", (0, 16), NEWEST),
-            ("muon_tp_mode", "how it deals with TP", (0, 16), NEWEST),
+            ("muon_tp_mode", "how it handles TP", (0, 16), NEWEST),
             ("muon_use_nesterov", "its kind of momentum", (0, 16), (0, 17)),
             ("muon_nesterov", "its kind of momentum", (0, 18), NEWEST),
-            ("use_layer_wise_distributed_optimizer", "asks for it", (0, 18), NEWEST),
+            ("use_layer_wise_distributed_optimizer", "switches it on", (0, 18), NEWEST),
         )
     ),
 )

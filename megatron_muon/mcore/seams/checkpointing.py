@@ -1,6 +1,6 @@
-"""Saving's and loading's use of Megatron.
+"""Megatron's symbols that saving and loading use.
 
-A name that is missing here is found at a run's first save, so each has a row.
+Each has a row, since a run would otherwise miss one only at its first save.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ SEAMS = (
         "_get_main_param_and_optimizer_states",
         "overridden",
         ("model_param",),
-        "what a format takes of a parameter: a dict with param and the optimizer's tensors; "
+        "gives a format a parameter's state: a dict with param and the optimizer's tensors; "
         "overridden to know Muon's momentum",
     ),
     _distributed(
         "_set_main_param_and_optimizer_states",
         "overridden",
         ("model_param", "tensors"),
-        "what a format gives back to a parameter; overridden likewise",
+        "takes a parameter's state from a format; overridden likewise",
     ),
     _distributed(
         "_get_model_param_range_map",
         "called",
         ("param",),
-        "a parameter's range in itself, under param: start and end of this rank's piece",
+        "under the key param, start and end of this rank's piece in the parameter",
     ),
-    # --- all that is not a parameter's
+    # --- state of no single parameter
     _distributed(
         "state_dict",
         "overridden",
         (),
-        "groups and scaler; overridden to add the record of settings",
+        "parameter groups and loss scaler; overridden to add the record of settings",
     ),
     _distributed(
         "load_state_dict", "overridden", ("state_dict",), "the same back; overridden to check it"
@@ -106,7 +106,7 @@ SEAMS = (
         "sharded_param_state_fully_reshardable",
         "overridden",
         _SHARDED,
-        "a dict by number of parameter, of what get_parameter_state_dp_zero gathers; overridden to "
+        "what get_parameter_state_dp_zero gathers, as a dict by number of parameter; overridden to "
         "cut it at the right places",
         _RESHARDABLE,
     ),
@@ -150,10 +150,10 @@ SEAMS = (
         "state_dict",
         "overridden",
         (),
-        "those of the optimizers in it, numbered where there are several",
+        "state dicts of the optimizers in it, numbered where there are several",
     ),
     _chained("load_state_dict", "overridden", ("state_dict",), "the same back"),
-    _chained("sharded_state_dict", "overridden", _SHARDED, "those of the optimizers in it"),
+    _chained("sharded_state_dict", "overridden", _SHARDED, "the same for torch_dist"),
     _chained(
         "save_parameter_state",
         "overridden",
@@ -164,13 +164,13 @@ SEAMS = (
         "load_parameter_state",
         "overridden",
         ("filename", "update_legacy_format"),
-        "format torch: it back",
+        "format torch: reads that file",
     ),
     _chained(
         "_synchronize_steps",
         "overridden",
         (),
-        "gives every parameter group one step; overridden where AdamW goes on after Muon",
+        "gives every parameter group the same step; overridden where AdamW goes on after Muon",
         (0, 14),
     ),
     # --- dist_checkpointing
@@ -185,42 +185,42 @@ SEAMS = (
         f"{_CHECKPOINTING}.mapping",
         "ShardedTensor",
         "read",
-        "a rank's part of a tensor on disk: a dataclass, whose copies get other keys",
+        "a rank's part of a tensor on disk: a dataclass, copied to have another key",
         ("key", "data", "dtype", "global_shape", "global_offset"),
     ),
     Seam(
         f"{_CHECKPOINTING}.strategies.async_utils",
         "AsyncRequest",
         "read",
-        "an asynchronous save, with functions that are called in order once it is written",
+        "an asynchronous save, with functions that are called in order after it has written",
         ("async_fn", "finalize_fns"),
     ),
     Seam(
         _CHECKPOINTING,
         "save",
         "wrapped",
-        "writes a torch_dist checkpoint, or returns the AsyncRequest that will, whose finalize_fns "
-        "are called in order on every rank; wrapped to make the digest",
+        "writes a torch_dist checkpoint, or returns an AsyncRequest whose finalize_fns are called "
+        "in order on every rank; wrapped to make the digest",
         ("sharded_state_dict", "checkpoint_dir"),
     ),
     Seam(
         _CHECKPOINTING,
         "load",
         "wrapped",
-        "reads one on every rank; wrapped to check the digest",
+        "reads a torch_dist checkpoint on every rank; wrapped to check the digest",
         ("sharded_state_dict", "checkpoint_dir"),
     ),
     Seam(
         f"{_CHECKPOINTING}.serialization",
         "logger",
         "read",
-        "warns of files in the folder; filtered where the digest's mark is the only one",
+        "warns of files in the folder; silenced where the digest's mark is the only file",
     ),
     Seam(
         f"{_CHECKPOINTING}.strategies.filesystem_async",
         "HAVE_PSUTIL",
         "read",
-        "whether the processes that write can start; they would wait for psutil for ever",
+        "whether there is psutil, without which the processes that write hang",
         since=(0, 14),
     ),
 )

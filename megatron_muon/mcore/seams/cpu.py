@@ -1,7 +1,7 @@
-"""The CPU runtime's use of Megatron, which has to be there where no GPU is.
+"""Megatron's symbols that the CPU runtime uses.
 
-Its own table, ``cpu.table``, says why each is replaced, and ``Patches.set`` stops at the name that
-is missing as the runtime is put in place. ``doctor`` checks these rows where it would be.
+``cpu.table`` says why each is replaced. When the runtime is switched on, ``Patches.set`` raises for
+a name that is missing. ``doctor`` checks these rows on machines that would use the runtime.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SEAMS = (
         "megatron.core.fp8_utils",
         "_quantize_param_shard_impl",
         "replaced",
-        "casts fp8 parameters, of which there are none",
+        "casts fp8 parameters; there are none here",
     ),
     # --- random numbers
-    _seam(_RANDOM, "_set_cuda_rng_state", "replaced", "of the CPU's generator"),
-    _seam(_RANDOM, "_get_cuda_rng_state", "replaced", "of the CPU's generator"),
-    _seam(_RANDOM, "__name__", "read", "its logger's, of which one warning is filtered"),
+    _seam(_RANDOM, "_set_cuda_rng_state", "replaced", "sets the CPU generator's state"),
+    _seam(_RANDOM, "_get_cuda_rng_state", "replaced", "reads the CPU generator's state"),
+    _seam(_RANDOM, "__name__", "read", "the name of its logger; one warning is filtered"),
     # --- attention
     _seam(
         _ATTENTION,
@@ -70,14 +70,14 @@ SEAMS = (
         "megatron.core.transformer.multi_latent_attention",
         "HAVE_TE",
         "replaced",
-        "whether there is Transformer Engine",
+        "whether Transformer Engine is installed",
         (0, 14),
     ),
     _seam(
         "megatron.core.extensions.transformer_engine",
         "HAVE_TE",
         "read",
-        "whether there is Transformer Engine",
+        "whether Transformer Engine is installed",
         (0, 14),
     ),
     _seam(
@@ -86,7 +86,7 @@ SEAMS = (
         "called",
         "the ranks that share a sequence",
     ),
-    _seam("megatron.core.transformer.enums", "AttnMaskType.causal", "read", "a mask that is made"),
+    _seam("megatron.core.transformer.enums", "AttnMaskType.causal", "read", "the causal mask"),
     _seam(
         _MAPPINGS,
         "gather_from_sequence_parallel_region",
@@ -95,16 +95,16 @@ SEAMS = (
         parameters=("group",),
     ),
     # --- experts
-    _seam(_MAPPINGS, "_gather_along_first_dim", "replaced", "of uneven parts, too"),
-    _seam(_MAPPINGS, "_reduce_scatter_along_first_dim", "replaced", "of uneven parts, too"),
+    _seam(_MAPPINGS, "_gather_along_first_dim", "replaced", "takes uneven parts, too"),
+    _seam(_MAPPINGS, "_reduce_scatter_along_first_dim", "replaced", "takes uneven parts, too"),
     _seam(
         f"{_MOE}.moe_utils",
         "RouterGatingLinearFunction",
         "read",
-        "its being there says that a name of Transformer Engine's is tested",
+        "where it exists, moe_utils tests a name that only Transformer Engine's import defines",
         (0, 14),
     ),
-    _seam(f"{_MOE}.moe_utils", "maybe_move_tensor_to_cpu", "replaced", "of tensors there"),
+    _seam(f"{_MOE}.moe_utils", "maybe_move_tensor_to_cpu", "replaced", "takes CPU tensors, too"),
     _seam(f"{_MOE}.token_dispatcher", "maybe_move_tensor_to_cpu", "replaced", "likewise"),
     _seam(
         f"{_MOE}.grouped_gemm_util",
@@ -113,7 +113,7 @@ SEAMS = (
         "a package of kernels",
         until=(0, 16),
     ),
-    _seam(f"{_MOE}.grouped_gemm_util", "ops", "replaced", "what it is called by", until=(0, 16)),
+    _seam(f"{_MOE}.grouped_gemm_util", "ops", "replaced", "its functions", until=(0, 16)),
     # --- norms
     _seam(
         "megatron.core.transformer.torch_norm",
@@ -125,7 +125,7 @@ SEAMS = (
         "megatron.core.transformer.torch_norm",
         "WrappedTorchNorm.__new__",
         "replaced",
-        "makes one",
+        "makes such a norm",
         parameters=("config",),
     ),
 )
@@ -135,7 +135,7 @@ def _of_scripts(module: str, name: str, use: Use, relied_on: str, until: Version
     return Seam(module, name, use, relied_on, until=until, part="cpu_training")
 
 
-# Megatron-LM's scripts, which are looked for only where they are.
+# Symbols of Megatron-LM's scripts, checked only where those are installed.
 TRAINING = (
     _of_scripts(_INITIALIZE, "initialize_megatron", "replaced", "is told that there may be no GPU"),
     _of_scripts(_INITIALIZE, "set_jit_fusion_options", "replaced", "nothing is fused"),

@@ -1,7 +1,7 @@
-"""Parts of a model and its ranks without memory: for ``routes``, ``price`` and the benchmark.
+"""Megatron's symbols that build a model and its ranks without memory.
 
-Checked by those commands and by ``doctor``, not at ``install()``: a run does without them. The rows
-of hybrid models are their own part, since a GPT does without them too.
+``routes``, ``price``, the benchmark and ``doctor`` check them; ``install()`` does not, since a run
+does not need them. The rows of hybrid models are their own part, since a GPT does not need them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _hybrid(
 
 
 def _of_pattern(name: str, relied_on: str) -> tuple[Seam, ...]:
-    """Megatron's module that reads patterns is another since 0.18."""
+    """A row for each of the two modules that read patterns: Megatron moved them in 0.18."""
     return tuple(
         _hybrid(module, name, relied_on, since, until)
         for module, since, until in (_PATTERN, _LATER_PATTERN)
@@ -79,11 +79,11 @@ SEAMS = (
             "create_gloo_process_groups",
         ),
     ),
-    _seam(_STATE, "destroy_model_parallel", "forgets them"),
+    _seam(_STATE, "destroy_model_parallel", "forgets those groups"),
     _seam(
         _STATE,
         "create_group",
-        "makes one; replaced to pass over those that a rank is not in",
+        "makes a group; replaced to skip groups that the rank is not in",
         ("ranks",),
         use="replaced",
     ),
@@ -110,13 +110,13 @@ SEAMS = (
     _seam(
         "megatron.core.tensor_parallel.random",
         "model_parallel_cuda_manual_seed",
-        "seeds that the initialization of weights asks for",
+        "seeds for the initialization of weights",
         ("seed",),
     ),
     _seam(
         _STATE,
         "get_data_parallel_world_size",
-        "how many shards a buffer has, which the size of buckets comes from",
+        "how many shards a buffer has, which decides the size of buckets",
         ("with_context_parallel",),
     ),
     # --- a GPT
@@ -144,7 +144,7 @@ SEAMS = (
     _seam(
         _SPECS,
         "get_gpt_decoder_layer_specs",
-        "the same of all stages, whose last one MTP's is like",
+        "the same for all stages; MTP's layer is like the last",
         ("config", "use_transformer_engine", "normalization"),
         since=(0, 16),
     ),
@@ -198,7 +198,7 @@ SEAMS = (
     _seam(
         _VARIANTS,
         "get_transformer_layer_with_experimental_attention_variant_spec",
-        "its being there says that MTP's layer has it, too",
+        "where it exists, MTP's layer has linear attention, too",
         since=(0, 19),
         use="read",
     ),
@@ -223,17 +223,17 @@ SEAMS = (
     _hybrid(
         "megatron.core.fusions.fused_bias_dropout",
         "get_bias_dropout_add",
-        "what a layer ends with",
+        "the end of a layer",
         use="read",
     ),
     _hybrid("megatron.core.transformer.spec_utils", "ModuleSpec", "names a layer's modules"),
     _hybrid(_LAYER, "TransformerLayer", "attention, or a feed-forward part, alone", use="read"),
-    _hybrid(_LAYER, "TransformerLayerSubmodules", "the modules of it"),
+    _hybrid(_LAYER, "TransformerLayerSubmodules", "the modules of such a layer"),
     _hybrid(_LAYER, "MoETransformerLayer", "a layer of experts alone", (0, 16), use="read"),
     _hybrid(_MTP, "MultiTokenPredictionBlock", "layers of multi-token prediction", use="read"),
-    _hybrid(_MTP, "MultiTokenPredictionBlockSubmodules", "those"),
-    _hybrid(_MTP, "MultiTokenPredictionLayer", "one of them", use="read"),
-    _hybrid(_MTP, "MultiTokenPredictionLayerSubmodules", "the modules of it"),
+    _hybrid(_MTP, "MultiTokenPredictionBlockSubmodules", "its layers"),
+    _hybrid(_MTP, "MultiTokenPredictionLayer", "one such layer", use="read"),
+    _hybrid(_MTP, "MultiTokenPredictionLayerSubmodules", "its modules"),
     *_STACKS,
     _hybrid("megatron.core.models.mamba.mamba_model", "MambaModel", "the model", until=(0, 17)),
     _hybrid("megatron.core.models.hybrid.hybrid_model", "HybridModel", "the model", (0, 18)),
@@ -241,13 +241,13 @@ SEAMS = (
     *_of_pattern("get_hybrid_total_layer_count", "counts its layers"),
     *_of_pattern("get_hybrid_total_pipeline_segment_count", "counts its stages"),
     _hybrid("megatron.core.ssm.mamba_layer", "MambaLayer", "a Mamba layer", use="read"),
-    _hybrid("megatron.core.ssm.mamba_layer", "MambaLayerSubmodules", "the modules of it"),
+    _hybrid("megatron.core.ssm.mamba_layer", "MambaLayerSubmodules", "its modules"),
     _hybrid("megatron.core.ssm.mlp_layer", "MLPLayer", "a layer of an MLP alone", use="read"),
     _hybrid(_MIXER, "MambaMixer", "the mixer", use="read"),
-    _hybrid(_MIXER, "MambaMixerSubmodules", "the linears of it"),
-    _hybrid(_MIXER, "ExtendedRMSNorm", "mamba_ssm's norm; a stand-in", use="replaced"),
+    _hybrid(_MIXER, "MambaMixerSubmodules", "its linears"),
+    _hybrid(_MIXER, "ExtendedRMSNorm", "mamba_ssm's norm, by a stand-in", use="replaced"),
     _hybrid(_MIXER, "HAVE_MAMBA_SSM", "whether there are kernels", (0, 14), use="replaced"),
     _hybrid(_MIXER, "HAVE_EINOPS", "whether there is einops", (0, 14), use="replaced"),
     _hybrid(_DELTA, "HAVE_FLA", "whether there are kernels", (0, 16), use="replaced"),
-    _hybrid(_DELTA, "chunk_gated_delta_rule", "one of them", (0, 16), use="replaced"),
+    _hybrid(_DELTA, "chunk_gated_delta_rule", "one of those kernels", (0, 16), use="replaced"),
 )

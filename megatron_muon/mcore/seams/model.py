@@ -1,4 +1,4 @@
-"""The plugin's use of Megatron's models: classes, settings, and marks on parameters."""
+"""Megatron's models as far as the plugin uses them: classes, settings, and marks on parameters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SEAMS = (
         "megatron.core.tensor_parallel",
         "VocabParallelEmbedding",
         "read",
-        "the class of an embedding, which is AdamW's",
+        "the class of embeddings, which AdamW updates",
     ),
     Seam(
         _LAYERS,
@@ -88,8 +88,8 @@ SEAMS = (
     ),
 )
 
-_REFUSED = "on it is refused, since Muon does not have it yet"
-_EARLY = "on it is refused with fp16 or experts, where Megatron trains wrongly"
+_REFUSED = "refused if on, since Muon does not support it yet"
+_EARLY = "refused with fp16 or experts, where Megatron trains wrongly"
 ATTRIBUTES = (
     # --- settings
     _of_model("num_moe_experts", "whether there are experts, and how many"),
@@ -98,29 +98,28 @@ ATTRIBUTES = (
     _of_model("tensor_model_parallel_size", "how many ranks share a dense weight"),
     _of_model("hidden_size", "rows of the legacy grouped experts' weight"),
     _of_model("gated_linear_unit", "whether linear_fc1 has two halves"),
-    _of_model("num_attention_heads", "which rows of linear_qkv are whose"),
-    _of_model("num_query_groups", "which rows of linear_qkv are whose"),
-    _of_model("kv_channels", "which rows of linear_qkv are whose"),
-    _of_model("attention_output_gate", "which rows of linear_qkv are whose", (0, 16)),
-    _of_model("fp8_param", "on it is refused with other recipes than delayed scaling"),
-    _of_model("fp8_recipe", "how fp8 parameters are scaled"),
+    _of_model("num_attention_heads", "which rows of linear_qkv are q, k and v"),
+    _of_model("num_query_groups", "which rows of linear_qkv are q, k and v"),
+    _of_model("kv_channels", "which rows of linear_qkv are q, k and v"),
+    _of_model("attention_output_gate", "which rows of linear_qkv are q, k and v", (0, 16)),
+    _of_model("fp8_param", _REFUSED),
     _of_model("fp4_param", _REFUSED, (0, 15)),
     _of_model("moe_single_grouped_weight", _REFUSED, (0, 18)),
     _of_model("qk_clip", _REFUSED, (0, 16)),
     _of_optimizer("optimizer", "whether it is muon; adam while Megatron builds"),
-    _of_optimizer("use_distributed_optimizer", "off it is refused"),
-    _of_optimizer("decoupled_weight_decay", "off it is refused", (0, 15)),
+    _of_optimizer("use_distributed_optimizer", "refused if off"),
+    _of_optimizer("decoupled_weight_decay", "refused if off", (0, 15)),
     _of_optimizer("use_precision_aware_optimizer", _REFUSED),
     _of_optimizer("optimizer_cpu_offload", _REFUSED),
     _of_optimizer("optimizer_cuda_graph", _REFUSED, (0, 17)),
     _of_optimizer("overlap_param_gather_with_optimizer_step", _EARLY),
     _of_optimizer("fp16", "whether there is a loss scaler"),
     _of_optimizer("bf16", "whether a checkpoint's main parameters are the weights themselves"),
-    _of_optimizer("clip_grad", "whether gradients are made smaller before momentum has them"),
+    _of_optimizer("clip_grad", "whether gradients are clipped before momentum adds them"),
     _of_optimizer("timers", "Megatron's timers, which the step's phases are recorded in"),
-    _of_ddp("use_distributed_optimizer", "off it is refused"),
-    _of_ddp("num_distributed_optimizer_instances", "how many parts a stage's ranks are in"),
-    _of_ddp("fp8_param_gather", "on it is refused with other recipes than delayed scaling"),
+    _of_ddp("use_distributed_optimizer", "refused if off"),
+    _of_ddp("num_distributed_optimizer_instances", "number of parts of a stage's ranks"),
+    _of_ddp("fp8_param_gather", _REFUSED),
     _of_ddp("use_megatron_fsdp", _REFUSED, (0, 14)),
     _of_ddp("use_custom_fsdp", _REFUSED),
     # --- modules
@@ -154,6 +153,6 @@ ATTRIBUTES = (
     _mark(_LAYERS, "allreduce", "False on experts' weights, which have buffers of their own"),
     _mark(_LAYERS, "is_gtp_weight_remat", "generalized tensor parallelism: refused", (0, 19)),
     _mark(_LANGUAGE, "is_embedding_or_output_parameter", "an embedding or output: AdamW's"),
-    _mark(_LANGUAGE, "shared_embedding", "a tied embedding, whose copies have one fate"),
+    _mark(_LANGUAGE, "shared_embedding", "a tied embedding, whose copies need one optimizer"),
     _mark(_LANGUAGE, "shared", "the last stage's copy of a tied embedding"),
 )

@@ -1,4 +1,4 @@
-"""The plugin's use of Megatron's optimizers and of the wrapper that shards over them."""
+"""Megatron's optimizers that the plugin uses, and the wrapper whose buffers they shard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 _SCALER = "megatron.core.optimizer.grad_scaler"
 _LAYOUT = "megatron.core.optimizer.param_layout"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
-_LAYOUTS: Version = (0, 18)  # the first that takes a layout of its grad buffers
+_LAYOUTS: Version = (0, 18)  # the first version that takes a layout of its grad buffers
 
 
 def _distributed(
@@ -40,7 +40,7 @@ SEAMS = (
         "get_megatron_optimizer",
         "wrapped",
         "builds a ChainedOptimizer of DistributedOptimizers around Adam; wrapped to make those "
-        "Muon's. no_weight_decay_cond says what is not decayed",
+        "Muon's. no_weight_decay_cond says which weights are not decayed",
         ("config", "model_chunks", "no_weight_decay_cond"),
         until=(0, 15),
     ),
@@ -49,7 +49,7 @@ SEAMS = (
         "get_megatron_optimizer",
         "wrapped",
         "builds a ChainedOptimizer of DistributedOptimizers around Adam; wrapped to make those "
-        "Muon's. config_overrides holds wd_mult = 0 for what is not decayed",
+        "Muon's. config_overrides holds wd_mult = 0 for weights that are not decayed",
         ("config", "model_chunks", "config_overrides", "pg_collection"),
         since=(0, 16),
     ),
@@ -65,14 +65,14 @@ SEAMS = (
         _CHAIN,
         "_get_megatron_optimizer_based_on_param_groups",
         "wrapped",
-        "what a get_megatron_optimizer that was taken before install() calls: stopped there",
+        "called by a get_megatron_optimizer that was taken before install(): stopped there",
         ("config",),
     ),
     Seam(
         _CHAIN,
         "_get_megatron_emerging_optimizer",
         "wrapped",
-        "what such a one calls for the name muon, Megatron's own: stopped there",
+        "called by such a function for the name muon, Megatron's own Muon: stopped there",
         ("config",),
         since=(0, 18),
     ),
@@ -80,8 +80,8 @@ SEAMS = (
         "megatron.core.optimizer.muon",
         "get_megatron_muon_optimizer",
         "wrapped",
-        "what callers take for the name muon in these cores, Megatron's own Muon; wrapped to be "
-        "the plugin's",
+        "builds Megatron's own Muon, which callers in these cores take for the name muon; wrapped "
+        "to build the plugin's",
         ("config", "model_chunks", "layer_wise_distributed_optimizer", "pg_collection"),
         since=(0, 16),
         until=(0, 17),
@@ -117,14 +117,14 @@ SEAMS = (
     _distributed(
         "get_main_grads_for_grad_norm",
         "overridden",
-        "the gradients that the norm is of, without those that other ranks have, too",
+        "the gradients that the norm counts; of replicas it counts one",
         until=(0, 18),
         inherited=True,
     ),
     _distributed(
         "get_grads_for_grad_norm",
         "overridden",
-        "the same; with a group those of parameters that are clipped by a norm of their own",
+        "the same; with a group, the gradients of parameters clipped by a norm of their own",
         ("self", "grad_norm_group"),
         since=(0, 19),
         inherited=True,
@@ -132,7 +132,7 @@ SEAMS = (
     _chained(
         "grads_states_parallel_group_is_shared",
         "called",
-        "whether all of its chained_optimizers have one norm",
+        "whether all of its chained_optimizers share one norm",
     ),
     _distributed(
         "step_with_ready_grads",
@@ -151,12 +151,12 @@ SEAMS = (
         "the flat fp32 shards that the inner optimizer updates",
         inherited=True,
     ),
-    # --- the loss scale, which dense and experts' optimizers come to share
+    # --- the loss scale, which the plugin makes dense and experts' optimizers share
     _scaler("DynamicGradScaler", (), "the loss scaler of a run in fp16, behind a stand-in"),
-    _scaler("MegatronGradScaler.scale", (), "what the loss is multiplied by, (1,) fp32"),
-    _scaler("MegatronGradScaler.inv_scale", (), "what gradients are multiplied by"),
-    _scaler("DynamicGradScaler.update", ("self", "found_inf"), "one step's word on an overflow"),
-    _scaler("DynamicGradScaler.state_dict", ("self",), "what is saved of it"),
+    _scaler("MegatronGradScaler.scale", (), "the factor of the loss, (1,) fp32"),
+    _scaler("MegatronGradScaler.inv_scale", (), "the factor of gradients, which undoes it"),
+    _scaler("DynamicGradScaler.update", ("self", "found_inf"), "is told if a step overflowed"),
+    _scaler("DynamicGradScaler.state_dict", ("self",), "its saved state"),
     _scaler("DynamicGradScaler.load_state_dict", ("self", "state_dict"), "the same back"),
     # --- shards and buffers
     _distributed(
@@ -220,10 +220,10 @@ ATTRIBUTES = (
         "True on a rank that has no parameter groups and never steps",
         of_stubs=True,
     ),
-    _of_optimizer("config", "its timers, and what the run asks for", of_stubs=True),
+    _of_optimizer("config", "its timers, and the run's settings", of_stubs=True),
     _of_optimizer(
         "grad_scaler",
-        "None, or the loss scaler, which dense and experts' optimizers come to share",
+        "None, or the loss scaler, which dense and experts' optimizers are made to share",
         of_stubs=True,
     ),
     _of_optimizer(
@@ -246,22 +246,22 @@ ATTRIBUTES = (
     _of_optimizer(
         "gbuf_ranges", "by buffer, dtypes and bucket: param_map, the pieces that this rank has"
     ),
-    _of_optimizer("per_bucket_numel_unpadded", "what dp_reshardable compares before a load"),
+    _of_optimizer("per_bucket_numel_unpadded", "sizes that dp_reshardable compares at a load"),
     _of_optimizer("model_param_group_index_map", "the parameter group of a model parameter"),
     _of_optimizer("model_float16_groups", "parameters in step with shard_fp32_from_float16_groups"),
     _of_optimizer("shard_fp32_from_float16_groups", "their flat fp32 main parameters"),
     _of_optimizer("model_fp32_groups", "parameters in step with shard_fp32_groups"),
     _of_optimizer("shard_fp32_groups", "flat views of them"),
     Attribute(_CHAIN, "ChainedOptimizer", "chained_optimizers", "the optimizers in it"),
-    Attribute(_CHAIN, "ChainedOptimizer", "config", "what the run asks for"),
+    Attribute(_CHAIN, "ChainedOptimizer", "config", "the run's settings"),
     _of_buffer("param_index_map", "(start, stop, bucket) of each parameter"),
     _of_buffer("buckets", "in the order of their elements"),
-    _of_buffer("numel_unpadded", "elements of the tensors that are gathered of it"),
+    _of_buffer("numel_unpadded", "elements of the tensors that Megatron gathers from it"),
     _of_bucket("grad_data", "all of the bucket's elements, padding too"),
     _of_bucket("offset", "where the bucket begins in its buffer"),
     _of_bucket("numel_unpadded", "elements of the bucket without padding"),
     _of_ddp("buffers", "the grad buffers of dense weights"),
-    _of_ddp("expert_parallel_buffers", "those of experts' weights"),
+    _of_ddp("expert_parallel_buffers", "the grad buffers of experts' weights"),
     _of_ddp("ddp_config", "whether the distributed optimizer is on, and how many instances"),
     _of_ddp("module", "the model inside"),
     # --- a layout of a grad buffer
@@ -271,11 +271,11 @@ ATTRIBUTES = (
     _of_layout("PerBufferParamLayout", "per_bucket_numel_unpadded", "elements without padding"),
 )
 
-# Keys of a parameter group, which NeMo writes with a prefix, pre_. They are known once an optimizer
-# is built.
+# Keys of a parameter group, which NeMo writes with a prefix, pre_. They are keys of a dict, so they
+# can only be checked once an optimizer is built.
 GROUP_KEYS = {
     "is_expert_parallel": "whether its parameters are experts'",
-    "is_decoupled_lr": "what groups are paired by at a load",
-    "lr_mult": "what groups are paired by at a load",
-    "wd_mult": "what groups are paired by at a load",
+    "is_decoupled_lr": "pairs groups at a load",
+    "lr_mult": "pairs groups at a load",
+    "wd_mult": "pairs groups at a load",
 }

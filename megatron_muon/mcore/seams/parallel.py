@@ -1,4 +1,4 @@
-"""The plugin's use of Megatron's process groups."""
+"""Megatron's process groups that the plugin uses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SEAMS = (
     ),
 )
 
-# A caller may give any object that has them; these are the names that Megatron's own has.
+# A caller may give any object with these attributes; Megatron's own class has these names.
 ATTRIBUTES = (
     _of_collection("tp", "the ranks that share a dense weight"),
     _of_collection("expt_tp", "the ranks that share an expert's weights"),
@@ -54,7 +54,7 @@ ATTRIBUTES = (
     _of_collection("pp", "the pipeline stages"),
     _of_collection("tp_dp_cp", "the ranks of a pipeline stage"),
     _of_collection("dp_cp", "the ranks that shard a buffer of dense weights"),
-    _of_collection("intra_dp_cp", "those of one optimizer instance"),
+    _of_collection("intra_dp_cp", "the same ranks, within one optimizer instance"),
     _of_collection("expt_dp", "the ranks that shard a buffer of experts' weights"),
-    _of_collection("intra_expt_dp", "those of one optimizer instance"),
+    _of_collection("intra_expt_dp", "the same ranks, within one optimizer instance"),
 )

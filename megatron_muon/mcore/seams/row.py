@@ -9,14 +9,14 @@ from typing import Literal
 Version = tuple[int, int]
 OLDEST, NEWEST = (0, 12), (0, 20)
 
-# The ways to use a symbol. ``wrapped`` and ``replaced`` ones are put back by ``uninstall()``,
-# those that are replaced for the time of a ``with`` at its end.
+# How the package uses a symbol. ``uninstall()`` puts ``wrapped`` and ``replaced`` ones back; one
+# that a ``with`` replaces is put back at its end.
 Use = Literal["called", "wrapped", "replaced", "overridden", "subclassed", "read"]
-# The part of the package that needs a row, and so checks it. ``core``: every run with Muon, at
-# ``install()``. ``training``: a run that Megatron-LM starts. ``dry_run`` and ``hybrid``: commands
-# that build a model on the meta device. ``bench``: the benchmark; ``upstream``: its row of
-# Megatron's own Muon. ``cpu``: the runtime without a GPU; ``cpu_training``: with Megatron-LM's
-# scripts. ``torch``: every run. ``kernels``: where that package is; it says itself what it lacks.
+# The part of this package that needs a row, and checks it. ``core``, ``torch``: every run with
+# Muon, at ``install()``. ``training``: a run that Megatron-LM starts. ``dry_run``, ``hybrid``:
+# commands that build a model on the meta device. ``bench``: the benchmark; ``upstream``: its row
+# of Megatron's own Muon. ``cpu``: the runtime without a GPU; ``cpu_training``: the same with
+# Megatron-LM's scripts. ``kernels``: checked where the package of kernels is installed.
 Part = Literal[
     "core",
     "training",
@@ -36,14 +36,14 @@ class Seam:
     """A symbol of Megatron, of torch's internals or of a package of kernels.
 
     Attributes:
-        module: where it is looked up at call time.
-        name: the symbol's, with a dot for a class's attribute.
-        use: the way in which it is used.
-        relied_on: the behaviour that the package needs.
+        module: the module in which it is looked up at call time.
+        name: the symbol's name, with a dot before a class's attribute.
+        use: how the package uses it.
+        relied_on: the behaviour that the package relies on, printed in errors.
         parameters: names that must be in its signature.
         since, until: the first and the last minor version of Megatron that has it in this shape.
-        inherited: the class has it from a base class; else it must define it itself, since a base
-            class may have another of that name.
+        inherited: the class has it from a base class. If False, the class itself must define it,
+            since a base class may have another symbol of that name.
         part: the part of this package that needs it.
     """
 
@@ -63,18 +63,18 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """An attribute that objects have; a type of its own, since no module has it to be asked for.
+    """An attribute of objects, which cannot be looked up in a module as a Seam can.
 
-    Whether objects have it is told by the methods, fields and annotations of their class, and of an
-    optimizer that Megatron has built by the object itself (``check_built``).
+    The assignments in the methods of the class and its fields tell whether objects have it. An
+    optimizer that Megatron has built is asked itself (``check_built``).
 
     Attributes:
-        module, owner: the class; without an owner it is a mark, which functions and methods of the
-            module set on parameters.
-        name: the attribute's.
-        relied_on: the reason to read it.
+        module, owner: the class. With an empty owner it is a mark, which functions and methods of
+            the module set on parameters.
+        name: the attribute's name.
+        relied_on: the purpose that it is read for, printed in errors.
         of_stubs: a DistributedOptimizer without parameters has it, too.
-        since, until, part: see ``Seam``.
+        since, until, part: as in a Seam.
     """
 
     module: str

@@ -1,14 +1,13 @@
-"""The one table of what this package uses of others' code, and its comparison with what is here.
+"""The one table of others' code that this package uses, and its comparison with what is installed.
 
 The package calls, wraps, replaces, overrides or reads symbols of Megatron, of torch's internals and
-of packages of kernels. Each of them is a row of this folder's modules, with the behaviour that is
-relied on: read them to know what an upgrade can break. A test reads the package's syntax trees and
-holds it to the table.
+of packages of kernels. Each is a row in this folder's modules, with the behaviour relied on: read
+them to know what an upgrade can break. A test holds the package's syntax trees to the table.
 
 ``check_hooks`` compares the rows of every run with the installed megatron-core and torch.
-``check_training_hooks`` compares those of Megatron-LM with what is imported, ``check_part`` those
-of a command, and ``check_built`` the attributes with an optimizer that Megatron has built. All stop
-with the symbol's name where they differ.
+``check_training_hooks`` does so for the rows of Megatron-LM, ``check_part`` for those of a command.
+``check_built`` compares attributes with an optimizer that Megatron has built. All raise an error
+that names the symbol.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ ATTRIBUTES: tuple[Attribute, ...] = (
     *parallel.ATTRIBUTES,
     *bench.ATTRIBUTES,
 )
-_CORE: tuple[Part, ...] = ("core", "torch")  # of every run
+_CORE: tuple[Part, ...] = ("core", "torch")  # the parts of every run
 
 
 class SeamError(RuntimeError):
@@ -78,7 +77,7 @@ class SeamError(RuntimeError):
 
 
 def check_built(dist_opt: Any) -> None:
-    """Compare the attributes with a DistributedOptimizer that Megatron has built.
+    """Compare the rows of attributes with a DistributedOptimizer that Megatron has built.
 
     Raises:
         SeamError: names the attribute, or the key of a parameter group.
@@ -114,10 +113,10 @@ def _require(built: Any, attribute: Attribute) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Compare Megatron-LM's arguments, once it has checked them, with those that are read.
+    """Check that Megatron-LM's arguments, once validated, have all that this package reads.
 
     Raises:
-        SeamError: names the one that is missing.
+        SeamError: names the missing argument.
     """
     for name, relied_on in ARGUMENTS.items():
         if not hasattr(args, name):
@@ -128,10 +127,10 @@ def check_arguments(args: Any) -> None:
 
 
 def megatron_version() -> tuple[str, Version]:
-    """The installed megatron-core's version, as it is and as two numbers.
+    """The installed megatron-core's version, as text and as (major, minor).
 
     Raises:
-        SeamError: it does not say.
+        SeamError: megatron-core has no version.
     """
     text = getattr(importlib.import_module("megatron.core"), "__version__", None)
     if not isinstance(text, str):
@@ -141,32 +140,32 @@ def megatron_version() -> tuple[str, Version]:
 
 
 def seams_of(version: Version, *parts: Part) -> list[Seam]:
-    """The symbols that a version of megatron-core has, of some parts of this package."""
+    """The rows of symbols that some parts of this package need with a version of megatron-core."""
     return [row for row in SEAMS if row.part in parts and row.since <= version <= row.until]
 
 
 def attributes_of(version: Version, *parts: Part) -> list[Attribute]:
-    """The attributes that objects of a version of megatron-core have, likewise."""
+    """The rows of attributes that they need with that version."""
     return [row for row in ATTRIBUTES if row.part in parts and row.since <= version <= row.until]
 
 
 def rows_of(version: Version, *parts: Part) -> list[Seam | Attribute]:
-    """Both."""
+    """The rows of symbols, then those of attributes."""
     return [*seams_of(version, *parts), *attributes_of(version, *parts)]
 
 
 def hooks_of(version: Version) -> list[Seam | Attribute]:
-    """The rows of every run: ``install()`` compares these."""
+    """The rows of every run, which ``install()`` checks."""
     return rows_of(version, *_CORE)
 
 
 def training_hooks_of(version: Version) -> list[Seam]:
-    """The rows that the Megatron-LM of a version has beside its core."""
+    """The rows of the Megatron-LM that comes with a version of megatron-core."""
     return seams_of(version, "training")
 
 
 def check_hooks() -> None:
-    """Compare the table with the installed megatron-core.
+    """Compare the rows of every run with the installed megatron-core and torch.
 
     Raises:
         SeamError: names the version or the symbol, and the way out.
@@ -183,7 +182,7 @@ def check_hooks() -> None:
 
 
 def check_training_hooks() -> None:
-    """Compare the rows of Megatron-LM with what is imported.
+    """Compare the rows of Megatron-LM with the one that is imported.
 
     Raises:
         SeamError: names the symbol, and the way out.
@@ -192,7 +191,7 @@ def check_training_hooks() -> None:
 
 
 def check_part(*parts: Part) -> None:
-    """Compare the rows of some parts of this package with what is installed.
+    """Compare the rows of some parts of this package with the installed packages.
 
     Raises:
         SeamError: names the symbol, and the way out.
@@ -207,14 +206,14 @@ def _text(version: Version) -> str:
 
 
 def check_row(row: Seam | Attribute, version: str) -> None:
-    """Compare a row with what is installed.
+    """Compare a row with the installed package.
 
     Args:
-        row: one of the version that is installed.
-        version: megatron-core's, for errors.
+        row: a row that holds for the installed version.
+        version: megatron-core's version, for errors.
 
     Raises:
-        SeamError: names it and the way out.
+        SeamError: names the symbol and the way out.
     """
     if isinstance(row, Attribute):
         _check_attribute(row, version)
@@ -228,13 +227,13 @@ def _check_symbol(row: Seam, version: str) -> None:
     except ImportError:
         if row.part != "hybrid":
             raise
-        _check_source(row, version)  # without the packages that its import needs
+        _check_source(row, version)  # packages that its import needs are missing
         return
     for part in row.name.split("."):
         own = not isinstance(symbol, type) or row.inherited or part in vars(symbol)
         symbol = getattr(symbol, part, _ABSENT) if own else _ABSENT
         if symbol is _ABSENT and row.part == "upstream":
-            _check_source(row, version)  # imported where its package is installed
+            _check_source(row, version)  # imported only where its package is installed
             return
         if symbol is _ABSENT:
             raise _missing(row, version)
@@ -276,19 +275,19 @@ def _module(row: Seam | Attribute, version: str) -> Any:
         return importlib.import_module(row.module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{row.module}.".startswith(f"{error.name}."):
-            raise  # it is there, and lacks something that is not Megatron's
+            raise  # the module is there, but a package that it imports is not
         raise _missing(row, version) from error
 
 
 def _check_source(row: Seam, version: str) -> None:
-    """See that a module's source has a name, where the module cannot be imported here."""
+    """Look for a name in the source of a module that cannot be imported here."""
     if row.name.split(".")[0] not in _names_in_source(row.module):
         raise _missing(row, version)
 
 
 @cache
 def _names_in_source(module: str) -> frozenset[str]:
-    """The names that a module's source defines, imports or assigns to, anywhere."""
+    """Names that a module's source defines, imports or assigns to, anywhere."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return frozenset()
@@ -304,7 +303,7 @@ def _names_in_source(module: str) -> frozenset[str]:
 
 
 def _check_attribute(row: Attribute, version: str) -> None:
-    """See that some method or function sets an attribute: there is no object of it to ask yet."""
+    """Look for an attribute among those that the code sets: no object exists yet to be asked."""
     module = _module(row, version)
     if not row.owner:
         there = _marks_set(module)
@@ -317,8 +316,7 @@ def _check_attribute(row: Attribute, version: str) -> None:
 
 @cache
 def _attributes_set(owner: type) -> frozenset[str]:
-    """Names that methods of a class of Megatron's, and of those it inherits from, assign to; and of
-    its fields."""
+    """Names of a class's fields, and of attributes that its methods (inherited ones too) set."""
     classes = [each for each in owner.__mro__ if each.__module__.startswith("megatron.")]
     members = [member for each in classes for member in vars(each).values()]
     return frozenset((*_stored(members), *getattr(owner, "__dataclass_fields__", ())))
@@ -349,7 +347,7 @@ def _code(member: Any) -> types.CodeType | None:
 
 
 def _words(value: Any) -> Iterator[str]:
-    """Texts among a function's constants, as those that ``setattr`` is given."""
+    """Texts among a function's constants: the names given to ``setattr`` are some of them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, types.CodeType):

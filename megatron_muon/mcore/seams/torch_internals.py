@@ -1,7 +1,7 @@
-"""The package's use of torch beyond its documented interface, and of packages of kernels.
+"""Torch's internals that this package uses, and symbols from packages of kernels.
 
-Rows of torch with an underscore, which a release may change without a word, and those that are
-replaced for the time of a save. ``kernels`` are checked where the package is installed.
+The rows are names of torch that a release may change without notice, and functions that a save or a
+command replaces. ``kernels`` rows are checked where their package is installed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SEAMS = (
         "torch.utils._device",
         "_device_constructors.cache_clear",
         "called",
-        "the functions that a device context acts on, which torch looks up once",
+        "forgets the functions that a device context acts on, which torch looks up once",
         "cpu",
     ),
-    _torch("torch._dynamo", "config.disable", "replaced", "what is compiled already is not", "cpu"),
+    _torch("torch._dynamo", "config.disable", "replaced", "uncompiles what is compiled", "cpu"),
     # --- commands
     _torch(
         "torch.testing._internal.distributed.fake_pg",
@@ -60,5 +60,5 @@ SEAMS = (
         "kernels",
     ),
 )
-# Objects' of Apex: not importable without a GPU, so told by the object itself.
+# Attributes of Apex's Adam, which cannot be imported without a GPU: the object itself is asked.
 APEX = {"param_groups_master": "a list beside the groups, which must be as long as they are"}

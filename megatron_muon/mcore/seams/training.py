@@ -1,7 +1,7 @@
-"""The plugin's use of Megatron-LM's training scripts: ``megatron.training``.
+"""Symbols of Megatron-LM's training scripts, ``megatron.training``, that the plugin uses.
 
-Where a row is ``wrapped``, ``megatron_lm.install`` has the wrapper; that of
-``initialize_megatron`` is ``megatron_lm.autoload``'s.
+Wrappers of ``wrapped`` rows are in ``megatron_lm.install``; only the one of
+``initialize_megatron`` is in ``megatron_lm.autoload``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SEAMS = (
         _ARGUMENTS,
         "validate_args",
         "wrapped",
-        "checks the arguments; wrapped to check Muon's, and to be shown AdamW where Muon is meant",
+        "checks the arguments; wrapped to check Muon's, and to show it AdamW in place of Muon",
         ("args", "defaults"),
     ),
     _seam(
@@ -81,7 +81,7 @@ SEAMS = (
         _LOOP,
         "get_megatron_muon_optimizer",
         "wrapped",
-        "what the loop takes for the name muon; wrapped there alone to be the distributed "
+        "called by the loop for the name muon; wrapped only there, to build the distributed "
         "optimizer",
         ("config", "model_chunks", "layer_wise_distributed_optimizer"),
         since=(0, 16),
@@ -99,21 +99,21 @@ SEAMS = (
         _CHECKPOINTING,
         "generate_state_dict",
         "wrapped",
-        "what a checkpoint has; wrapped to hold arguments that Megatron's tools can read",
+        "the content of a checkpoint; wrapped to hold arguments that Megatron's tools can read",
         ("args",),
     ),
     _seam(
         _CHECKPOINTING,
         "save_checkpoint",
         "wrapped",
-        "writes a checkpoint, then the tracker that names it; wrapped to have that order hold",
+        "writes a checkpoint, then the tracker that names it; wrapped to enforce that order",
         ("iteration", "model"),
     ),
     _seam(
         _CHECKPOINTING,
         "load_checkpoint",
         "wrapped",
-        "reads one; wrapped to check it first",
+        "reads a checkpoint; wrapped to check it first",
         ("ddp_model", "optimizer", "opt_param_scheduler"),
     ),
     _seam(
@@ -162,18 +162,18 @@ SEAMS = (
         _CHECKPOINTING,
         "maybe_msc",
         "replaced",
-        "its open() does so; replaced likewise",
+        "its open() opens the tracker; replaced likewise",
         since=(0, 19),
     ),
 )
 
-# Arguments once they are checked: names in a namespace, which is made by then alone.
+# Arguments that are read after Megatron-LM has checked them; the namespace exists only then.
 ARGUMENTS = {
     "save": "the folder to save into",
     "load": "the folder to load from",
     "use_dist_ckpt": "whether dist_checkpointing writes, or torch.save",
-    "non_persistent_ckpt_type": "whether there are checkpoints beside, and of which kind",
-    "non_persistent_global_ckpt_dir": "where those are",
+    "non_persistent_ckpt_type": "whether there are non-persistent checkpoints, and their kind",
+    "non_persistent_global_ckpt_dir": "the folder of non-persistent checkpoints",
     "finetune": "whether the optimizer's state is loaded",
     "no_load_optim": "whether the optimizer's state is loaded",
     "override_opt_param_scheduler": "whether the run's own rates hold after a load",
@@ -202,12 +202,13 @@ ARGUMENTS = {
         "the sizes of the first pipeline stage, which the number of buckets comes from",
     ),
 }
-# Arguments that are read before they are checked, or by a version that has them alone.
+# Arguments that are read before that, or that only some versions have.
 UNCHECKED_ARGUMENTS = {
     "optimizer": "the first thing that the wrapper of validate_args reads",
-    "use_distributed_optimizer": "read before Megatron's checks, which some releases fail else",
-    "dump_param_to_param_group_map": "of 0.16 and 0.17, whose training hands it over",
-    "yaml_cfg": "read only where it is there",
-    "ckpt_step": "read only where it is there",
-    "pretrained_checkpoint": "read only where it is there",
+    "use_distributed_optimizer": "read before Megatron's checks, which without it fail on some "
+    "releases",
+    "dump_param_to_param_group_map": "with 0.16 and 0.17, passed on to get_megatron_optimizer",
+    "yaml_cfg": "read only if the namespace has it",
+    "ckpt_step": "read only if the namespace has it",
+    "pretrained_checkpoint": "read only if the namespace has it",
 }
