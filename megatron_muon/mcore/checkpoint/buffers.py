@@ -1,11 +1,11 @@
-"""Optimizer state of a whole grad buffer: between the form in which Megatron gathers it and disk.
+"""Optimizer state of a whole grad buffer: from Megatron's gathered form to that on disk, and back.
 
 Megatron gathers each buffer to DP rank 0 as three flat tensors, ``param``, ``exp_avg`` and
-``exp_avg_sq``, with an element for every one of the buffer's parameters. On disk ``param`` stays as
-it is. One dict, ``state``, replaces the other two: for each parameter by name the tensors that its
-optimizer has. So the disk has no zeros for a second moment that Muon does not have, every tensor is
-known by a name, and a Megatron without Muon stops with KeyError: 'exp_avg'.
-``spans`` says where each parameter is in ``param``: with other buckets it is elsewhere.
+``exp_avg_sq``, which cover all of the buffer's parameters. On disk ``param`` stays as it is. One
+dict, ``state``, replaces the other two: parameter name → the tensors of its optimizer. So no zeros
+are saved for the second moment that Muon does not have, every tensor has a name, and a Megatron
+without Muon stops with KeyError: 'exp_avg'. ``spans`` says where each parameter lies in ``param``,
+since other buckets put it elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 Tensor = torch.Tensor
 
-MOMENTUM = "muon_momentum"  # on disk; in memory it goes by a name that fused Adams know
+MOMENTUM = "muon_momentum"  # on disk; in memory it has a name that fused Adams know
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 STATE = "state"
 SPANS = "spans"
@@ -33,7 +33,7 @@ OTHER_CUT = (
 
 
 class BufferPlace(NamedTuple):
-    """Where a parameter is in the gathered tensors of its buffer, and what is saved of it."""
+    """A parameter's place in the gathered tensors of its buffer, and its optimizer."""
 
     name: str
     start: int
@@ -42,16 +42,16 @@ class BufferPlace(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names on disk beside the main parameter."""
+        """Keys of its state on disk, without the main parameter."""
         return (MOMENTUM,) if self.is_muon else ADAMW_STATE
 
 
 def gathered_spans(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
     """``(parameter, start, stop)`` in a gathered tensor of a grad buffer, in Megatron's order.
 
-    The gathered tensor leaves out the padding at the end of each bucket, ``param_index_map`` has
-    it. (fully_reshardable of Megatron 0.15 to 0.19 takes the one for the other, so that with
-    several buckets it saves shifted state, AdamW's too.)
+    The gathered tensor leaves out the padding at the end of each bucket; ``param_index_map`` counts
+    it. (fully_reshardable of Megatron 0.15 to 0.19 confuses the two, so with several padded buckets
+    it saves shifted state, AdamW's too.)
     """
     removed, padding = [], 0
     for bucket in buffer.buckets:
@@ -62,16 +62,16 @@ def gathered_spans(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]
 
 
 def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, Any]:
-    """The tensors that are written for a buffer.
+    """A buffer's gathered state in the form that is written.
 
     Args:
         gathered: ``param``, ``exp_avg`` and ``exp_avg_sq``, flat fp32, and ``numel_unpadded``.
-        places: the places of the buffer's parameters.
+        places: places of the buffer's parameters.
     """
     kept = {key: value for key, value in gathered.items() if key not in ADAMW_STATE}
     kept[STATE] = {
         place.name: {
-            key: gathered[source][place.start : place.stop].clone()  # a view saves all of it
+            key: gathered[source][place.start : place.stop].clone()  # a view saves the whole buffer
             for key, source in zip(place.keys, ADAMW_STATE, strict=False)
         }
         for place in places
@@ -81,15 +81,15 @@ def to_disk(gathered: dict[str, Any], places: list[BufferPlace]) -> dict[str, An
 
 
 def from_disk(saved: Mapping[str, Any], places: list[BufferPlace], numel: int) -> dict[str, Any]:
-    """The reverse of ``to_disk``; the second moment of Muon's parameters has no meaning.
+    """The inverse of ``to_disk``, with zeros as second moment of Muon's parameters.
 
     Args:
-        saved: the tensors on disk for a buffer.
-        places: the places of the buffer's parameters here.
-        numel: elements of the gathered tensors here.
+        saved: the state on disk of a buffer.
+        places: places of the buffer's parameters in this run.
+        numel: elements of each gathered tensor in this run.
 
     Raises:
-        ValueError: a parameter's state is missing or not what it should be; names it.
+        ValueError: a parameter's state is missing, or has another size or dtype; names it.
     """
     states = saved.get(STATE)
     if not isinstance(states, dict):
@@ -121,7 +121,7 @@ Spans = Mapping[str, tuple[int, int]]
 
 
 def _check_spans(saved: Spans, here: Spans) -> None:
-    """Refuse the buffer of a rank that had other parameters, or other parts of them."""
+    """Refuse a buffer that holds other parameters than the one here, or other parts of them."""
     unknown, missing = sorted(saved.keys() - here.keys()), sorted(here.keys() - saved.keys())
     if unknown or missing:
         there, not_here = (f", but not {n[0]}" if n else "" for n in (missing, unknown))
@@ -136,15 +136,16 @@ def _check_spans(saved: Spans, here: Spans) -> None:
 
 
 def check_tensor(name: str, key: str, tensors: Mapping[str, Any], numel: int) -> None:
-    """Refuse what cannot be the state of a parameter.
+    """Refuse a tensor that cannot be the state of a parameter.
 
     Args:
-        name: the parameter's.
-        key: its name on disk.
-        tensors: by key; this one should be fp32 with ``numel`` elements.
+        name: the parameter's name.
+        key: the tensor's key.
+        tensors: the parameter's tensors by key; this one should be fp32 with ``numel`` elements.
+        numel: elements of this rank's part of the parameter, or of the buffer.
 
     Raises:
-        ValueError: it is missing, or of another size or dtype.
+        ValueError: the tensor is missing, or has another size or dtype.
     """
     tensor = tensors.get(key)
     if not isinstance(tensor, Tensor):

@@ -1,4 +1,4 @@
-"""The checkpoint calls of Megatron's chain of optimizers: errors on all ranks, and no stubs."""
+"""The checkpoint methods of Megatron's chain: an error stops all ranks, and stubs are left out."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ WHOLE_WEIGHTS = (
 
 
 class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
-    """Saves and loads the optimizers that are no stubs: Megatron takes state of stubs, too.
+    """Saves and loads the optimizers that are no stubs; Megatron itself asks stubs for state, too.
 
-    All but ``state_dict`` are called on every rank that has an optimizer that is no stub, and raise
-    on all of them: the error of this rank, or a RuntimeError that quotes another's. (Megatron-LM
-    passes over ranks that have only stubs, as those of a frozen stage, but for
-    ``load_parameter_state``.)
+    Every rank with an optimizer that is no stub calls each method but ``state_dict``. They raise on
+    all those ranks: this rank's error, or a RuntimeError that quotes another's. (Megatron-LM calls
+    only ``load_parameter_state`` on ranks that have only stubs, as those of a frozen stage.)
 
     Attributes:
-        voters: the ranks that are like this one in that; None for the world.
-        decided_by_name: patterns of names say whose a weight is, so that layers may differ.
-        source: while a checkpoint of Megatron's own Muon is read: where it has what.
+        voters: the ranks that call the methods together with this one; None for the world.
+        decided_by_name: name patterns assign weights to Muon or AdamW, so layers may differ.
+        source: the keys of a checkpoint of Megatron's own Muon, while one is read; else None.
     """
 
     chained_optimizers: list[Any]
@@ -50,13 +49,13 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     source: Source | None = None
 
     def state_dict(self) -> Any:
-        """Megatron's: all that is not a parameter's. No communication."""
+        """Megatron's state dict, without the state of parameters. No communication."""
         with self._without_stubs():
             return super().state_dict()
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Megatron's; what a checkpoint must have is in ``checkpoint``."""
-        given = self._together(self._given, state_dict)  # before one of them scatters
+        """Load a state dict into each optimizer; ``formats`` checks what it holds."""
+        given = self._together(self._given, state_dict)  # errors come before one of them scatters
         self._together(super().load_state_dict, given)
 
     def _given(self, state_dict: Any) -> Any:
@@ -66,14 +65,14 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         return _for_parts(state_dict, len(self.chained_optimizers))
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's: the state to save, or with ``is_loading`` to fill.
+        """Megatron's sharded state dict: to be saved, or to be filled with ``is_loading``.
 
         Raises:
             NotImplementedError: a tensor on disk would hold weights of Muon's and of AdamW's.
             ValueError: a checkpoint of Megatron's own Muon lacks something; names what.
         """
         state = self._together(self._sharded_state_dict, *args, **kwargs)
-        if self.decided_by_name:  # on all ranks alike: a setting
+        if self.decided_by_name:  # a setting, so all ranks take the same branch
             parts = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
             _refuse_mixed({tensor for part in parts for tensor in part.tensors}, self.voters)
         return state
@@ -90,16 +89,16 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         return state
 
     def save_parameter_state(self, filename: str) -> None:
-        """Megatron's, for the format ``torch``."""
+        """Save parameters' state in the format ``torch``."""
         self._together(super().save_parameter_state, filename)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Megatron's, for the format ``torch``.
+        """Load parameters' state in the format ``torch``.
 
         Raises:
             FileNotFoundError, ValueError: a rank's file is missing or cut off.
         """
-        self._together(self._check_file, filename)  # one rank reads while the others wait for it
+        self._together(self._check_file, filename)  # DP rank 0 reads while the others wait for it
         self._together(
             super().load_parameter_state, filename, update_legacy_format=update_legacy_format
         )
@@ -135,7 +134,7 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
 
 def _in_whole_weights(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of ``sharded_state_dict`` that ask for ``WHOLE_WEIGHTS``, and are else the same."""
+    """The same arguments of ``sharded_state_dict``, but asking for ``WHOLE_WEIGHTS``."""
     if "metadata" not in inspect.signature(DistributedOptimizer.sharded_state_dict).parameters:
         return {**kwargs, "sharding_type": WHOLE_WEIGHTS}  # before core 0.13
     metadata = kwargs.get("metadata") or {}
@@ -144,10 +143,10 @@ def _in_whole_weights(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_parts(state_dict: Any, count: int) -> Any:
-    """A state dict as ``count`` optimizers save it.
+    """A state dict in the form that a chain of ``count`` optimizers saves and loads.
 
-    A chain has one more, for the experts, if EP is more than 1: Megatron numbers what is not a
-    parameter's by optimizers if there are several, and loads into as many alone.
+    With EP above 1 a chain has one optimizer more, for the experts. Megatron numbers the optimizers
+    in a state dict only if there are several, and loads only into as many as it was saved from.
     """
     if not isinstance(state_dict, dict):
         return state_dict
@@ -163,14 +162,14 @@ def _for_parts(state_dict: Any, count: int) -> Any:
 
 
 def _of_any(state_dict: dict[Any, Any]) -> dict[Any, Any]:
-    """With groups that do for dense and for experts' optimizers, which others part otherwise."""
+    """A state dict whose groups fit dense and experts' optimizers; others split them otherwise."""
     if "optimizer" in state_dict:
         return {**state_dict, "optimizer": _with_groups_of([state_dict["optimizer"]])}
     return {number: _of_any(part) for number, part in state_dict.items()}
 
 
 def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first, with the parameter groups of all, as dense and as experts' ones."""
+    """The first optimizer's state, with the groups of all: each once as dense, once as experts'."""
     groups = [
         {**group, "is_expert_parallel": of_experts}
         for optimizer in optimizers
@@ -181,7 +180,12 @@ def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_mixed(tensors: set[tuple[str, bool]], group: Group | None) -> None:
-    """Compare over the ranks what Megatron keeps in one tensor, say a weight of all layers."""
+    """Refuse a tensor on disk that would hold weights of both optimizers, on any of the ranks.
+
+    Args:
+        tensors: (key of a tensor on disk, whether Muon updates this rank's part) of this rank.
+        group: the ranks that compare theirs; None for the world.
+    """
     lines = "\n".join(sorted(f"{key} {is_muon}" for key, is_muon in tensors))
     every = {line for text in all_gather_texts(lines, group) for line in text.split("\n") if line}
     keys = [line.rsplit(" ", 1)[0] for line in sorted(every)]

@@ -1,4 +1,4 @@
-"""Muon checkpoints that others have written, and what of them is what here.
+"""Muon checkpoints that others have written, and their keys in terms of this package's.
 
 Functions of keys and of state dicts: no communication, no Megatron.
 
@@ -14,8 +14,8 @@ torch        .pt, or μ in a parameter group  rank had which weight
              of the format ``torch``
 ===========  ==============================  =====================================================
 
-From core 0.18 on Megatron's own may leave AdamW's part to a DistributedOptimizer, whose state is in
-whole weights in the format fully_reshardable alone.
+From core 0.18 on Megatron's own Muon may leave AdamW's part to a DistributedOptimizer. Its state is
+in whole weights only in the format fully_reshardable.
 
 Sources: toothacher17/Megatron-LM 8aee20bd (NVIDIA/Megatron-LM#1428), ``distrib_optimizer.py`` and
 ``muon.py``; NVIDIA/Megatron-LM core_v0.16.1 to main, ``layer_wise_optimizer.py`` and
@@ -35,10 +35,10 @@ from megatron_muon.config import MuonConfig
 Writer = Literal["moonshot", "megatron", "megatron_torch"]
 StateDict = dict[Any, Any]
 
-MOMENTUM = "muon_momentum"  # as in ``buffers``, which imports Megatron's neighbours
+MOMENTUM = "muon_momentum"  # equal to that of ``buffers``
 _STATE = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.([^.]+)\.(.+)$")
-# Keys there, by our key in fully_reshardable and fully_sharded_model_space; "param"
-# is what a DistributedOptimizer calls it.
+# Our key in fully_reshardable and fully_sharded_model_space → their keys for the same tensor. A
+# DistributedOptimizer calls the main parameter "param".
 _MAIN = ("fp32_param", "param")
 _THEIRS = {
     MOMENTUM: ("momentum_buffer",),
@@ -50,10 +50,10 @@ _THEIRS = {
 _KNOWN = {kind for kinds in _THEIRS.values() for kind in kinds}
 _IN_BUCKETS = re.compile(r"(?:chained_\d+\.)*optimizer\.distributed\.")
 _MU = ("momentum", "momentum_beta")  # the latter in Emerging-Optimizers 0.1
-_SGD = "dampening"  # of SGD's groups, which have a momentum, too
+_SGD = "dampening"  # a key of SGD's groups, which have a momentum, too
 _CHAINS, _CHAIN = 4, 10_000  # how deep chains are, and how many optimizers they have, at most
 _BY_RANK = re.compile(r"layer_wise_optimizer_\d+\.pt$")
-# Keys of their groups that are Muon's: ours has them in MuonConfig, once for all groups.
+# Muon's settings in their groups; this package has them in MuonConfig, once for all groups.
 _MOONSHOT = ("matched_adamw_rms", "momentum", "nesterov", "ns_steps")
 _NOT_OURS = (
     *_MOONSHOT,
@@ -63,24 +63,24 @@ _NOT_OURS = (
 
 
 class Source:
-    """Where something that we call by a key on disk is in a checkpoint of Megatron's own Muon.
+    """A checkpoint of Megatron's own Muon, whose keys can be found by ours.
 
     Attributes:
-        mu: the coefficient that makes its momentum a mean.
+        mu: the coefficient of its momentum, which is a mean.
         states: its optimizers' state dicts.
         is_fp32: its main parameters are the model's weights and have no keys of their own.
     """
 
     def __init__(self, keys: Iterable[str], states: Sequence[Mapping[str, Any]]) -> None:
-        """Look through a checkpoint.
+        """Index the keys of a checkpoint.
 
         Args:
-            keys: the keys of its tensors, from ``.metadata``.
+            keys: keys of its tensors, from ``.metadata``.
             states: its optimizers' state dicts: see ``states_of``.
 
         Raises:
-            ValueError: it does not say what its μ is, or says several; or it has state that is
-                neither Muon's nor AdamW's.
+            ValueError: the checkpoint has no μ, or several; or it has state that is neither Muon's
+                nor AdamW's.
         """
         self._at: dict[tuple[str, str], str] = {}
         self._in_buckets = False
@@ -101,13 +101,13 @@ class Source:
         self.mu = _mu(states)
 
     def of(self, key: str) -> tuple[str, float]:
-        """``(key there, factor)`` of one of our keys in a format that has whole weights.
+        """``(key there, factor)`` for one of our keys in a format that has whole weights.
 
         Args:
             key: ``optimizer.state.KEY.WEIGHT``, with or without ``chained_N.`` before it.
 
         Raises:
-            ValueError: it is not there; says what there is.
+            ValueError: the checkpoint lacks that tensor; says which it has of the weight.
         """
         at = _STATE.match(key)
         if at is None:
@@ -140,12 +140,12 @@ class Source:
 def writer_of(
     keys: Collection[str], states: Sequence[Mapping[str, Any]], files: Collection[str]
 ) -> Writer | None:
-    """The optimizer that wrote a checkpoint, if it is one of the above.
+    """The writer of a checkpoint, if it is one of the table above.
 
     Args:
-        keys: the keys of its tensors, from ``.metadata`` of torch_dist; else empty.
+        keys: keys of its tensors, from ``.metadata`` of torch_dist; else empty.
         states: its optimizers' state dicts: see ``states_of``.
-        files: their names.
+        files: names of its files.
     """
     if any(_BY_RANK.search(file) for file in files):
         return "megatron_torch"
@@ -163,7 +163,7 @@ def states_of(saved: Any) -> list[StateDict]:
     """The state dicts of an optimizer, or of a chain, which is a list or has numbers for keys.
 
     Raises:
-        ValueError: chains in chains without end, as in a damaged file.
+        ValueError: chains are nested too deep or have too many optimizers, as in a damaged file.
     """
     states = [saved]
     for _ in range(_CHAINS):
@@ -188,10 +188,10 @@ def _chained(saved: Any) -> list[Any]:
 
 
 def refuse(writer: Writer) -> None:
-    """Refuse what cannot be loaded.
+    """Refuse a checkpoint that cannot be loaded.
 
     Raises:
-        ValueError: says what it lacks.
+        ValueError: says what the checkpoint lacks.
     """
     if writer == "megatron_torch":
         raise ValueError(
@@ -203,14 +203,14 @@ def refuse(writer: Writer) -> None:
 
 
 def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDict:
-    """A state dict for ``MuonCheckpoint.load_state_dict``, but for the tensors.
+    """A state dict for ``MuonCheckpoint.load_state_dict``, without the tensors.
 
     Args:
         states: their optimizers' state dicts.
-        config: ours; settings that theirs does not say are taken to be the same.
+        config: our settings, assumed where their checkpoint does not give a setting.
 
     Raises:
-        ValueError: its Muon groups have several values of one setting.
+        ValueError: their Muon groups have several values of one setting.
     """
     steps = [group["step"] for group in groups_of(states) if "step" in group]
     steps += [step for state in states if (step := _common_step(state)) is not None]
@@ -234,16 +234,16 @@ def as_ours(states: Sequence[Mapping[str, Any]], config: MuonConfig) -> StateDic
 
 
 def renamed(state: Any, source: Source) -> Any:
-    """A copy of what is to be filled by a load, with the keys of Megatron's own Muon.
+    """A copy of a sharded state dict to be loaded, with the keys of Megatron's own Muon.
 
-    Without main parameters where those are the model's: nothing is loaded twice from one key.
+    It leaves out main parameters that are the model's weights, so no key is loaded twice.
 
     Args:
         state: ``param_state`` of a sharded state dict in a format that has whole weights.
-        source: the optimizer that wrote the checkpoint.
+        source: the checkpoint.
 
     Raises:
-        ValueError: something is not there.
+        ValueError: the checkpoint lacks a tensor.
     """
     if isinstance(state, dict):
         left_out = _MAIN if source.is_fp32 else ()
@@ -256,14 +256,14 @@ def renamed(state: Any, source: Source) -> Any:
 def converted(
     loaded: Mapping[Any, Any], source: Source, config: MuonConfig, sharding_type: str
 ) -> StateDict:
-    """A state dict for ``load_state_dict``, made of the result of a load with ``renamed`` keys.
+    """A state dict for ``load_state_dict``, from the result of a load with ``renamed`` keys.
 
     Args:
-        loaded: the optimizer's part of it: our ``param_state``, here or of each optimizer of a
-            chain, beside the state dicts of theirs. Its momentum is made a sum in place.
-        source: the optimizer that wrote the checkpoint.
-        config: ours.
-        sharding_type: the one in which our ``param_state`` was asked for.
+        loaded: the optimizer's part of that result: our ``param_state``, here or for each optimizer
+            of a chain, beside their state dicts. Momentum is made a sum in place.
+        source: the checkpoint.
+        config: our settings.
+        sharding_type: the format in which our ``param_state`` was asked for.
 
     Raises:
         ValueError: see ``as_ours``.
@@ -279,7 +279,7 @@ def converted(
 
 
 def _scaled(state: Mapping[Any, Any], source: Source) -> StateDict:
-    """Momentum is made a sum in place; there is no second copy of it."""
+    """The same tensors, with momentum made a sum in place, to save the memory of a copy."""
     for tensors in state.values():
         if MOMENTUM in tensors:
             tensors[MOMENTUM].mul_(1 / (1 - source.mu))
@@ -287,9 +287,9 @@ def _scaled(state: Mapping[Any, Any], source: Source) -> StateDict:
 
 
 def moonshot_owner(momentum_is_zero: bool, second_moment_is_zero: bool) -> str | None:
-    """The owner of a weight in Moonshot's checkpoint: ``muon``, ``adamw``, or None if unknown.
+    """A weight's optimizer in Moonshot's checkpoint: ``muon``, ``adamw``, or None if unknown.
 
-    Its flat buffers do not say, but it writes zeros for the second moment that Muon does not have.
+    The flat buffers do not name it, but Moonshot writes zeros for Muon's second moment.
     """
     if not second_moment_is_zero:
         return "adamw"
@@ -297,19 +297,19 @@ def moonshot_owner(momentum_is_zero: bool, second_moment_is_zero: bool) -> str |
 
 
 def groups_of(states: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The parameter groups of all of them."""
+    """The parameter groups in all of the state dicts."""
     for state in states:
         yield from _inner(state).get("param_groups", ())
 
 
 def _inner(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict of torch's optimizer, which FP32Optimizer does not wrap."""
+    """The state dict of torch's optimizer; FP32Optimizer saves it without a wrapper."""
     inner = state.get("optimizer", state)
     return inner if isinstance(inner, Mapping) else {}
 
 
 def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
-    """The settings that a group needs for AdamW, which their Muon groups may lack."""
+    """AdamW's hyperparameters, which every group needs but their Muon groups may lack."""
     hyperparameters: StateDict = {"bias_correction": True}
     for group in groups_of(states):
         for key in ("bias_correction", "betas", "eps"):
@@ -320,13 +320,13 @@ def _adamw(states: Sequence[Mapping[str, Any]]) -> StateDict:
 
 
 def _common_step(state: Mapping[str, Any]) -> Any:
-    """The step of torch's AdamW, which Megatron keeps beside the state of its parameters."""
+    """The step of torch's AdamW, which Megatron keeps beside its parameters' state."""
     kept = _inner(state).get("state")
     return kept.get("common_step") if isinstance(kept, Mapping) else None
 
 
 def _settings(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Muon's settings in the groups, by our names."""
+    """Muon's settings in their groups, by our names."""
     muons = [group for group in groups_of(states) if group.get("use_muon")]
     if not muons:
         return {"momentum": _mu(states)}

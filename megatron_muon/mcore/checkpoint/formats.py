@@ -1,9 +1,9 @@
 """Saving and loading Muon's optimizer state in the formats that Megatron has for AdamW's.
 
 Megatron's own code does the work. All its formats take a parameter's state from one method and give
-it back through another, which know Adam's two names; here they know what Muon has. Written is, for
-each of Muon's parameters, the fp32 main parameter and the fp32 momentum, under ``muon_momentum``;
-for AdamW's what Megatron writes; no zeros stand in for a second moment that Muon does not have:
+it back through another. Megatron's methods know Adam's two names; those here know Muon's state. A
+checkpoint has the fp32 main parameter and fp32 momentum (``muon_momentum``) of each of Muon's
+parameters, and for AdamW's what Megatron writes. No zeros stand in for Muon's second moment:
 
 =============================================  =============================  ====================
 format                                         main parameters                state
@@ -16,14 +16,15 @@ fully_reshardable (0.15 and later);            as Megatron: a tensor like     as
 fully_sharded_model_space (before 0.15)        the parameter
 =============================================  =============================  ====================
 
-(1) ``optimizer.distributed.dp_group_idx_N.megatron_muon.KEY.PARAMETER``, where Megatron has one for
-each bucket: so buckets and the order of parameters in them may change; (2)
-``optimizer.state.KEY.PARAMETER``, where PARAMETER may stand for a weight of all layers: they must
-then all be Muon's or all AdamW's. KEY is muon_momentum, or exp_avg and exp_avg_sq; param in (1).
+(1) The key is ``optimizer.distributed.dp_group_idx_N.megatron_muon.KEY.PARAMETER``. Megatron has a
+tensor per bucket; with one per parameter, buckets and the order of parameters in them may change.
+(2) The key is ``optimizer.state.KEY.PARAMETER``. PARAMETER may stand for a weight of all layers,
+which must then all be Muon's or all AdamW's. KEY is muon_momentum, or exp_avg and exp_avg_sq, and
+in (1) also param.
 
-A record of Muon's settings lies beside the parameter groups. A checkpoint without it, or without
-the state of one parameter, is refused on every rank. A Megatron without the plugin, or AdamW with
-it, cannot load one of ours: it asks for ``exp_avg`` of Muon's parameters, which is not there.
+A record of Muon's settings lies beside the parameter groups. Every rank refuses a checkpoint
+without it, or without the state of one parameter. A Megatron without the plugin, or AdamW with it,
+cannot load Muon's checkpoint: it asks for ``exp_avg`` of Muon's parameters, which is not there.
 """
 
 from __future__ import annotations
@@ -58,19 +59,19 @@ class MuonCheckpoint(ShardedState):
     """The checkpoint part of a MuonDistributedOptimizer."""
 
     def state_dict(self) -> StateDict:
-        """Megatron's: all that is not a parameter's; and the record of Muon's settings."""
+        """Megatron's state dict, without parameters' state, plus the record of Muon's settings."""
         self._fill_state()
         state: StateDict = super().state_dict()
-        if self.from_adamw is None:  # else Megatron asks what it should read of AdamW's
+        if self.from_adamw is None:  # AdamW's checkpoint, which Megatron is to read, has no record
             state[RECORD] = record(self._muon.config, plan_device(device_of(self.model_chunks)))
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Megatron's, and the checks.
+        """Check the state dict, pair its groups with ours, and load it by Megatron's method.
 
         Raises:
-            ValueError: it is not Muon's or lacks something; names what.
-            RuntimeError: dp_zero_gather_scatter, and another rank of the stage has an error.
+            ValueError: the state dict is not Muon's or lacks something; names what.
+            RuntimeError: with dp_zero_gather_scatter, only another rank of the stage has an error.
         """
         given: StateDict = {}
         loaded: list[Any] = []
@@ -91,16 +92,16 @@ class MuonCheckpoint(ShardedState):
             self._fill_state()
 
         if state_dict.get("param_state_sharding_type") == "dp_zero_gather_scatter":
-            self._together(prepare)  # before the ranks scatter
+            self._together(prepare)  # errors come before the ranks scatter
         else:
             prepare()
         super().load_state_dict(given)
         for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
-            group.update(values)  # Megatron takes one for another where they look alike
+            group.update(values)  # Megatron confuses groups that look alike
         self._part_steps()
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> StateDict | None:
-        """Megatron's: all state of the DP group, on its first rank, or on all if asked."""
+        """All state of the DP group, gathered to its first rank, or to all ranks if asked."""
         self._fill_state()
         gathered: StateDict | None = super().get_parameter_state_dp_zero(*args, **kwargs)
         if self.from_adamw is not None:
@@ -116,12 +117,12 @@ class MuonCheckpoint(ShardedState):
     def load_parameter_state_from_dp_zero(
         self, state_dict: StateDict | None, *, update_legacy_format: bool = False
     ) -> None:
-        """Megatron's: from the first rank of the DP group. Every rank of the stage calls it.
+        """Load state that the DP group's first rank scatters. Every rank of the stage calls it.
 
         Raises:
-            ValueError: state of a parameter is missing or not what it should be; names it.
-            NotImplementedError: ``update_legacy_format``.
-            RuntimeError: on ranks that have no error themselves when another has.
+            ValueError: a parameter's state is missing, or has another size or dtype; names it.
+            NotImplementedError: ``update_legacy_format`` is set.
+            RuntimeError: only another rank has an error.
         """
         given: StateDict = {}
 
@@ -140,7 +141,7 @@ class MuonCheckpoint(ShardedState):
         super().load_parameter_state_from_dp_zero(given or None)
 
     def sharded_param_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's, for dp_zero_gather_scatter.
+        """Megatron's state for dp_zero_gather_scatter.
 
         Raises:
             NotImplementedError: there are several optimizer instances.
@@ -156,7 +157,7 @@ class MuonCheckpoint(ShardedState):
     def _from_disk(self, saved: StateDict | None) -> StateDict:
         if saved is None:
             raise ValueError("the checkpoint has no optimizer state for this rank")
-        given = dict(saved) if isinstance(saved, dict) else {}  # a list is a chain's with experts'
+        given = dict(saved) if isinstance(saved, dict) else {}  # a chain with experts saves a list
         for index, dtypes, buffer in self._buffers():
             saved_buffer = given.get(index, {}).get(dtypes)
             if saved_buffer is None:
@@ -173,7 +174,7 @@ class MuonCheckpoint(ShardedState):
         return given
 
     def _refuse_other_order(self, format: str) -> None:
-        """AdamW's, which is by name in whole weights alone, where buckets have an order of ours."""
+        """Refuse AdamW's formats that lie in the order of buckets, if our buckets have another."""
         if self._muon.config.align_shards and not format.startswith("fully_"):
             raise ValueError(
                 f"AdamW's optimizer state in the format {format} lies in the order of Megatron's "
@@ -187,7 +188,7 @@ class MuonCheckpoint(ShardedState):
         together(act, self.stage_group, device_of(self.model_chunks))
 
     def _part_steps(self) -> None:
-        """Megatron gives all parameters of torch's AdamW one step tensor, which each counts up."""
+        """Give each parameter its own step tensor; loading torch's AdamW makes them share one."""
         for state in self.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()

@@ -1,9 +1,8 @@
-"""Refuse to load what a torch_dist checkpoint's metadata says cannot be: cut otherwise, or of
-another dtype.
+"""Refuse a torch_dist checkpoint whose metadata shows another cut or another dtype.
 
 dp_reshardable keeps the tensors of each model-parallel rank apart, dp_zero_gather_scatter a blob
-for each such rank. Both load where TP, PP, virtual pipeline and EP are the same. torch casts what
-it reads to the dtype that it is asked for, in silence.
+for each such rank. So both load only with the same TP, PP, virtual pipeline and EP. And torch
+silently casts a tensor that it reads to the dtype that it is asked for.
 """
 
 from __future__ import annotations
@@ -29,23 +28,28 @@ _MODEL_SPACE = re.compile(r"(chained_\d+\.)?optimizer\.state\.")
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Size and dtype of one key's tensor, over all ranks."""
+    """A tensor on disk, over all ranks."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
 
 
-Tensors = dict[str, _Tensor | None]  # by key; None for what is no tensor
+Tensors = dict[str, _Tensor | None]  # by key; None for an object that is no tensor
 
 
 def check_layout(sharded_state_dict: Mapping[str, Any], folder: str) -> None:
-    """Compare what is to be loaded with what a torch_dist checkpoint has. Nothing is read but its
-    metadata. Every rank of the world calls it.
+    """Compare the tensors to be loaded with the metadata of a torch_dist checkpoint.
+
+    Only the metadata is read. Every rank of the world calls it.
+
+    Args:
+        sharded_state_dict: the tensors to be loaded, as ``dist_checkpointing.load`` takes them.
+        folder: the checkpoint's folder.
 
     Raises:
         ValueError: the optimizer's state was cut in another way, or Muon's state has another dtype;
             names the first difference.
-        RuntimeError: on ranks that have no error themselves when another has.
+        RuntimeError: only another rank has an error.
     """
     together(lambda: _check_own(sharded_state_dict, folder), None, device_of([]))
 
@@ -63,7 +67,7 @@ def _check_own(sharded_state_dict: Mapping[str, Any], folder: str) -> None:
 
 
 def _wanted(state: Any) -> Iterator[tuple[str, _Tensor | None]]:
-    """All that the optimizer asks for by keys as torch_dist has them."""
+    """``(key, tensor)`` for each entry that the optimizer asks torch_dist for."""
     if isinstance(state, Mapping):
         state = list(state.values())
     if isinstance(state, (list, tuple)):
@@ -77,7 +81,7 @@ def _wanted(state: Any) -> Iterator[tuple[str, _Tensor | None]]:
 
 
 def _stored(folder: str) -> Tensors:
-    """Empty where it is no torch_dist checkpoint."""
+    """The tensors in a checkpoint's metadata; empty if it is no torch_dist checkpoint."""
     if "://" in folder or not os.path.exists(Path(folder) / ".metadata"):
         return {}
     return {
@@ -87,9 +91,9 @@ def _stored(folder: str) -> Tensors:
 
 
 def _other_cut(wanted: Tensors, stored: Tensors) -> str | None:
-    """Words where the optimizer's buffers were cut otherwise; None where nothing tells so."""
+    """For an error: a sign that the optimizer's buffers were cut otherwise; None without one."""
     if not any(_is_record(key) for key in wanted) or not any(_is_record(key) for key in stored):
-        return None  # AdamW's: it has errors of its own
+        return None  # AdamW's formats have errors of their own
     for key, tensor in wanted.items():
         match = _RANKS_OWN.search(key)
         if not match:
@@ -123,7 +127,7 @@ def _under_another(own: str, stored: Tensors) -> bool:
 
 
 def _other_prefix(wanted: Tensors, stored: Tensors) -> str | None:
-    """Before core 0.14 the keys say how many optimizers a chain has; one more with EP."""
+    """For an error: EP is 1 on one side only. Before core 0.14 keys have ``chained_N.`` with EP."""
     prefixes = [
         {match[1] for key in keys if f".{MOMENTUM}." in key and (match := _MODEL_SPACE.match(key))}
         for keys in (wanted, stored)
@@ -137,7 +141,10 @@ def _other_prefix(wanted: Tensors, stored: Tensors) -> str | None:
 
 
 def _other_dtype(wanted: Tensors, stored: Tensors) -> str | None:
-    """In a checkpoint of Muon's: AdamW's may be kept in less than fp32, which is exact to widen."""
+    """For an error: a dtype that differs in a checkpoint of Muon's.
+
+    AdamW's state may be in less than fp32 there, and widening it is exact.
+    """
     if not any(_is_record(key) or MOMENTUM in key for key in stored):
         return None
     for key, tensor in wanted.items():

@@ -1,4 +1,4 @@
-"""Muon's part of a checkpoint beside its tensors: the record of its settings, and the groups."""
+"""Muon's data in a checkpoint beside its tensors: the record of its settings, and the groups."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ from megatron_muon.setting_names import named
 
 Group = dict[str, Any]
 
-RECORD = "megatron_muon"  # its key beside "optimizer" in the optimizer's state dict
+RECORD = "megatron_muon"  # the record's key beside "optimizer" in the optimizer's state dict
 FORMAT = 1
 
-# Groups are matched by these: the first must be equal, the more of the others the better.
+# Keys that pair saved groups with ours: the required ones must agree; the preferred ones decide,
+# in this order, between several groups.
 _REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
 _PREFERRED = ("wd_mult", "max_lr", "min_lr")
 
-# A schedule reads these of a group, in place of its own where the group has them.
+# Keys of a group that overrule a schedule's own values.
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
 def record(config: MuonConfig, device: Device) -> Group:
-    """The record that is saved about Muon: the same on every rank.
+    """The record of Muon's settings that is saved, the same on every rank.
 
     Args:
         config: the settings.
-        device: the ranks'.
+        device: the ranks' kind of device.
     """
     return {"format": FORMAT, "settings": _in_force(config, device)}
 
 
 def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -> None:
-    """Refuse a checkpoint that is not Muon's; print on rank 0 which settings differ from it.
+    """Refuse a checkpoint that is not Muon's; print on rank 0 which settings have changed.
 
     Args:
         saved: an optimizer's state dict.
-        config: the settings now.
-        device: the ranks'.
+        config: the settings of this run.
+        device: the ranks' kind of device.
 
     Raises:
         ValueError: there is no record of Muon's, or one of another format.
@@ -61,10 +62,10 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
             f"the checkpoint's optimizer state is of format {own.get('format')!r}, this "
             f"megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
         )
-    # A megatron_muon without some setting did what is its default.
+    # An older megatron_muon that lacked a setting did what is now its default.
     then = {**dataclasses.asdict(MuonConfig(ns_iteration="standard")), **own["settings"]}
     now = _in_force(config, device)
-    if then["ns_iteration"] is None:  # another Muon's checkpoint, which does not say it
+    if then["ns_iteration"] is None:  # another Muon's checkpoint does not say which it took
         then["ns_iteration"] = now["ns_iteration"]
     if "ns_coefficients" in then:  # a set may have been saved as its numbers
         then["ns_coefficients"] = canonical(then["ns_coefficients"])
@@ -83,25 +84,26 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
 
 
 def _in_force(config: MuonConfig, device: Device) -> Group:
-    """The settings, with the iteration that a run takes where none is asked for."""
+    """The settings, with the iteration that the run takes in place of None."""
     return {**dataclasses.asdict(config), "ns_iteration": iteration_of(config, device)}
 
 
 def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
     """The values of each of our parameter groups after a load, without its parameters.
 
-    They are those of the saved group that is most like it, but what tells our groups apart stays as
-    it is: a run that decays every parameter goes on doing so from a checkpoint of one that did not.
-    Megatron matches by wd_mult too, and takes the last of several that look alike.
+    Each group takes the values of the saved group that is most like it, but keeps the keys that
+    tell our groups apart. So a run that decays every parameter still does after loading a
+    checkpoint of a run that did not. Megatron itself also requires an equal wd_mult, and takes the
+    last of several groups that look alike.
 
     Args:
         own: the inner optimizer's groups.
-        saved: the checkpoint's.
+        saved: the checkpoint's groups.
 
     Raises:
-        ValueError: nothing like one of ours was saved; names it.
+        ValueError: no saved group is like one of ours; names the keys of ours.
     """
-    # None: core 0.14 sets it where there are several optimizers and none has taken a step
+    # core 0.14 sets None where there are several optimizers and none has taken a step
     steps = [group["step"] for group in saved if group.get("step") is not None]
     groups = []
     for group in own:
@@ -112,7 +114,7 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
         best = max(alike, key=lambda other: [_same(group, other, key) for key in _PREFERRED])
         kept = {key: group[key] for key in _identifiers() if key in group and key not in SCHEDULE}
         values = {**group, **best, **kept}  # others' groups may lack what ours have
-        if steps:  # fused Adams leave that of a group without parameters here behind
+        if steps:  # fused Adams do not count steps of a group without parameters on this rank
             values["step"] = max(steps)
         values.pop("params", None)
         groups.append(values)
@@ -120,7 +122,7 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
 
 
 def as_megatron_pairs(own: Sequence[Group], loaded: Sequence[Group]) -> list[Group]:
-    """The groups of ``loaded_groups`` by which Megatron knows ours again: main's by rates, too."""
+    """``loaded_groups`` with our identifiers, so that Megatron pairs them with our groups."""
     return [
         {**values, **{key: group[key] for key in _identifiers() if key in group}}
         for group, values in zip(own, loaded, strict=True)
@@ -128,7 +130,7 @@ def as_megatron_pairs(own: Sequence[Group], loaded: Sequence[Group]) -> list[Gro
 
 
 def _identifiers() -> tuple[str, ...]:
-    """Keys by which Megatron pairs groups; up to 0.12 it does so by their number."""
+    """Keys by which Megatron pairs groups; up to 0.12 it pairs them by number."""
     keys = getattr(distrib_optimizer, "param_group_identifier_keys", ())
     return (*keys, "wd_mult", "pre_wd_mult")
 
@@ -142,5 +144,5 @@ def _same(one: Group, two: Group, key: str) -> bool:
 
 
 def _value(group: Group, key: str) -> Any:
-    """NeMo writes some keys with a prefix."""
+    """A group's value; NeMo writes some keys with a prefix."""
     return group.get(key, group.get(f"pre_{key}"))

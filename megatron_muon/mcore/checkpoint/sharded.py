@@ -16,18 +16,19 @@ StateDict = dict[Any, Any]
 
 
 class ShardedState(MuonState):
-    """dp_reshardable, fully_reshardable and fully_sharded_model_space: see ``checkpoint``."""
+    """dp_reshardable, fully_reshardable and fully_sharded_model_space: see ``formats``."""
 
     _to_be_cut: StateDict | None = None  # what Megatron has gathered for fully_reshardable
-    # (name, whether it is Muon's) of the last state dict's tensors, where they are as large as the
-    # model's, which may hold one weight of all layers or experts.
+    # For the last state dict in whole weights: (key of a tensor on disk, whether the weight is
+    # Muon's). One such tensor may hold a weight of all layers or experts.
     tensors: frozenset[tuple[str, bool]] = frozenset()
 
     # --- dp_reshardable, of Megatron 0.15 and later: a rank's pieces as they are
 
     def sharded_param_state_dp_reshardable(self, *args: Any, **kwargs: Any) -> StateDict:
-        """In Megatron's structure, but with flat tensors for each parameter, its main parameter and
-        state: Megatron's, one for each bucket, lie in the order of a run's buckets.
+        """Megatron's structure, with flat tensors per parameter where Megatron has them per bucket.
+
+        So they do not depend on the order of a run's buckets.
 
         Raises:
             NotImplementedError: this rank has nothing but padding of a bucket.
@@ -46,7 +47,7 @@ class ShardedState(MuonState):
         return state
 
     def _refuse_empty_shards(self) -> None:
-        """Megatron's assertion, with the way out."""
+        """Raise where Megatron would fail an assertion, and name the way out."""
         for index, dtypes, buffer in self._buffers():
             for number, bucket in enumerate(self.gbuf_ranges[index][dtypes]):
                 if not bucket["param_map"]:
@@ -58,7 +59,7 @@ class ShardedState(MuonState):
                     )
 
     def _sharded(self, param: Parameter, start: int, like: Any) -> StateDict:
-        """A parameter's tensors from element ``start``, replicated as Megatron's ``like`` is."""
+        """A parameter's tensors from element ``start`` on, replicated as Megatron's ``like``."""
         prefix = f"optimizer.distributed.dp_group_idx_{self.data_parallel_group_idx}.{RECORD}"
         return {
             key: replace(
@@ -73,7 +74,7 @@ class ShardedState(MuonState):
         }
 
     def load_parameter_state_from_dp_reshardable(self, state_dict: StateDict) -> None:
-        """Megatron's, whose buckets need not be as they were where no tensor is of a bucket."""
+        """Load a rank's pieces; other buckets than at the save do not matter to Muon's format."""
         if self.from_adamw is None:
             own = {"per_bucket_numel_unpadded": self.per_bucket_numel_unpadded}
             state_dict = {**state_dict, **own}
@@ -83,9 +84,10 @@ class ShardedState(MuonState):
     # --- fully_reshardable, of Megatron 0.15 and later: whole parameters
 
     def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> StateDict | None:
-        """Megatron's, with Muon's momentum by its name on disk and no second moment of it.
+        """Megatron's state, with Muon's momentum under its own name in place of Adam's moments.
 
-        Cut anew at the right places: see ``gathered_spans``. AdamW's is read as Megatron wrote it.
+        It is cut anew, at the right places: see ``gathered_spans``. A checkpoint of AdamW is read
+        as Megatron wrote it.
         """
         if self.from_adamw is not None:
             self.tensors = frozenset()
@@ -112,7 +114,7 @@ class ShardedState(MuonState):
             self._to_be_cut = None
 
     def _kept_for_cutting(self, gathered: StateDict | None) -> StateDict | None:
-        """Megatron is given tensors of one repeated zero, so long that it finds no fault."""
+        """Keep the gathered state; returns expanded zeros, long enough for Megatron to cut."""
         if gathered is None:
             return None
         self._to_be_cut = gathered
@@ -135,14 +137,14 @@ class ShardedState(MuonState):
                 yield param, self._to_be_cut[index][dtypes], start, stop
 
     def load_parameter_state_from_fully_reshardable(self, state_dict: StateDict) -> None:
-        """Megatron's."""
+        """Load whole parameters' state, by the names on disk."""
         with self._telling(self._names_on_disk):
             super().load_parameter_state_from_fully_reshardable(state_dict)
 
     # --- fully_sharded_model_space, of Megatron up to 0.14: ranges of whole parameters
 
     def sharded_param_state_fs_model_space(self, *args: Any, **kwargs: Any) -> StateDict:
-        """Megatron's."""
+        """Ranges of whole parameters, by the names on disk."""
         with self._telling(self._names_on_disk):
             state: StateDict = super().sharded_param_state_fs_model_space(*args, **kwargs)
         self.tensors = frozenset(
@@ -151,7 +153,7 @@ class ShardedState(MuonState):
         return state
 
     def load_parameter_state_from_fs_model_space(self, state_dict: StateDict) -> None:
-        """Megatron's."""
+        """Load ranges of whole parameters, by the names on disk."""
         with self._telling(self._names_on_disk):
             super().load_parameter_state_from_fs_model_space(state_dict)
 
@@ -167,7 +169,7 @@ class ShardedState(MuonState):
 
 
 def _with_momentum(cut: StateDict) -> StateDict:
-    """The same ShardedTensors with Muon's instead of Adam's."""
+    """The same ShardedTensors, with Muon's momentum in place of Adam's moments."""
     first, second = ADAMW_STATE
     momentum = cut[first]
     key = momentum.key.replace(f".{first}.", f".{MOMENTUM}.", 1)

@@ -27,26 +27,26 @@ from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
-# The state that Megatron is told of a parameter: its main parameter alone; all that goes to disk,
-# by the names there; or all by Adam's names, which Megatron gathers over a whole buffer.
+# The tensors that Megatron gets for a parameter: only the main parameter; all that go to disk, by
+# their names there; or all by Adam's names, as Megatron gathers them over a whole buffer.
 Told = Literal["main", "disk", "adam"]
 FromAdamW = Literal["momentum", "fresh", "sum"]
 
 
 class MuonState(DistributedOptimizer):  # type: ignore[misc]
-    """The common parts of the formats.
+    """The state of a parameter, as all formats save and load it.
 
     Attributes:
         muon: the Muon part; None in a stub.
         stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
-        ep_rank, local_experts: which experts this rank has, for names.
-        sizes: those of the stage's groups.
-        from_adamw: while a checkpoint in AdamW's layout is read: whether Muon's momentum is made of
-            Adam's first moment, starts at zero, or lies in its place as the sum that it is. None:
-            the checkpoint is this package's Muon's.
-        main_is_weight: while a checkpoint is read that has no main parameters: they are the model's
-            weights, which are loaded, and fp32.
-        other_owner: with ``sum``: parameters that were the other optimizer's in the checkpoint.
+        ep_rank, local_experts: this rank's experts, for names.
+        sizes: sizes of the stage's groups.
+        from_adamw: the source of Muon's momentum while a checkpoint in AdamW's layout is read.
+            ``momentum``: Adam's first moment, scaled. ``fresh``: zeros. ``sum``: it lies in the
+            first moment's place. None: the checkpoint is of this package's Muon.
+        main_is_weight: the checkpoint being read has no main parameters, since the model's weights
+            are fp32 and are loaded as such.
+        other_owner: with ``sum``, names of parameters that the other optimizer updated before.
     """
 
     muon: DistributedMuon | None
@@ -89,7 +89,10 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             self._compare_owner(model_param, tensors)
 
     def _make_momentum(self, model_param: Parameter, first_moment: Tensor) -> None:
-        """In place: Adam's is a mean of gradients, (1-β1) Σ β1^k g, where Muon's is their sum."""
+        """Turn a first moment into Muon's momentum, in place.
+
+        Adam's first moment is a mean of gradients, (1-β1) Σ β1^k g; Muon's momentum is their sum.
+        """
         if self.from_adamw == "sum":
             return
         if self.from_adamw == "fresh":
@@ -100,7 +103,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         first_moment.div_(1 - beta1)
 
     def _compare_owner(self, model_param: Parameter, tensors: Mapping[str, Any]) -> None:
-        """Note a weight that was AdamW's and is Muon's now, or the other way round."""
+        """Note a weight that AdamW updated before and Muon does now, or the reverse."""
         zeros = [not tensors[key].any() for key in ADAMW_STATE]
         here = "muon" if self._muon.owns(self._shard_of[model_param]) else "adamw"
         if moonshot_owner(*zeros) not in (None, here):
@@ -124,7 +127,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         return self.muon
 
     def _state_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
-        """A shard's tensors by their names on disk: those that the optimizer uses, no copies."""
+        """A shard's state by the names on disk; the optimizer's own tensors, not copies."""
         state = self.optimizer.state[shard]
         if self._muon.owns(shard):
             return {MOMENTUM: state[MOMENTUM_KEY]}
@@ -134,7 +137,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         return {"param": shard.detach(), **self._state_on_disk(shard)}
 
     def _fill_state(self) -> None:
-        """Zero state for whatever has none yet: before its first step AdamW has none."""
+        """Give zeros to parameters without state: before its first step AdamW has none."""
         self.init_state_fn(self.optimizer, self.config)
 
     @cached_property
@@ -157,17 +160,17 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     @cached_property
     def _muons(self) -> set[Parameter]:
-        """Muon's parameters, also those of which this rank has no piece."""
+        """Muon's parameters, even if this rank has no piece of them."""
         return muons_of(self.model_chunks, self.sizes, self._muon.config)
 
     def _buffers(self) -> Iterator[tuple[int, Any, Any]]:
-        """``(number, dtypes, grad buffer)``, the first two as in Megatron's state dicts."""
+        """``(number, dtypes, grad buffer)``; the first two are keys of Megatron's state dicts."""
         for index, ranges in enumerate(self.gbuf_ranges):
             for dtypes in ranges:
                 yield index, dtypes, self.buffers[index]
 
     def _places(self, index: int) -> list[BufferPlace]:
-        """The places of all parameters in a grad buffer, on whichever DP ranks their pieces are."""
+        """Places of all parameters in a grad buffer, whichever DP ranks hold their pieces."""
         return [
             BufferPlace(self._name_of[param], start, stop, param in self._muons)
             for param, start, stop in gathered_spans(self.buffers[index])

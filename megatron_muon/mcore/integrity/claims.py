@@ -1,9 +1,8 @@
-"""One job's claim on a folder that it saves into, against others that save into it at once.
+"""A job's claim on the folder that it saves into, so that no other job saves there at once.
 
-Where the file system has locks, the job that comes second stops before it has written anything.
-Everywhere, all ranks compare the mark of the folder with their own when they have written, and
-before the digest is made: where it is another's, files of both may be there, so nobody calls them
-complete.
+If the file system has locks, the second job stops before it writes anything. In any case all ranks
+compare the folder's mark with their own after they have written, before the digest is made. If it
+is another job's mark, the folder may have files of both, so neither calls it complete.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class Claim:
     """A save that has begun, on one of its ranks.
 
     Attributes:
-        folder: the checkpoint's.
-        save: the save's identity: rank 0's, on all ranks.
-        device: the one that the world communicates from.
-        lock: shared with the other ranks; None where there is none.
-        place: the folder's place in its file system, on rank 0: another one may take its name.
-        before: the save that had not ended there when this one began, and may go on: no lock tells.
+        folder: the checkpoint's folder.
+        save: identity of the save: rank 0's, on all ranks.
+        device: device of the tensors that the world communicates.
+        lock: the lock that all ranks share; None if the file system has none.
+        place: on rank 0 the folder's device and inode, since another folder may take its name.
+        before: without locks, a save that had not ended there when this one began.
         written: all ranks have written all their files, before any other save began.
     """
 
@@ -54,12 +53,17 @@ class Claim:
 
     @classmethod
     def stake(cls, folder: Path, wrote: Mapping[str, Any], device: torch.device) -> Claim:
-        """Mark the folder as incomplete and this save's. Every rank of the world calls it.
+        """Mark the folder as incomplete, and as this save's. Every rank of the world calls it.
+
+        Args:
+            folder: the checkpoint's folder.
+            wrote: ``wrote`` of the digest.
+            device: device of the tensors that the world communicates.
 
         Raises:
-            TwoSavesError: another save is going on there; says whose.
+            TwoSavesError: another save is going on there; names its job.
             OSError: the mark cannot be written.
-            RuntimeError: on ranks that have no error themselves when another has.
+            RuntimeError: only another rank has an error.
         """
         staked = cls(folder, claim.identity(), device)
         first = dist.get_rank() == 0
@@ -86,7 +90,7 @@ class Claim:
             raise self._refused() from None
         except OSError as error:
             other = digest.saver(self.folder)
-            taken = isinstance(error, FileNotFoundError)  # our file, by who has begun before us
+            taken = isinstance(error, FileNotFoundError)  # another save has removed our file
             if other not in (None, self.save) and (other != last or taken):
                 raise self._refused() from None
             raise
@@ -102,7 +106,7 @@ class Claim:
             raise self._refused() from None
         other = digest.other_save(self.folder, self.save)
         if other is not None and (self.folder / digest.FILE_NAME).exists():
-            raise self._refused()  # where it is not to be seen yet, the end tells
+            raise self._refused()  # if this rank cannot see it yet, ``require_ours`` will
 
     def _refused(self) -> TwoSavesError:
         return TwoSavesError(
@@ -113,12 +117,13 @@ class Claim:
         )
 
     def require_ours(self) -> None:
-        """Stop where another save has begun since. Every rank of the world calls it, once it has
-        written all its files; the claim ends where it raises.
+        """Raise if another save has begun since; then the claim ends.
+
+        Every rank of the world calls it, after it has written all its files.
 
         Raises:
-            TwoSavesError: says whose it is.
-            RuntimeError: on ranks that have no error themselves when another has.
+            TwoSavesError: another save has begun; names its job.
+            RuntimeError: only another rank has an error.
         """
         try:
             together(self.compare, None, self.device)
@@ -128,10 +133,10 @@ class Claim:
         self.written = True
 
     def compare(self) -> None:
-        """Compare the mark on this rank alone.
+        """Compare the folder's mark with ours, on this rank alone.
 
         Raises:
-            TwoSavesError: the mark is not ours; says whose it is.
+            TwoSavesError: the mark is another save's; names its job.
         """
         other = digest.other_save(self.folder, self.save)
         if other is not None:
@@ -143,7 +148,8 @@ class Claim:
     def finish(self, content: Mapping[str, Any]) -> None:
         """Make the digest; on rank 0 alone, once all ranks have written.
 
-        Another save may say between our look at the mark and our writing that it is there, too.
+        It looks at the mark again afterwards, since another save may have begun between the first
+        look and the writing.
 
         Args:
             content: see ``digest.finish``.
@@ -157,20 +163,20 @@ class Claim:
         try:
             self.compare()
         except TwoSavesError:
-            if digest.saver(self.folder) == self.save:  # ours went over the other's
+            if digest.saver(self.folder) == self.save:  # our digest replaced the other's mark
                 other = digest.contester(self.folder, self.save)
                 digest.contest(self.folder, self.save, other)
             raise
 
     def raise_explained(self, error: BaseException) -> NoReturn:
-        """Raise ``explained``."""
+        """Raise the error that ``explained`` returns."""
         explained = self.explained(error)
         if explained is error:
             raise error
         raise explained from error
 
     def explained(self, error: BaseException) -> BaseException:
-        """An error of this save; where another has begun, which takes files away, that one."""
+        """The error itself, or a TwoSavesError if another save, which removes files, caused it."""
         _, lost = attempt(self.compare)
         if isinstance(error, TwoSavesError) or (lost is None and self.before is None):
             return error
@@ -191,7 +197,7 @@ class Claim:
     def _contest(self) -> None:
         """Keep the other save from becoming complete: files of ours may be among its own.
 
-        Not where another folder has taken the name, such as the one from before, put back.
+        Leave it alone if another folder has taken the name, such as an older one that was put back.
         """
         if self.written:
             return
@@ -202,13 +208,13 @@ class Claim:
             digest.contest(self.folder, self.save, digest.saver(self.folder))
 
     def release(self) -> None:
-        """Let others save there."""
+        """Let other jobs save there."""
         claim.release(self.lock)
         self.lock = None
 
 
 def require_free(folder: Path) -> None:
-    """For one process that is to change a folder without a claim.
+    """Check that no save holds a folder which one process is to change without a claim.
 
     Raises:
         TwoSavesError: a save into it is going on.
@@ -226,7 +232,7 @@ def _tell_of_no_locks(lock: BinaryIO | None, folder: Path) -> None:
     if lock is None and not _told:
         _told = True
         print(
-            f"[megatron_muon] the file system of {folder} has no locks: that two jobs save into "
-            "one folder is noticed when one has written, not before",
+            f"[megatron_muon] the file system of {folder} has no locks: if two jobs save into one "
+            "folder, they notice it only after one has written",
             flush=True,
         )

@@ -2,10 +2,9 @@
 
 They go into a checkpoint's digest. They come from the model's own configuration, so they are known
 with every Megatron and in one's own script, too. Only settings in force are recorded: rotary ones
-where there are rotary embeddings, a router's where there are experts.
-
-Left out are settings of how a function is computed (parallelism, precision, fusions, recomputation)
-or trained (dropout, losses of a router), and sizes, which shapes tell.
+if there are rotary embeddings, a router's if there are experts. Settings that change only how the
+function is computed (parallelism, precision, fusions, recomputation) or how it is trained (dropout,
+losses of a router) are left out, and so are most sizes, which shapes tell.
 """
 
 from __future__ import annotations
@@ -58,15 +57,15 @@ _DELTA = (
 )
 _SPARSE = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 _ROTARY = {"rope", "mrope", "yarn"}  # kinds of position embedding
-_FREQUENCIES = "rotary_frequencies"  # number, second and last, of every model class
-_TOLERANCE = {_FREQUENCIES: 1e-3}  # they are computed on a device in fp32; else values are given
+_FREQUENCIES = "rotary_frequencies"  # their number, the second and the last one
+_TOLERANCE = {_FREQUENCIES: 1e-3}  # computed in fp32 on a device; other values come from settings
 
 
 def settings_of(model_chunks: Sequence[Any]) -> Settings:
-    """The settings of a model, the same on all its ranks; empty on a rank without a chunk.
+    """A model's settings by name, the same on all its ranks; empty on a rank without a chunk.
 
     Args:
-        model_chunks: this rank's, wrapped or not.
+        model_chunks: this rank's model chunks, wrapped or not.
     """
     if not model_chunks:
         return {}
@@ -79,11 +78,11 @@ def settings_of(model_chunks: Sequence[Any]) -> Settings:
 
 
 def changed_settings(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """The differences in settings that both have, a phrase each: name, then both values.
+    """A phrase for each setting that both models have and that differs: its name and both values.
 
     Args:
         saved: ``settings_of`` the model that was saved, from a digest.
-        own: the settings of the model that is to be loaded.
+        own: ``settings_of`` the model that is to be loaded.
     """
     names = [
         name
@@ -91,7 +90,7 @@ def changed_settings(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
         if not _same(saved[name], own[name], _TOLERANCE.get(name, 1e-9))
     ]
     if any(name != _FREQUENCIES and name.startswith(("rotary", "rope", "yarn")) for name in names):
-        names = [name for name in names if name != _FREQUENCIES]  # which follow from those
+        names = [name for name in names if name != _FREQUENCIES]  # they follow from the others
     return [f"{name} is {saved[name]!r} there and {own[name]!r} here" for name in names]
 
 
@@ -120,7 +119,7 @@ def _in_force(config: Any, model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_model(config: Any, model: Any, latent: bool) -> Iterator[tuple[str, Any]]:
-    """The arguments of GPTModel and its likes that are not in their configuration."""
+    """Settings that Megatron gives to GPTModel and similar classes, not to their configuration."""
     kind = getattr(model, "position_embedding_type", None)
     if kind is None:
         return
@@ -147,7 +146,7 @@ def _of_model(config: Any, model: Any, latent: bool) -> Iterator[tuple[str, Any]
 
 
 def _inner(chunk: Any) -> Any:
-    """The model inside its wrappers; of one of images and text, the latter's."""
+    """The model inside its wrappers; of a model of images and text, its language model."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return getattr(chunk, "language_model", chunk)
@@ -157,7 +156,7 @@ _NOT_PLAIN = object()
 
 
 def _plain(value: Any) -> Any:
-    """As JSON brings it back; ``_NOT_PLAIN`` of what has no such form."""
+    """A value as JSON would bring it back; ``_NOT_PLAIN`` if it has no JSON form."""
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -1,4 +1,4 @@
-"""The parameters of a model by names and shapes that do not depend on how it is parallel."""
+"""The parameters of a model by names and shapes that do not depend on its parallelism."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron_muon.mcore.process_groups import Sizes, Stage
 
 Table = dict[str, dict[str, Any]]
 
-# Names of one weight in layers that torch_dist loads for one another: experts' of three classes,
-# and Transformer Engine's fused MLP. (Norms have many such names; only matrices are compared.)
+# The names of one weight in different classes that torch_dist loads into one another: three of
+# experts, and Transformer Engine's fused MLP. (Norms have many more; only matrices are compared.)
 _SAME = (
     (re.compile(r"\.experts\.local_experts\.\d+\.(linear_fc[12])\."), r".experts.\1."),
     (re.compile(r"\.experts\.(linear_fc[12])\.weight\d+$"), r".experts.\1.weight"),
@@ -35,12 +35,12 @@ _VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.weight$")
 
 
 def table_of(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> Table:
-    """``parameters`` of a digest, of what this rank has. No communication.
+    """``parameters`` of a digest, for the parameters of this rank. No communication.
 
     Args:
-        model_chunks: this rank's.
-        config: says which are Muon's.
-        stage: this rank's.
+        model_chunks: this rank's model chunks.
+        config: decides which weights are Muon's.
+        stage: this rank's stage.
     """
     ep_rank = 0 if stage.ep is None else stage.ep.rank()
     sizes = stage.sizes
@@ -78,7 +78,7 @@ def _split_dim(weight: Weight) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """Matrices that are one wherever they are compared: all experts' of a layer, or one other."""
+    """Matrices that are compared as one: those of all experts of a layer, or a single one."""
 
     names: list[str]
     numel: int
@@ -91,12 +91,12 @@ def check_model(
     """Refuse a checkpoint of another model.
 
     Args:
-        saved: ``parameters`` of its digest.
-        own: the rows of the model that is to be loaded, of all ranks.
-        folder: the checkpoint's, for errors.
-        exact: nothing may be in the checkpoint that is not in the model.
-        vocabularies: tokens before padding, saved and own. Where both are known, they are compared
-            in place of the padded sizes, which depend on TP.
+        saved: ``parameters`` of the checkpoint's digest.
+        own: ``parameters`` of the model that is to be loaded, from all ranks.
+        folder: the checkpoint's folder, for errors.
+        exact: the checkpoint may have no parameter that the model lacks.
+        vocabularies: tokens before padding, saved and own. If both are known, they are compared
+            instead of the padded sizes, which depend on TP.
 
     Raises:
         DigestError: names the first parameter that differs.
@@ -136,7 +136,7 @@ def _check_size(then: _Sum, now: _Sum, folder: str) -> None:
 
 
 def _summed(table: Mapping[str, Mapping[str, Any]]) -> dict[str, _Sum]:
-    """Matrices by canonical name. How TP splits a vector is not known of all."""
+    """Matrices by canonical name; without vectors, since TP may split some in an unknown way."""
     sums: dict[str, _Sum] = {}
     for name in sorted(table):
         shape = tuple(table[name]["shape"])

@@ -1,7 +1,7 @@
-"""The digest of what ``torch.save`` alone writes: Megatron-LM's format ``torch``.
+"""The digest of a checkpoint in Megatron-LM's format ``torch``, which only ``torch.save`` writes.
 
-Megatron's barriers become votes: if this package or ``torch.save`` fails on one rank between two of
-them, all ranks end at the next one.
+Ranks also vote at Megatron's barriers: if this package's work or ``torch.save`` fails on one rank
+between two barriers, all ranks raise at the next one.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ class Votes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.checks: list[Callable[[], None]] = []  # done before each vote, on this rank
+        self.checks: list[Callable[[], None]] = []  # called before each vote, on this rank
         self._error: BaseException | None = None
 
     def keep(self, error: BaseException | None) -> None:
-        """Keep an error, unless there is one."""
+        """Keep an error for the next vote, unless an earlier one is kept."""
         self._error = self._error or error
 
     def keeps(self, error: BaseException) -> bool:
-        """Whether the ranks have yet to hear of it."""
+        """Whether this error still waits for a vote."""
         return self._error is error
 
     def exchange(self, error: BaseException, other: BaseException) -> None:
-        """Keep another in its place, if it is kept."""
+        """Keep ``other`` in place of ``error``, if that one is kept."""
         if self._error is error:
             self._error = other
 
     def vote(self) -> None:
-        """Every rank of the world calls it.
+        """Raise on all ranks if one has an error. Every rank of the world calls it.
 
         Raises:
             BaseException: this rank's error.
-            RuntimeError: on ranks that have no error themselves when another has.
+            RuntimeError: only another rank has an error.
         """
         for check in self.checks:
             if self._error is None:
@@ -61,11 +61,12 @@ class Votes:
 
 @contextmanager
 def voting(device: torch.device) -> Iterator[Votes]:
-    """Within it Megatron's barriers of the whole world are votes, and at its end is another. Every
-    rank of the world is in it together.
+    """Turn Megatron's barriers of the whole world into votes, and vote once more at the end.
+
+    Every rank of the world enters and leaves it together.
 
     Args:
-        device: the one that the world communicates from.
+        device: device of the tensors that the world communicates.
     """
     votes = Votes(device)
     own = dist.barrier
@@ -79,7 +80,7 @@ def voting(device: torch.device) -> Iterator[Votes]:
         with replaced(dist, barrier=barrier):
             yield votes
     except BaseException as error:
-        if votes.keeps(error):  # raised where Megatron waits for this rank alone
+        if votes.keeps(error):  # Megatron waits for this rank only, so the others have not voted
             votes.vote()
         raise
     votes.vote()
@@ -87,14 +88,15 @@ def voting(device: torch.device) -> Iterator[Votes]:
 
 @contextmanager
 def recorded(trained: Trained | None, saving: Saving, votes: Votes) -> Iterator[None]:
-    """Within it, what this rank writes into the folder by ``torch.save`` is hashed, and a part of
-    the digest left there for ``seal_recorded``.
+    """Hash each file that this rank's ``torch.save`` writes into the folder.
+
+    It leaves the rank's part of the digest there for ``seal_recorded``.
 
     Args:
-        trained: the model chunks that Muon trains here.
+        trained: the model of Muon's on this rank, if any.
         saving: the save.
-        votes: those of the ``voting`` around it. Errors of ``torch.save`` wait for them, too.
-            Before each the folder's mark and the files are compared with what they were.
+        votes: the votes of the ``voting`` around it. Errors of ``torch.save`` wait for them, too.
+            Before each vote the rank checks that folder's mark and its files are still its own.
 
     Raises:
         TwoSavesError: at a vote; another save into the folder has begun meanwhile.

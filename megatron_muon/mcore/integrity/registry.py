@@ -1,4 +1,4 @@
-"""The model of a checkpoint: one that Muon trains, known since its optimizer was built."""
+"""The models that Muon trains, noted when their optimizers are built, to find a save's model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_muon.runtime.consensus import attempt, raise_quoting, together
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Muon's part of all that a process may have built on this rank."""
+    """A model that Muon trains, as this rank has it; a process may have built several."""
 
     chunks: tuple[weakref.ref[Any], ...]
     config: MuonConfig
@@ -36,12 +36,12 @@ class Trained:
 
 
 _trained: weakref.WeakKeyDictionary[Any, Trained] = weakref.WeakKeyDictionary()
-_any_built = False  # on all ranks alike: without it no save or load of this process asks the others
+_any_built = False  # the same on all ranks: while False, saves and loads do not communicate
 _vocabulary: int | None = None
 
 
 def remember(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> None:
-    """Know a model as one that Muon trains. Every rank of the world calls it."""
+    """Note a model that Muon trains. Every rank of the world calls it."""
     global _any_built
     refs = tuple(weakref.ref(chunk) for chunk in model_chunks)
     _trained[model_chunks[0]] = Trained(refs, config, stage)
@@ -49,7 +49,7 @@ def remember(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> N
 
 
 def forget() -> None:
-    """Know no model, as in a new process. Every rank of the world calls it."""
+    """Forget all models, as in a new process. Every rank of the world calls it."""
     global _any_built
     _trained.clear()
     _any_built = False
@@ -61,19 +61,19 @@ def every_trained() -> list[Trained]:
 
 
 class Wanted(IntEnum):
-    """A rank's part in a save or load: nothing of Muon's, or with or without a digest."""
+    """What a rank knows of a save or load: not Muon's, or Muon's with or without a digest."""
 
     NOTHING, DIGEST, NO_DIGEST = range(3)
 
 
 def vocabulary() -> int | None:
-    """Tokens before padding; None where it is not known."""
+    """The run's vocabulary: number of tokens before padding; None if unknown."""
     return _vocabulary
 
 
 @contextmanager
 def with_vocabulary(tokens: int | None) -> Iterator[None]:
-    """Within it the run's vocabulary has so many tokens before padding; None: not known."""
+    """Set the run's vocabulary: number of tokens before padding; None if unknown."""
     global _vocabulary
     before, _vocabulary = _vocabulary, tokens
     try:
@@ -95,7 +95,7 @@ def owner(sharded_state_dict: Mapping[str, Any]) -> Trained | None:
 
 
 def _addresses(state: Any) -> Iterator[int]:
-    """All tensors that Megatron's ShardedTensors and factories in a state dict are made of."""
+    """Addresses of the tensors behind Megatron's ShardedTensors and factories in a state dict."""
     if isinstance(state, Mapping):
         state = list(state.values())
     if isinstance(state, (list, tuple)):
@@ -118,14 +118,16 @@ def owner_of_chunks(model_chunks: Sequence[Any]) -> Trained | None:
 
 
 def wanted_by_all(find: Callable[[], Trained | None]) -> tuple[Trained | None, Wanted]:
-    """The result of ``find``, and whether a digest is to be made or checked. Every rank of the
-    world calls it.
+    """The result of ``find``, and whether a digest is to be made or checked.
+
+    Every rank of the world calls it.
 
     Args:
-        find: finds the model that this rank saves or loads; communicates nothing.
+        find: returns the model of Muon's that this rank saves or loads; communicates nothing.
 
     Raises:
-        RuntimeError: on ranks that have no error themselves when ``find`` raises on another.
+        BaseException: the error that ``find`` raises here.
+        RuntimeError: ``find`` raises only on another rank.
     """
     if not _any_built:
         return None, Wanted.NOTHING
@@ -140,11 +142,11 @@ def wanted_by_all(find: Callable[[], Trained | None]) -> tuple[Trained | None, W
     return trained, Wanted(most)
 
 
-_FAILED = len(Wanted)  # in place of what a rank wants
+_FAILED = len(Wanted)  # sent in place of a ``Wanted`` by a rank with an error
 
 
 def trained_device(trained: Trained | None) -> torch.device:
-    """That the world communicates from."""
+    """The device of the tensors that the world communicates."""
     return device_of(trained.model_chunks() if trained else [])
 
 
@@ -171,10 +173,10 @@ class Whole:
 
 
 def whole_model(trained: Trained | None) -> Whole:
-    """The model of all ranks that have a part of it. Every rank of the world calls it.
+    """The whole model, merged from the parts of all ranks. Every rank of the world calls it.
 
     Raises:
-        RuntimeError: on ranks that have no error themselves when another has.
+        RuntimeError: only another rank has an error.
     """
     own = together(lambda: _own_part(trained), None, trained_device(trained))
     every = [json.loads(text) for text in all_gather_texts(json.dumps(own), None)]
@@ -193,7 +195,7 @@ def _own_part(trained: Trained | None) -> tuple[Table, Settings]:
 
 
 def _speaks_for_replicas(stage: Stage) -> bool:
-    """One rank of those of a stage that have the same parameters, or other parts of the same."""
+    """Whether this rank lists its parameters: those that do have all of a stage's among them."""
     if stage.instance != 0:
         return False
     if stage.ep is None or stage.expert_tp is None:

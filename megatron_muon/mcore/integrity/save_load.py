@@ -1,8 +1,8 @@
-"""Making a checkpoint's digest where ranks save one, and having it checked where they load it.
+"""Making a checkpoint's digest at a save, and checking it at a load.
 
-``save`` and ``load`` go around ``megatron.core.dist_checkpointing``'s, for all who call it, where
-the state dict is that of a model that Muon trains. ``recorded`` does the same for Megatron-LM's old
-format, which ``torch.save`` alone writes.
+``save`` and ``load`` wrap those of ``megatron.core.dist_checkpointing`` for all callers. They act
+if the state dict is of a model that Muon trains. ``recorded`` does the same for Megatron-LM's old
+format, which only ``torch.save`` writes.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def save(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's, and the digest. Every rank of the world calls it.
+    """Megatron's save, and the digest. Every rank of the world calls it.
 
     Raises:
-        OSError: the digest, or a file that is to be hashed, cannot be written or read; with an
-            asynchronous save when that is finalized.
+        OSError: the digest cannot be written, or a file to be hashed cannot be read. An
+            asynchronous save raises it when it is finalized.
         TwoSavesError: another save into the folder is going on, or has begun meanwhile.
-        RuntimeError: on ranks that have no error themselves when another has.
+        RuntimeError: only another rank has an error.
     """
     saving = Saving.of(lambda: owner(sharded_state_dict), str(checkpoint_dir))
     if saving is None:
@@ -91,10 +91,12 @@ def load(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's, once the files are those of the digest and the model is that of the checkpoint.
+    """Megatron's load, after checking the files and the model against the digest.
 
     Raises:
-        DigestError: on every rank; names a file and parameters in it, or what differs.
+        DigestError: on ranks that find a fault; names a file and parameters in it, or the first
+            difference.
+        RuntimeError: only another rank has an error.
         ValueError: the format cannot load another cut of the model: see ``checkpoint.metadata``.
     """
     if not is_checked(str(checkpoint_dir)):
@@ -108,7 +110,7 @@ def load(
 
 @contextmanager
 def _quiet_about_the_digest(folder: Path) -> Iterator[None]:
-    """Megatron warns of files in the folder: not where the mark of the digest is the only one."""
+    """Silence Megatron's warning of files in the folder if the digest's mark is the only one."""
     logger = logging.getLogger("megatron.core.dist_checkpointing.serialization")
     others = folder.is_dir() and any(not digest.own_file(path.name) for path in folder.iterdir())
 
@@ -123,10 +125,10 @@ def _quiet_about_the_digest(folder: Path) -> Iterator[None]:
 
 
 def _require_psutil() -> None:
-    """Stop where Megatron's writers would, each in a process of its own, which its save waits for.
+    """Raise before Megatron's writer processes would, for which its save would wait for ever.
 
     Raises:
-        ModuleNotFoundError: psutil is missing, which those of core 0.13 and later ask for.
+        ModuleNotFoundError: psutil is missing, which the writers of core 0.14 and later need.
     """
     writers = "megatron.core.dist_checkpointing.strategies.filesystem_async"
     if not getattr(importlib.import_module(writers), "HAVE_PSUTIL", True):
@@ -137,7 +139,7 @@ def _write_and_hash(
     write: Callable[..., Any], folder: str, rank: int, save: Save, *args: Any, **kwargs: Any
 ) -> Any:
     """In the process of an asynchronous save: Megatron's writing, then what the digest needs."""
-    lock = claim.join(Path(folder))  # it may outlive the rank
+    lock = claim.join(Path(folder))  # this process may outlive the rank
     try:
         other = digest.other_save(Path(folder), save)
         if other is not None:
@@ -158,8 +160,8 @@ class Saving:
     """A save that has begun.
 
     Attributes:
-        claim: on the checkpoint's folder.
-        content: on rank 0 all of the digest but ``files``; on others empty.
+        claim: the claim on the checkpoint's folder.
+        content: the digest without ``files`` on rank 0; empty on other ranks.
     """
 
     claim: Claim
@@ -167,23 +169,25 @@ class Saving:
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's."""
+        """The checkpoint's folder."""
         return self.claim.folder
 
     @classmethod
     def of(cls, find: Callable[[], Trained | None], checkpoint_dir: str) -> Saving | None:
-        """Mark the folder as incomplete; None where no rank saves a model of Muon's, or the digest
-        is switched off. Every rank of the world calls it.
+        """Mark the folder as incomplete. Every rank of the world calls it.
 
         Args:
-            find: finds its model.
-            checkpoint_dir: the folder.
+            find: returns the model of Muon's that this rank saves, if any.
+            checkpoint_dir: the checkpoint's folder.
+
+        Returns:
+            None if no rank saves a model of Muon's, or the digest is switched off.
 
         Raises:
             OSError: the mark cannot be written.
             TwoSavesError: another save into it is going on.
             NotImplementedError: the folder is in an object store.
-            RuntimeError: on ranks that have no error themselves when another has.
+            RuntimeError: only another rank has an error.
         """
         trained, wanted = wanted_by_all(find)
         if wanted == Wanted.NOTHING:
@@ -199,12 +203,11 @@ class Saving:
         return cls(staked, content)
 
     def explaining(self, function: Callable[[], Any]) -> Any:
-        """The result of ``function``; the claim ends where it fails, or where Megatron's writing
-        processes have failed.
+        """The result of ``function``; if it fails, say since a writer process did, the claim ends.
 
         Raises:
-            TwoSavesError: another save into the folder has begun, which is why.
-            BaseException: else what ``function`` raises.
+            TwoSavesError: ``function`` failed since another save into the folder has begun.
+            BaseException: any other error of ``function``.
         """
         try:
             return function()
@@ -216,9 +219,9 @@ class Saving:
         """Hash the files and mark the folder as complete. Every rank of the world calls it.
 
         Raises:
-            OSError: a file cannot be read, or the digest not be written.
+            OSError: a file cannot be read, or the digest cannot be written.
             TwoSavesError: another save into the folder has begun meanwhile.
-            RuntimeError: on ranks that have no error themselves when another has.
+            RuntimeError: only another rank has an error.
         """
         device = self.claim.device
         self.claim.require_ours()
@@ -255,13 +258,13 @@ def is_seal(function: Any) -> bool:
 
 
 def _unmark(folder: Path) -> None:
-    """Take another save's digest away, which does not know of what is written now."""
+    """Remove an earlier save's digest, since the files written now are not in it."""
     require_free(folder)
     (folder / digest.FILE_NAME).unlink(missing_ok=True)
 
 
 def wrote() -> dict[str, Any]:
-    """``wrote`` of a digest."""
+    """``wrote`` of a digest: versions and world size."""
     return {
         "megatron_muon": __version__,
         "megatron_core": str(importlib.import_module("megatron.core").__version__),
@@ -283,7 +286,7 @@ def _content(trained: Trained | None, whole: Whole, save: Save) -> dict[str, Any
 
 
 def _names(folder: Path) -> list[str]:
-    """All files of a checkpoint, by their paths in it."""
+    """Paths of a checkpoint's files, relative to its folder."""
     return [
         str(path.relative_to(folder))
         for path in folder.rglob("*")
@@ -292,22 +295,22 @@ def _names(folder: Path) -> list[str]:
 
 
 def _described(folder: Path, rank: int) -> Files:
-    """The shards of torch_dist that a rank wrote."""
+    """``files`` of a digest, for the torch_dist shards that a rank wrote."""
     return hashed(folder, [path.name for path in folder.glob(f"__{rank}_*.distcp")])
 
 
 def hashed(folder: Path, names: Sequence[str]) -> Files:
-    """``files`` of a digest, of files that torch has just written."""
+    """``files`` of a digest, for files that torch has just written."""
     with ThreadPoolExecutor(THREADS) as pool:
         entries = pool.map(lambda name: digest.describe(folder / name, _just_written), names)
         return dict(zip(names, entries, strict=True))
 
 
 def require_unchanged(folder: Path, files: Files) -> None:
-    """Check files that were hashed a while ago; little of them is read.
+    """Check that files still have the size and hash that were recorded; little of them is read.
 
     Raises:
-        OSError: one is another now, so something else writes into the folder.
+        OSError: a file was changed, so another job or command writes into the folder.
     """
     now = hashed(folder, list(files))
     for name, entry in files.items():
@@ -319,6 +322,6 @@ def require_unchanged(folder: Path, files: Files) -> None:
 
 
 def _just_written(path: Path) -> str:
-    """Its checksum, with what torch has summed up, if it has: since 2.6 it can be told not to."""
+    """A file's checksum, from the CRC-32s that torch computed unless it was told not to (2.6 on)."""
     summed = getattr(torch.serialization, "get_crc32_options", lambda: True)()
     return checksum(path, written=summed)

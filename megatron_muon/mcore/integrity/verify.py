@@ -34,15 +34,15 @@ from megatron_muon.mcore.integrity.registry import (
 from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.runtime.consensus import together
 
-THREADS = 4  # that hash a rank's files; it seldom writes more than two
-SHARD = re.compile(r"__(\d+)_\d+\.distcp$")  # torch_dist: the rank that wrote it, its number there
+THREADS = 4  # threads that hash a rank's files; a rank seldom writes more than two
+SHARD = re.compile(r"__(\d+)_\d+\.distcp$")  # torch_dist: the rank that wrote it, then its number
 
 _checked: str | None = None  # the folder that the load in progress has been checked for
 
 
 @contextmanager
 def checked(folder: str) -> Iterator[None]:
-    """Within it ``is_checked`` says that this folder is."""
+    """Note that the load in progress has checked this folder."""
     global _checked
     before, _checked = _checked, folder
     try:
@@ -52,7 +52,7 @@ def checked(folder: str) -> Iterator[None]:
 
 
 def is_checked(folder: str) -> bool:
-    """The load in progress has checked it."""
+    """Whether the load in progress has checked this folder."""
     return folder == _checked
 
 
@@ -62,15 +62,15 @@ def check(find: Callable[[], Trained | None], checkpoint_dir: str, exact: bool) 
     Every rank of the world calls it. Without a digest there is one warning, on rank 0.
 
     Args:
-        find: the model that is to be loaded, where Muon trains it.
+        find: returns the model that is to be loaded, if Muon trains it.
         checkpoint_dir: the checkpoint's folder.
-        exact: the optimizer's state is loaded, too: nothing may be in the checkpoint that is not in
-            the model, and the model must compute the same function.
+        exact: the optimizer's state is loaded, too. So the checkpoint may have no parameter that
+            the model lacks, and the model must compute the same function.
 
     Raises:
         DigestError: on the ranks that find a fault.
         NotImplementedError: the folder is in an object store.
-        RuntimeError: on ranks that have no error themselves when another has.
+        RuntimeError: only another rank has an error.
     """
     trained, wanted = wanted_by_all(find)
     if wanted != Wanted.DIGEST:
@@ -103,12 +103,12 @@ def check_files(folder: Path, device: torch.device) -> Digest | None:
     Every rank of the world calls it. Without a digest there is one warning, on rank 0.
 
     Args:
-        folder: the checkpoint's.
-        device: the one that the world communicates from.
+        folder: the checkpoint's folder.
+        device: device of the tensors that the world communicates.
 
     Raises:
         DigestError: on the ranks that find a fault.
-        RuntimeError: on ranks that have no error themselves when another has.
+        RuntimeError: only another rank has an error.
     """
     saved = together(lambda: _complete(folder), None, device)
     together(lambda: _require_regular(folder) if dist.get_rank() == 0 else None, None, device)
@@ -127,13 +127,13 @@ def _complete(folder: Path) -> Digest | None:
 
 
 def _require_regular(folder: Path) -> None:
-    """Megatron and torch open every file by its name, and would wait at a pipe for ever.
+    """Refuse pipes and the like: Megatron and torch open files by name, and would hang at a pipe.
 
     Raises:
-        DigestError: names one that is no regular file.
+        DigestError: names a file that is not regular.
     """
     if not folder.is_dir():
-        return  # Megatron says so
+        return  # Megatron raises the error
     bad = next(irregular(folder), None)
     if bad is not None:
         raise DigestError(
@@ -143,7 +143,7 @@ def _require_regular(folder: Path) -> None:
 
 
 def _all_have(saved: Digest | None, folder: Path, device: torch.device) -> bool:
-    """True where there is a digest; the ranks must agree, on a file system that they share."""
+    """Whether there is a digest; all ranks must see the same one, on a shared file system."""
     numbers = [0] if saved is None else [int(saved["hash"][:15], 16)]
     every = all_gather_numbers(numbers, None, device)
     if any(other != every[0] for other in every):
@@ -154,17 +154,17 @@ def _all_have(saved: Digest | None, folder: Path, device: torch.device) -> bool:
     if saved is None and dist.get_rank() == 0:
         print(
             f"[megatron_muon] WARNING: {folder} has no {digest.FILE_NAME}, so it is loaded "
-            "unchecked: whether its files are complete and what was written is not known",
+            "unchecked: its files may be incomplete or damaged",
             flush=True,
         )
     return saved is not None
 
 
 def _require_undamaged(folder: Path, saved: Digest) -> None:
-    """This rank's share of the files.
+    """Hash this rank's share of the files.
 
     Raises:
-        DigestError: one is not as it was written.
+        DigestError: a file is not as it was written.
     """
     files = saved["files"]
     sizes = {name: entry["size"] for name, entry in files.items()}
@@ -184,7 +184,7 @@ def _require_undamaged(folder: Path, saved: Digest) -> None:
 
 
 def held_in(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
-    """Some of the parameters in a file, in words; "" where it is not known."""
+    """Names of some parameters in a file, in words; "" if unknown."""
     if entry.get("holds"):
         return ", ".join(entry["holds"])
     if os.path.basename(name) == ".metadata":
@@ -198,5 +198,5 @@ def held_in(folder: Path, name: str, entry: Mapping[str, Any]) -> str:
         return digest.first_names(
             {key for key in weights if "_extra_state" not in key} or weights or held
         )
-    except Exception:  # it may be damaged, too: the file itself is what must be said
+    except Exception:  # .metadata may be damaged, too; the error about the file matters more
         return ""
