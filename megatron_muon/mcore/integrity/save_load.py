@@ -128,7 +128,7 @@ def _require_psutil() -> None:
     """Raise before Megatron's writer processes would, for which its save would wait for ever.
 
     Raises:
-        ModuleNotFoundError: psutil is missing, which the writers of core 0.14 and later need.
+        ModuleNotFoundError: psutil is missing, which the writers of core 0.13 and later need.
     """
     writers = "megatron.core.dist_checkpointing.strategies.filesystem_async"
     if not getattr(importlib.import_module(writers), "HAVE_PSUTIL", True):
@@ -322,6 +322,6 @@ def require_unchanged(folder: Path, files: Files) -> None:
 
 
 def _just_written(path: Path) -> str:
-    """A file's checksum, from the CRC-32s that torch computed unless it was told not to (2.6 on)."""
+    """A file's checksum, from torch's CRC-32s if it computed them (2.6 can be told not to)."""
     summed = getattr(torch.serialization, "get_crc32_options", lambda: True)()
     return checksum(path, written=summed)

@@ -1,10 +1,10 @@
 """From Muon to AdamW: reading a Muon checkpoint into AdamW's DistributedOptimizer.
 
-Parameters that were AdamW's go on as they were. For those that were Muon's, Adam's moments start at
-zero, and with them the count of steps that corrects their bias. A fused Adam counts the steps of a
-parameter group. So a group with both kinds is split in two, and made whole again wherever Megatron
-saves or loads. The checkpoints are then AdamW's, which any Megatron reads. An entry beside it tells
-this package how far the young parameters' count is behind.
+Muon's former parameters are called young: their Adam moments start at zero, and so does the count
+of steps that corrects the moments' bias. AdamW's own parameters go on as they were. A fused Adam
+counts steps per parameter group. So each group with both kinds is split in two, and merged again
+wherever Megatron saves or loads. The checkpoints are AdamW's, which any Megatron reads. A record
+beside the optimizer's state tells this package how many steps the young parameters are behind.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from megatron_muon.runtime.patches import turn_into
 Tensor = torch.Tensor
 Group = dict[str, Any]
 
-YOUNG = "megatron_muon_young"  # beside "optimizer" in the state dict: see AdamWAfterMuon
-_OF = "megatron_muon_young_of"  # in a split-off group: the number of the group that it is of
+YOUNG = "megatron_muon_young"  # the record's key, beside "optimizer" in the state dict
+_OF = "megatron_muon_young_of"  # in a split-off group: the number of the group that it came from
 
 
 class _Former:
-    """The part of the saving DistributedMuon that MuonCheckpoint reads."""
+    """Stands in for the DistributedMuon that wrote the checkpoint, as MuonCheckpoint uses it."""
 
     def __init__(self, config: MuonConfig, part: Any) -> None:
         self.config = config
@@ -46,18 +46,18 @@ class _Former:
 
 
 class MuonReader(MuonCheckpoint):
-    """An AdamW DistributedOptimizer that reads Muon's checkpoints: all but the momentum."""
+    """An AdamW DistributedOptimizer that reads a Muon checkpoint, except for the momentum."""
 
     def _state_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
         return {} if self._muon.owns(shard) else super()._state_on_disk(shard)
 
 
 class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
-    """An AdamW DistributedOptimizer in which some parameters have taken fewer steps.
+    """An AdamW DistributedOptimizer in which the young parameters have taken fewer steps.
 
     Attributes:
-        former: the settings of the Muon that had them.
-        behind: how many steps fewer.
+        former: the settings of the Muon that updated them before.
+        behind: how many steps fewer they have taken.
     """
 
     former: MuonConfig
@@ -65,37 +65,37 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
     _is_whole: bool = False
 
     def state_dict(self) -> StateDict:
-        """Megatron's; and what tells young parameters from the others."""
+        """Megatron's state dict, plus the record that tells young parameters from the others."""
         with self._whole():
             state: StateDict = super().state_dict()
         young = {"behind": self.behind, "former": dataclasses.asdict(self.former)}
         return {**state, YOUNG: young}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Megatron's."""
+        """Load into merged groups, then split them."""
         with self._whole():
             super().load_state_dict(state_dict)
-            if YOUNG in state_dict:  # before the groups are split by it
+            if YOUNG in state_dict:  # read it before the groups are split by it
                 self.behind = state_dict[YOUNG]["behind"]
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's."""
+        """Megatron's sharded state dict, of merged groups."""
         with self._whole():
             return super().sharded_state_dict(*args, **kwargs)
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's."""
+        """Megatron's gathered state, of merged groups."""
         with self._whole():
             return super().get_parameter_state_dp_zero(*args, **kwargs)
 
     def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's."""
+        """Load gathered state into merged groups."""
         with self._whole():
             super().load_parameter_state_from_dp_zero(*args, **kwargs)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Within it the groups are those that Megatron has made, all at one step."""
+        """Merge the groups into those that Megatron has made, all at one step, for a ``with``."""
         if self._is_whole:
             yield
             return
@@ -126,13 +126,13 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         self._is_whole = True
 
     def _split(self) -> None:
-        """Give the young shards of each group one of their own."""
+        """Move the young shards of each group into a group of their own."""
         self._is_whole = False
         young = {id(shard) for shard in _young_shards(self, self.former)}
         self._order = [list(group["params"]) for group in self.optimizer.param_groups]
         for number, group in enumerate(list(self.optimizer.param_groups)):
             theirs = [shard for shard in group["params"] if id(shard) in young]
-            if not theirs or group.get("step") is None:  # which core 0.14 gives to new ones
+            if not theirs or group.get("step") is None:  # core 0.14 gives None to new groups
                 continue
             group["params"] = [shard for shard in group["params"] if id(shard) not in young]
             step = group["step"] - self.behind
@@ -143,18 +143,18 @@ class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
         self._shift_steps(-self.behind)
 
     def _shift_steps(self, by: int) -> None:
-        """The same for torch's own AdamW, which counts the steps of each parameter."""
+        """Shift the young shards' steps in torch's own AdamW, which counts them per parameter."""
         for shard in _young_shards(self, self.former):
-            state = self.optimizer.state.get(shard, {})  # Megatron asks whether any is there
+            state = self.optimizer.state.get(shard, {})  # adds no entry: Megatron tests for some
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"] + by
 
 
 class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
-    """A chain of AdamWAfterMuon, dense and experts."""
+    """A chain of AdamWAfterMuon optimizers, dense and experts'."""
 
     def _synchronize_steps(self) -> None:
-        """Megatron's, which wants one step everywhere."""
+        """Call Megatron's method with merged groups, since it wants one step for all of them."""
         with ExitStack() as whole:
             for part in self.chained_optimizers:
                 if not part.is_stub_optimizer:
@@ -164,16 +164,16 @@ class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
 
 @contextmanager
 def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Within it, AdamW's optimizer loads a checkpoint of Muon's.
+    """Let AdamW's optimizer load a checkpoint of Muon's inside the ``with``.
 
     Args:
         optimizer: the chain that ``get_megatron_optimizer`` has returned for ``optimizer='adam'``
             with the distributed optimizer.
-        settings: those of the Muon that saved, from its record in the checkpoint.
+        settings: settings of the Muon that saved, from its record in the checkpoint.
 
     Raises:
         ValueError: the checkpoint lacks something; names what.
-        RuntimeError: dp_zero_gather_scatter and ``torch``, and another rank has an error.
+        RuntimeError: with dp_zero_gather_scatter or ``torch``, only another rank has an error.
     """
     config = MuonConfig(**settings)
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
@@ -183,7 +183,7 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
         part.muon = _Former(config, part)
         part.stage_group = part.data_parallel_group
         part.local_experts, part.ep_rank = _experts(part)
-    yield  # an error in it ends the run: nothing is made of what was read by then
+    yield  # an error in the block ends the run, so nothing is undone
     turn_into(optimizer, ChainAfterMuon)
     for part in parts:
         _start_after_muon(part, config)
@@ -201,7 +201,12 @@ def _start_after_muon(part: Any, former: MuonConfig) -> None:
 
 
 def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
-    """Before AdamW's optimizer loads a checkpoint that has ``YOUNG`` in it."""
+    """Prepare AdamW's optimizer to load a checkpoint that has ``YOUNG`` in it.
+
+    Args:
+        optimizer: the chain, as in ``reading_muon``.
+        former: settings of the Muon that updated the young parameters, from that record.
+    """
     turn_into(optimizer, ChainAfterMuon)
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
@@ -211,9 +216,9 @@ def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
 
 
 def _as_many_masters(adam: Any) -> None:
-    """Give Apex's Adam an entry for each group in its list of master weights, which has none.
+    """Give Apex's Adam an entry per group in its list of master weights, without any weight.
 
-    It goes through groups and list side by side, and a group without an entry takes no step
+    Apex zips the groups with that list, so a group without an entry takes no step
     (https://github.com/NVIDIA/apex/blob/6424da3b4faa/apex/optimizers/fused_adam.py#L171).
     """
     if hasattr(adam, "param_groups_master"):
@@ -231,7 +236,7 @@ def _step(part: Any) -> int:
 
 
 def _young_shards(part: Any, config: MuonConfig) -> list[Tensor]:
-    """This rank's shards of what Muon with these settings would update."""
+    """This rank's shards of the parameters that Muon with these settings would update."""
     muons = muons_of(part.model_chunks, _sizes(), config)
     return [shard for param, shard in owned_shards(part) if param in muons]
 

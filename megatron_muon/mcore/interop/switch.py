@@ -1,4 +1,4 @@
-"""Other optimizers' checkpoints into Muon: AdamW's and those of Megatron's own Muon."""
+"""Reading checkpoints of AdamW, or of Megatron's own Muon, into Muon; and who wrote one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _OPTIMIZERS = re.compile(r"(chained_\d+\.)*optimizer\.")
 
 @contextmanager
 def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
-    """Within it, the optimizer loads a checkpoint of AdamW's DistributedOptimizer.
+    """Let the optimizer load a checkpoint of AdamW's DistributedOptimizer inside the ``with``.
 
-    Main parameters, steps and groups are AdamW's, as are both moments of what AdamW goes on to
-    update. Muon's momentum M is Σ μ^k g where Adam's first moment is (1-β1) Σ β1^k g. At the end
-    it is checked that main parameters round to the model's, so load the model first.
+    It takes over main parameters, steps, groups, and both moments of AdamW's remaining parameters.
+    Muon's momentum M is Σ μ^k g where Adam's first moment is (1-β1) Σ β1^k g. At its end it checks
+    that main parameters round to the model's, so load the model first.
 
     Args:
         optimizer: the chain that ``get_megatron_optimizer`` has returned. Every rank of the world
@@ -41,9 +41,9 @@ def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
             (Moonshot's proof of concept: see ``checkpoint.foreign``).
 
     Raises:
-        ValueError: main parameters are not those of the model, or with ``sum`` a weight was the
-            other optimizer's; names one.
-        RuntimeError: on ranks that have no error themselves when another has.
+        ValueError: a main parameter does not round to the model's weight, or with ``sum`` the other
+            optimizer updated a weight before; names one.
+        RuntimeError: only another rank has an error.
     """
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
@@ -60,21 +60,22 @@ def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
 
 @contextmanager
 def reading_megatron_muon(optimizer: Any, folder: str | Path) -> Iterator[None]:
-    """Within it, the optimizer loads a torch_dist checkpoint of Megatron's own Muon.
+    """Let the optimizer load a torch_dist checkpoint of Megatron's own Muon inside the ``with``.
 
-    Main parameters, momentum, AdamW's moments, steps and groups go on, at any topology, since all
-    are in whole weights there. The format that the run itself saves in does not matter. A momentum
-    coefficient that differs is printed as other settings are. At the end it is checked that
-    main parameters round to the model's, so load the model first.
+    It takes over main parameters, momentum, AdamW's moments, steps and groups, at any topology,
+    since the checkpoint has whole weights. The format that the run itself saves in does not matter.
+    A momentum coefficient that differs is printed, as other settings are. At its end it checks
+    that main parameters round to the model's, so load the model first.
 
     Args:
         optimizer: the chain that ``get_megatron_optimizer`` has returned. Every rank of the world
             calls this.
-        folder: the checkpoint's, of one iteration.
+        folder: the checkpoint's folder, that of one iteration.
 
     Raises:
-        ValueError: the checkpoint is not that, or main parameters are not those of the model.
-        RuntimeError: on ranks that have no error themselves when another has.
+        ValueError: the checkpoint is not of Megatron's own Muon, or a main parameter does not round
+            to the model's weight.
+        RuntimeError: only another rank has an error.
     """
     device = device_of(optimizer.chained_optimizers[0].model_chunks)
     source = together(lambda: _source(Path(folder), optimizer), None, device)
@@ -117,7 +118,7 @@ def _source(folder: Path, optimizer: Any) -> foreign.Source:
 
 
 def _require_plain_groups(folder: Path, states: list[dict[Any, Any]]) -> None:
-    """Refuse objects of classes among the values that go on into this run's groups."""
+    """Refuse groups with objects that are no plain values, since a file's objects are not built."""
     for group in foreign.groups_of(states):
         for key, value in group.items():
             if isinstance(value, Unknown):
@@ -128,7 +129,7 @@ def writer_of(folder: str | Path) -> Writer:
     """The optimizer whose state a checkpoint has; no communication.
 
     Args:
-        folder: the folder of one iteration, or whichever ``dist_checkpointing.save`` was given.
+        folder: the folder of one iteration, or the one that ``dist_checkpointing.save`` was given.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -139,7 +140,7 @@ def writer_of(folder: str | Path) -> Writer:
 
 
 def foreign_writer(folder: str | Path) -> foreign.Writer | None:
-    """Which other Muon has written a checkpoint, if one has: see ``checkpoint.foreign``."""
+    """The other Muon that has written a checkpoint, if any: see ``checkpoint.foreign``."""
     folder = Path(folder)
     keys = _objects(folder)
     states = _states(folder)
@@ -150,14 +151,15 @@ def foreign_writer(folder: str | Path) -> foreign.Writer | None:
 
 
 def record_of(folder: str | Path, key: str = RECORD) -> dict[str, Any]:
-    """The value that is saved under a key beside the optimizer's groups; no communication.
+    """The dict saved under a key beside the optimizer's groups; no communication.
 
     Args:
-        folder: see ``writer_of``.
-        key: by default that of the record of Muon's settings.
+        folder: as in ``writer_of``.
+        key: its key; by default that of the record of Muon's settings.
 
     Raises:
-        KeyError: the checkpoint has none.
+        KeyError: the checkpoint has nothing under that key.
+        ValueError: the checkpoint is damaged; names the file or the key.
     """
     folder = Path(folder)
     for state in _states(folder):
@@ -179,7 +181,7 @@ def _record(folder: Path, key: str, saved: Any) -> dict[str, Any]:
 
 @contextmanager
 def _naming(folder: Path, part: str) -> Iterator[None]:
-    """Errors of a damaged file, which say what is wrong, say which it is."""
+    """Add the file's path to errors about its damaged content."""
     try:
         yield
     except ValueError as error:
@@ -187,14 +189,14 @@ def _naming(folder: Path, part: str) -> Iterator[None]:
 
 
 def has_record(folder: str | Path, key: str = RECORD) -> bool:
-    """Whether ``record_of`` finds one."""
+    """Whether ``record_of`` finds a dict."""
     folder = Path(folder)
     beside = any(key in state for state in _states(folder))
     return beside or any(f".{key}/" in name for name in _objects(folder))
 
 
 def _objects(folder: Path) -> list[str]:
-    """Keys of the optimizer's in torch_dist, for which every model-parallel rank has its own."""
+    """The optimizer's keys in torch_dist."""
     return [key for key in _keys(folder) if _OPTIMIZERS.match(key)]
 
 
@@ -204,7 +206,7 @@ def _keys(folder: Path) -> list[str]:
 
 
 def _metadata(folder: Path) -> Metadata:
-    """Of torch_dist; else empty."""
+    """The metadata of torch_dist; empty in other formats."""
     if not (folder / METADATA).exists():
         return Metadata({}, {})
     with _naming(folder, METADATA):
@@ -212,7 +214,7 @@ def _metadata(folder: Path) -> Metadata:
 
 
 def _states(folder: Path) -> list[dict[Any, Any]]:
-    """The state dicts of a chain of optimizers that are the same on all ranks."""
+    """The state dicts of a chain of optimizers, without the parts that differ between ranks."""
     if (folder / METADATA).exists():
         metadata = _metadata(folder)
         with _naming(folder, "common.pt"):
