@@ -232,7 +232,7 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     plan = make_plan(everywhere, grid, config, kind)
     own, meter = plan.for_rank(dist.get_rank(stage.group)), Meter()
     shards = dict(owned_shards(dist_opt))
-    first = ep_rank * len(mine)  # of this EP rank's own parameters
+    first = ep_rank * len(mine)  # index of this EP rank's first parameter
     main_params = {index: shards[mine[index - first][0]] for index in own.pieces}
     exchange = Exchange(own, plan.matrices, stage.group, travel_dtype(config), stage.device, meter)
     phase = phases(lambda: dist_opt.config.timers)

@@ -9,8 +9,8 @@ moonshot     ``use_muon`` in a parameter     ``exp_avg`` beside a second moment 
              group                           AdamW's DistributedOptimizer lays it out; 1
 megatron     ``momentum_buffer`` in a key    ``optimizer.state.momentum_buffer.WEIGHT``, whole
              of torch_dist                   weights, a mean: M ← μM + (1-μ)G; 1/(1-μ)
-megatron_    files layer_wise_optimizer_N    refused: numbers in place of names, and no saying which
-torch        .pt, or μ in a parameter group  rank had which weight
+megatron_    files layer_wise_optimizer_N    refused: it has numbers in place of names, and does not
+torch        .pt, or μ in a parameter group  say which rank had which weight
              of the format ``torch``
 ===========  ==============================  =====================================================
 

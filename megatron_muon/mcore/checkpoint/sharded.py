@@ -18,7 +18,7 @@ StateDict = dict[Any, Any]
 class ShardedState(MuonState):
     """dp_reshardable, fully_reshardable and fully_sharded_model_space: see ``formats``."""
 
-    _to_be_cut: StateDict | None = None  # what Megatron has gathered for fully_reshardable
+    _to_be_cut: StateDict | None = None  # state that Megatron has gathered for fully_reshardable
     # For the last state dict in whole weights: (key of a tensor on disk, whether the weight is
     # Muon's). One such tensor may hold a weight of all layers or experts.
     tensors: frozenset[tuple[str, bool]] = frozenset()

@@ -82,7 +82,7 @@ class _Sum:
 
     names: list[str]
     numel: int
-    shape: tuple[int, ...]  # of the first
+    shape: tuple[int, ...]  # the first one's
 
 
 def check_model(

@@ -61,7 +61,7 @@ def every_trained() -> list[Trained]:
 
 
 class Wanted(IntEnum):
-    """What a rank knows of a save or load: not Muon's, or Muon's with or without a digest."""
+    """A rank's view of a save or load: not of Muon's model, or of it with or without a digest."""
 
     NOTHING, DIGEST, NO_DIGEST = range(3)
 
