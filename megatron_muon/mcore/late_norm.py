@@ -47,7 +47,7 @@ def norm_grads(
 ) -> list[torch.Tensor]:
     """The gradients of Megatron's norm, made NaN if a gradient outside the norm cannot be used.
 
-    Megatron counts gradients that several ranks have (TP replicas, shared embeddings) on one only.
+    If several ranks have a gradient (TP replica, shared embedding), only one of them counts it.
 
     Args:
         counted: gradients that Megatron puts in the norm, each ``(n,)`` fp32.

@@ -255,11 +255,11 @@ def _strange_main_params(part: Any, whose: str) -> ValueError | None:
 
 
 def _rounds_to(shard: torch.Tensor, model: torch.Tensor, here: slice) -> bool:
-    """Whether an fp32 shard is what a model's weight has there, rounded to its dtype.
+    """Whether an fp32 shard rounds to that part of the model's weight.
 
-    A weight in fp8 has been rounded by a scale that may have changed since: e4m3 has three bits
-    after the leading one and steps of 2^-9 at the lower end, and each of two roundings is half a
-    step off.
+    A weight in fp8 was rounded by a scale that may have changed since. e4m3 has three bits after
+    the leading one, and steps of 2^-9 at the lower end; each of two roundings may be half a step
+    off.
     """
     if not is_float8tensor(model):
         weight = model.view(-1)[here]

@@ -102,7 +102,8 @@ ATTRIBUTES = (
     _of_model("num_query_groups", "which rows of linear_qkv are q, k and v"),
     _of_model("kv_channels", "which rows of linear_qkv are q, k and v"),
     _of_model("attention_output_gate", "which rows of linear_qkv are q, k and v", (0, 16)),
-    _of_model("fp8_param", _REFUSED),
+    _of_model("fp8_param", "refused if on with another recipe than delayed scaling"),
+    _of_model("fp8_recipe", "how fp8 parameters are scaled"),
     _of_model("fp4_param", _REFUSED, (0, 15)),
     _of_model("moe_single_grouped_weight", _REFUSED, (0, 18)),
     _of_model("qk_clip", _REFUSED, (0, 16)),
@@ -119,7 +120,7 @@ ATTRIBUTES = (
     _of_optimizer("timers", "Megatron's timers, which the step's phases are recorded in"),
     _of_ddp("use_distributed_optimizer", "refused if off"),
     _of_ddp("num_distributed_optimizer_instances", "number of parts of a stage's ranks"),
-    _of_ddp("fp8_param_gather", _REFUSED),
+    _of_ddp("fp8_param_gather", "refused if on with another recipe than delayed scaling"),
     _of_ddp("use_megatron_fsdp", _REFUSED, (0, 14)),
     _of_ddp("use_custom_fsdp", _REFUSED),
     # --- modules
