@@ -1,1 +1,1 @@
-"""Homes, messages and rounds as plain integers, the same on every rank."""
+"""The plan of the exchange: homes, messages and rounds as integers, the same on every rank."""

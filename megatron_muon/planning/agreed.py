@@ -1,4 +1,4 @@
-"""The inputs of a plan, about which the ranks of a stage have to agree before they make it."""
+"""The inputs of a plan, as lines that the ranks of a stage compare before they make the plan."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def description(
 ) -> list[str]:
     """All inputs of a plan but the grid, one per line.
 
-    A line is a name and a value, ``setting momentum: 0.95``: an error names the one that differs.
-    The standard iteration costs the same on every device without a library's symmetric products, so
-    devices may differ then.
+    A line is a name and a value, ``setting momentum: 0.95``, so an error names the line that
+    differs. The kind of device has a line only where costs depend on it: with the standard
+    iteration and plain products, kinds may differ.
     """
     devices = [f"kind of device: {device}"] if costs_follow_device(config, device) else []
     settings = [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]

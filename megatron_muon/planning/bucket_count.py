@@ -1,9 +1,9 @@
-"""How many buckets of gradients cost least where Megatron overlaps their reduction with backward.
+"""The number of buckets that costs least where Megatron overlaps their reduction with backward.
 
-A step may have to wait for two things. One is the last bucket: nothing is left to hide the
+A step may have to wait for two things. One is the last bucket: no backward pass hides the
 reduction of its gradients, and the next forward pass needs its parameters first. The other is
-Muon's exchange: each of a bucket's ``dp_size - 1`` shard edges cuts a parameter. Many buckets make
-the first small, few the second. Both go over the same links, so bytes are compared.
+Muon's exchange: each of a bucket's ``dp_size - 1`` shard edges cuts a parameter. More buckets make
+the first wait shorter and the second longer. Both use the same links, so bytes are compared.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron_muon.planning.bucket_order import (
 )
 from megatron_muon.planning.layout import Parameter
 
-_BUCKET = 128  # elements that Megatron rounds a bucket up to, and to its shards
-# Fewer buckets are taken where they cost at most this multiple of the least.
+_BUCKET = 128  # elements; Megatron rounds a bucket up to a multiple of this and of its shards
+# The fewest buckets are taken that cost at most this multiple of the least.
 SLACK = 1.05
 _GRAD, _PARAM, _PIECE = 4, 2, 2  # bytes of an element in a reduction, an all-gather, the exchange
 
@@ -35,8 +35,8 @@ class LocalParameter:
     """A parameter as a rank has it.
 
     Attributes:
-        numel: its elements on a rank.
-        muon: its Muon parameter, in any place; None for AdamW's.
+        numel: number of elements on a rank.
+        muon: its Muon parameter, with any ``bucket`` and ``span``; None for AdamW's.
     """
 
     numel: int
@@ -48,9 +48,9 @@ class Buffer:
     """Parameters in Megatron's order that share a grad buffer.
 
     Attributes:
-        weights: the parameters of one rank.
-        dp_size: shards of it.
-        tp_size: ranks that have slices of the same weights.
+        weights: the parameters, as one rank has them.
+        dp_size: number of shards.
+        tp_size: number of ranks that have slices of the same weights.
     """
 
     weights: tuple[LocalParameter, ...]
@@ -63,11 +63,12 @@ class BucketCost:
     """The cost of a number of buckets, per step and rank.
 
     Attributes:
-        buckets: in all buffers.
-        boundary: parameters of Muon's on more than one rank.
-        waited: bytes of the last buckets' gradients and parameters that a rank sends.
-        cut: bytes that Muon's exchange sends on an average rank for what is not on the rank that
-            has most of its parameter. What TP and balanced homes add hardly depends on buckets.
+        buckets: number in all buffers.
+        boundary: number of Muon's parameters that shard edges cut.
+        waited: bytes that a rank sends of the last buckets' gradients and parameters.
+        cut: bytes that Muon's exchange sends on an average rank for elements outside the shard
+            that has most of their parameter. TP and balanced homes add bytes too, but these hardly
+            depend on buckets.
     """
 
     buckets: int
@@ -82,7 +83,7 @@ class BucketCost:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``number`` of buckets to ask for, what it costs, and what Megatron's own number would."""
+    """``number`` of buckets to ask for, its cost, and the cost of Megatron's own number."""
 
     number: int
     cost: BucketCost
@@ -90,14 +91,14 @@ class Choice:
 
 
 def stock_bucket_size(dp_size: int) -> int:
-    """Elements from which on Megatron closes a bucket if no flag says otherwise."""
+    """Elements at which Megatron closes a bucket if no flag says otherwise."""
     return max(40_000_000, 1_000_000 * dp_size)
 
 
 def choose(buffers: Sequence[Buffer]) -> Choice | None:
-    """The fewest buckets, two at least, that cost little more than the best number.
+    """The fewest buckets, two at least, that cost at most ``SLACK`` × the best number.
 
-    None where Megatron itself would not make more of them: there is nothing to choose.
+    None where Megatron's own setting makes no more buckets than that.
     """
     size = max((buffer.dp_size for buffer in buffers), default=1)
     stock = cost(buffers, stock_bucket_size(size))
@@ -119,7 +120,7 @@ def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
     """The cost if a bucket is closed as soon as it has ``bucket_size`` elements.
 
     Args:
-        buffers: a rank's.
+        buffers: all buffers of a rank.
         bucket_size: in elements.
     """
     count = boundary = waited = cut = 0
@@ -141,13 +142,13 @@ def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
 def exchanged(
     buffers: Sequence[Buffer], bucket_size: int, config: MuonConfig, *, ordered: bool = False
 ) -> int:
-    """Bytes that Muon's exchange sends on an average rank in a step, by plans of each buffer.
+    """Bytes that Muon's exchange sends on an average rank in a step, from a plan of each buffer.
 
     Args:
-        buffers: a rank's; those of experts as if its EP rank were the only one.
+        buffers: all buffers of a rank; experts' buffers as if their EP rank were the only one.
         bucket_size: in elements.
-        config: homes, the two speeds and what Newton-Schulz costs matter.
-        ordered: the parameters of each bucket are in the order of ``bucket_order.orders``.
+        config: ``homes``, the two speeds and the Newton-Schulz settings are read.
+        ordered: whether parameters are in the order of ``bucket_order.orders`` in each bucket.
     """
     total = 0
     for buffer in buffers:
@@ -161,7 +162,7 @@ def exchanged(
 
 
 def in_buckets(buffer: Buffer, bucket_size: int) -> Iterator[Bucket]:
-    """As Megatron fills them: from the last parameter to the first."""
+    """The buckets as Megatron fills them: from the last parameter to the first."""
     position, weights = 0, []
     multiple = lcm(buffer.dp_size, _BUCKET)
     for number, weight in enumerate(reversed(buffer.weights), 1):
@@ -177,7 +178,7 @@ def in_buckets(buffer: Buffer, bucket_size: int) -> Iterator[Bucket]:
 
 
 def _numbers(most: int) -> list[int]:
-    """2, 3, 4, ... ``most``, above 16 an eighth apart."""
+    """2, 3, 4, ... up to ``most``; above 16, in steps of an eighth."""
     numbers = [2]
     while numbers[-1] < most:
         numbers.append(numbers[-1] + max(1, numbers[-1] // 8))

@@ -1,14 +1,14 @@
 """The order of parameters in a grad buffer's buckets: Megatron's, or one with fewer cuts.
 
-Plain integers, the same on every rank. A parameter that a shard's edge cuts has to move; Megatron's
-order, that of the model backwards, leaves it to chance where edges fall. From core 0.18 on a layout
-may be given to Megatron: see ``mcore.params.bucket_layout``.
+Plain integers, the same on every rank. A parameter that a shard's edge cuts has to move. Megatron
+fills buckets from the model's last parameter to its first, so edges fall anywhere. From core 0.18
+on, Megatron accepts another layout: see ``mcore.params.bucket_layout``.
 
-``shard_order`` finds an order in which the shards of a bucket cut few weights. Fewer cuts may send
-more bytes: without halves to give away, balanced homes have to move whole matrices. Llama-3-8B at
-DP 8 would send 1.34 % of AdamW's bytes in one bucket, against 0.62 % in Megatron's order; in 8
-buckets it is 0.32 % against 1.66 %. So ``orders`` makes a plan of both, with the run's homes, and
-keeps the order only where it sends less.
+``shard_order`` finds an order in which the shards of a bucket cut few weights. But balanced homes
+then move whole matrices, where before it was enough to move the rest of a cut one. Llama-3-8B at
+DP 8 in this order and in Megatron's sends 1.34 % and 0.62 % of AdamW's bytes with one bucket, but
+0.32 % and 1.66 % with 8. So ``orders`` makes a plan of each order, with the run's own policy of
+homes, and takes the new order only where it sends less.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.planning.plan import make_plan
 
-ALIGNMENT = 64  # elements: where Megatron lets a parameter start
-Orders = Sequence[Sequence[int]]  # of each bucket, indices of its parameters
+ALIGNMENT = 64  # elements; Megatron starts every parameter at a multiple of it
+Orders = Sequence[Sequence[int]]  # for each bucket, indices of its parameters
 UNPLACED = Span(0, 0)  # bucket and span of a parameter that has no place yet
 
 
@@ -32,8 +32,8 @@ class Bucket:
     """A bucket of a rank's grad buffer.
 
     Attributes:
-        numel: elements, with its padding.
-        sizes: elements of its parameters, in the order in which Megatron fills it.
+        numel: number of elements, padding included.
+        sizes: elements of each parameter, in the order in which Megatron fills the bucket.
         muons: for each parameter its Muon parameter, with any ``bucket`` and ``span``; None for
             AdamW's.
     """
@@ -49,7 +49,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """The ranks of a stage that have a buffer, on one EP rank, and what they run on."""
+    """The ranks of a stage that have a buffer, on one EP rank, and their kind of device."""
 
     dp_size: int
     tp_size: int = 1
@@ -57,12 +57,12 @@ class Holders:
 
 
 def orders(buckets: Sequence[Bucket], holders: Holders, config: MuonConfig) -> Orders:
-    """The order of each bucket of a buffer: one in which shards cut few, where that sends less.
+    """The order of each bucket of a buffer: Megatron's, or one with few cuts where it sends less.
 
     Args:
-        buckets: the buffer's, from its beginning.
-        holders: the ranks that have it.
-        config: homes, the two speeds and what Newton-Schulz costs matter.
+        buckets: all buckets of the buffer, from its beginning.
+        holders: the ranks that have the buffer.
+        config: ``homes``, the two speeds and the Newton-Schulz settings are read.
     """
     own = [bucket.own() for bucket in buckets]
     fitting = [_fitting(bucket, holders.dp_size) for bucket in buckets]
@@ -86,7 +86,7 @@ def sent_bytes(
 
 
 def parameters_in(buckets: Sequence[Bucket], by_bucket: Orders) -> list[Parameter]:
-    """Muon's parameters in their places, in the order of the model; buckets begin at its end."""
+    """Muon's parameters, each in its place, in the order of the model (buckets reverse it)."""
     parameters, first = [], 0
     for bucket, order in zip(buckets, by_bucket, strict=True):
         whole = Span(first, first + bucket.numel)
@@ -101,7 +101,7 @@ def parameters_in(buckets: Sequence[Bucket], by_bucket: Orders) -> list[Paramete
 
 
 def _fitting(bucket: Bucket, dp_size: int) -> list[int]:
-    """An order in which shards cut few; Megatron's where it would need more padding."""
+    """An order with few cuts; Megatron's where that order needs more padding than there is."""
     is_whole = [parameter is not None for parameter in bucket.muons]
     order = shard_order(bucket.sizes, is_whole, bucket.numel // dp_size)
     fits = starts(order, bucket.sizes)[-1] + bucket.sizes[order[-1]] <= bucket.numel
@@ -111,13 +111,14 @@ def _fitting(bucket: Bucket, dp_size: int) -> list[int]:
 def shard_order(sizes: Sequence[int], is_whole: Sequence[bool], shard: int) -> list[int]:
     """Indices of a bucket's parameters in the order in which to put them.
 
-    At an edge the largest that is left is put, which may be larger than a shard; elsewhere the
-    largest that ends before the next edge or, where none does, the one of which least is cut off.
-    Megatron's own order is kept unless less is cut off in this one.
+    At an edge the next parameter is the largest one left, even if it is larger than a shard.
+    Elsewhere it is the largest that ends before the next edge; failing that, the largest of those
+    that may be cut; failing that, the one with the fewest elements cut off. Megatron's own order is
+    kept unless this one cuts off fewer elements.
 
     Args:
-        sizes: elements of each, in Megatron's order.
-        is_whole: whether it matters that one is cut.
+        sizes: elements of each parameter, in Megatron's order.
+        is_whole: for each parameter, whether cutting it costs (it is Muon's).
         shard: elements between two edges.
     """
     own = list(range(len(sizes)))
@@ -143,7 +144,7 @@ def starts(order: Sequence[int], sizes: Sequence[int]) -> list[int]:
 def cut_off(
     order: Sequence[int], sizes: Sequence[int], is_whole: Sequence[bool], shard: int
 ) -> int:
-    """Elements that are not in the shard which has most of their parameter."""
+    """Elements outside the shard that has most of their parameter."""
     return sum(
         away(start, sizes[index], shard)
         for index, start in zip(order, starts(order, sizes), strict=True)
@@ -165,7 +166,7 @@ def _next(
 
 
 def away(start: int, numel: int, shard: int) -> int:
-    """Elements of [start, start + numel) that are not in the shard that has most of them."""
+    """Elements of [start, start + numel) outside the shard that has most of them."""
     first = min(shard - start % shard, numel)
     last = min((start + numel - 1) % shard + 1, numel)
     between = (start + numel - 1) // shard - start // shard - 1

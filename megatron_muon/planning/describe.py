@@ -31,12 +31,12 @@ class Share:
     active_muon: int = 0
 
     def numbers(self) -> list[int]:
-        """For ``of``."""
+        """The numbers that ``of`` takes."""
         return list(astuple(self))
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Share:
-        """The reverse of ``numbers``."""
+        """The inverse of ``numbers``."""
         return Share(*numbers)
 
     def __add__(self, other: Share) -> Share:
@@ -44,10 +44,10 @@ class Share:
 
 
 def active_line(version: str, core: str) -> str:
-    """One line by which a log shows that this package's Muon runs, and not Megatron's own.
+    """One line for the log: this package's Muon runs, and not Megatron's own.
 
     Args:
-        version: megatron-muon's.
+        version: version of megatron-muon.
         core: version of megatron-core.
     """
     return (
@@ -56,19 +56,19 @@ def active_line(version: str, core: str) -> str:
     )
 
 
-# Fused projections that are one matrix each, by the module's name.
+# Fused projections that are one matrix each, by the name of their module.
 UNSPLIT = {
     "linear_kv_down_proj": "multi-latent attention's projections",
-    "linear_qkv_down_proj": "multi-latent attention's projections",  # of query, too, from 0.19 on
+    "linear_qkv_down_proj": "multi-latent attention's projections",  # with queries, from 0.19 on
     "in_proj": "the in_proj of state-space layers, rows in the order of TP ranks,",
 }
 
 
 def share_lines(stages: Sequence[Share], unsplit: Sequence[str]) -> list[str]:
-    """Muon's share of the model, and a warning where that is less than half.
+    """A line with Muon's share of the model, and a warning where that is less than half.
 
     Args:
-        stages: the shares of the pipeline stages.
+        stages: the share of each pipeline stage.
         unsplit: the keys of ``UNSPLIT`` that the model has.
     """
     share = sum(stages, start=Share())
@@ -90,7 +90,7 @@ def fused_lines(names: Sequence[str]) -> list[str]:
     """A line about fused projections that are not split, if there are any.
 
     Args:
-        names: theirs.
+        names: names of these projections.
     """
     if not names:
         return []
@@ -109,7 +109,7 @@ def newton_schulz_line(
         config: the settings.
         device: the ranks' kind of device.
         products: the library that makes the symmetric products.
-        in_batches: matrices of one shape are orthogonalized together, as ``ns_batch`` says.
+        in_batches: whether matrices of one shape are orthogonalized together (``ns_batch``).
     """
     batches = ""
     if in_batches and config.ns_batch != 1:
@@ -128,7 +128,7 @@ def newton_schulz_line(
 
 
 def _iteration(config: MuonConfig, device: Device) -> str:
-    """Its name; where none is asked for, why it is that one."""
+    """The iteration's name; on a GPU also why it is the default, if no setting asks for it."""
     name = iteration_of(config, device)
     if config.ns_iteration is not None or not is_cuda(device):
         return name
@@ -137,7 +137,7 @@ def _iteration(config: MuonConfig, device: Device) -> str:
 
 
 def elementwise_line(by: str) -> str:
-    """One line about who does momentum and update."""
+    """One line about the operations that do momentum and update."""
     return f"{PREFIX} momentum and update: {by}"
 
 
@@ -153,10 +153,10 @@ def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: Sequen
     """One line about the Muon part of one DistributedOptimizer of a pipeline stage.
 
     Args:
-        plan: the stage's.
+        plan: the plan of that optimizer.
         stage: pipeline rank.
-        experts: it is the experts' optimizer.
-        buckets: in each grad buffer of one rank.
+        experts: whether it is the experts' optimizer.
+        buckets: number of buckets in each grad buffer of a rank.
     """
     cut = _cut(plan, range(len(buckets)))
     by_buffer = [

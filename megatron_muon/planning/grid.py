@@ -1,4 +1,4 @@
-"""Where each rank of a stage stands."""
+"""The ranks of a stage by EP, TP and DP rank."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megatron_muon.planning.layout import Parameter, Span
 
 @dataclass(frozen=True, slots=True)
 class RankGrid:
-    """The ranks of a stage by what they are parallel in.
+    """The ranks of a stage by their coordinates.
 
     Attributes:
         ranks: ``ranks[ep_rank][tp_rank][dp_rank]``, a permutation of 0 … size - 1, as the stage's
-            group numbers them. Expert parameters have the coordinates of the expert groups; all
-            others have one EP rank.
+            group numbers them. Expert parameters have a grid of their own, from the expert groups;
+            the grid of all others has one EP rank.
 
     Raises:
-        ValueError: a row or a plane is shorter than another.
+        ValueError: EP or TP ranks differ in their number of ranks.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -50,7 +50,7 @@ class RankGrid:
         return self.ranks[ep_rank]
 
     def holders(self, ep_rank: int, dp_rank: int) -> Iterator[int]:
-        """The ranks, one for each TP rank, that hold a DP rank's shard."""
+        """The ranks that hold a DP rank's shard, one per TP rank."""
         return (row[dp_rank] for row in self.ranks[ep_rank])
 
     def tp_ranks(self) -> dict[int, int]:

@@ -23,8 +23,8 @@ from fractions import Fraction
 
 from megatron_muon.config import HomePolicy, MuonConfig
 
-# A rank keeps the matrices it holds until its work would pass this multiple of the ideal, and up to
-# this one where they would be later elsewhere.
+# A rank keeps a matrix that it holds most of until its work would pass SLACK × max(ideal, largest
+# matrix); up to LIMIT × that, where another rank would end later.
 HOME_SLACK = Fraction(105, 100)
 HOME_LIMIT = Fraction(110, 100)
 
@@ -60,8 +60,8 @@ def prices(config: MuonConfig, itemsize: int) -> Price:
         config: ``rank_tflops`` and ``link_gbytes``.
         itemsize: bytes of an element that travels.
     """
-    flops, per_flops = config.rank_tflops.as_integer_ratio()  # of a picosecond
-    bytes_, per_bytes = config.link_gbytes.as_integer_ratio()  # of a nanosecond
+    flops, per_flops = config.rank_tflops.as_integer_ratio()  # per picosecond
+    bytes_, per_bytes = config.link_gbytes.as_integer_ratio()  # per nanosecond
     flop, element = per_flops * bytes_, 1000 * itemsize * per_bytes * flops
     common = math.gcd(flop, element)
     return Price(flop // common, element // common)
@@ -70,11 +70,11 @@ def prices(config: MuonConfig, itemsize: int) -> Price:
 def choose_homes(
     matrices: Sequence[Work], size: int, policy: HomePolicy, price: Price
 ) -> list[int]:
-    """The home of each matrix, those with most work first.
+    """The home of each matrix; matrices with most work are assigned first.
 
     Args:
-        matrices: the stage's.
-        size: number of ranks.
+        matrices: all matrices of the stage.
+        size: number of ranks in the stage.
         policy: ``local`` keeps the rank that holds most; ``balanced`` does so until that rank's
             work would pass ``HOME_SLACK`` × max(ideal, largest matrix), then takes the rank with
             the least work, or one that holds some, ends sooner and stays within ``HOME_LIMIT``.
@@ -82,7 +82,7 @@ def choose_homes(
         price: the prices of work and of bytes.
     """
     works, times = [0] * size, [0] * size
-    by_work = [(0, rank) for rank in range(size)]  # a heap; entries of old work are passed over
+    by_work = [(0, rank) for rank in range(size)]  # a heap; outdated entries are skipped
     homes = [0] * len(matrices)
     slack, limit = (_of_ideal(factor, matrices, size) for factor in (HOME_SLACK, HOME_LIMIT))
     for index in sorted(range(len(matrices)), key=lambda i: (-matrices[i].flops, i)):
@@ -93,7 +93,7 @@ def choose_homes(
             while by_work[0][0] != works[by_work[0][1]]:
                 heapq.heappop(by_work)
             near = [rank for rank in held if works[rank] + flops <= limit]
-            home = min(  # by when it would end, less what is the same for all
+            home = min(  # by the time at which it would end, without terms that all have
                 (times[rank] - 2 * held.get(rank, 0) * price.element, rank)
                 for rank in (*near, by_work[0][1])
             )[1]

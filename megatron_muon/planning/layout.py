@@ -1,9 +1,9 @@
-"""Which elements are where, as plain integers: shards, pieces, and the matrices in a parameter.
+"""The places of elements, as plain integers: shards, pieces, and the matrices in a parameter.
 
-A parameter is Megatron's: the local tensor-parallel slice, flat in memory, somewhere in a bucket. A
-bucket is cut into ``dp_size`` equal shards. A matrix is one 2-D block that is orthogonalized as a
-unit: a parameter holds one or several, and with tensor parallelism a matrix is spread over the
-parameters of all TP ranks. Everything here is the same on every rank of a stage.
+A parameter is Megatron's: the local tensor-parallel slice, a flat range of a bucket. A bucket is
+cut into ``dp_size`` equal shards. A matrix is one 2-D block that is orthogonalized as a unit: a
+parameter holds one or several. With tensor parallelism, a matrix is spread over the parameters of
+all TP ranks. Everything here is the same on every rank of a stage.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Whole local rows of a parameter that are one run of rows of one of its matrices.
+    """Consecutive local rows of a parameter that are consecutive rows of one of its matrices.
 
     Attributes:
-        matrix: which of the parameter's matrices.
+        matrix: index of the matrix in the parameter.
         rows: the local rows of the parameter.
-        matrix_row: the row of the whole matrix (TP = 1) that ``rows.start`` is.
+        matrix_row: the row of the whole matrix (TP = 1) at ``rows.start``.
     """
 
     matrix: int
@@ -54,10 +54,10 @@ class MatrixShape:
     """A whole matrix of a parameter.
 
     Attributes:
-        name: in messages.
+        name: its name in messages.
         rows, cols: its size over all TP ranks.
-        column_blocks: equal ranges of columns of which each TP rank holds a part, in order; more
-            than one only where TP splits the columns of a gate and an up half.
+        column_blocks: number of equal column ranges. Each TP rank holds a part of every range, in
+            order. More than one only where TP splits the columns of a gate and an up half.
     """
 
     name: str
@@ -71,16 +71,16 @@ class Parameter:
     """A Muon parameter as a stage sees it: identical on every rank but for its TP slice.
 
     Attributes:
-        name: Megatron's parameter name, with the number of an expert among all EP ranks' experts.
-        shape: local (rows, cols), the same on every TP rank. A batch of matrices that is one
-            parameter is seen as all their rows, one matrix after another.
+        name: Megatron's parameter name, with experts numbered over all EP ranks.
+        shape: local (rows, cols), the same on every TP rank. A batch of matrices in one parameter
+            counts as all their rows, one matrix after another.
         partition_dim: the dim that tensor parallelism splits, None where TP ranks hold replicas.
         bucket: the bucket's elements within its grad buffer.
         span: the parameter's elements within the same buffer.
         buffer: index of the grad buffer.
         matrices: the whole matrices in it.
-        blocks: for each TP rank, which local rows are which rows of which matrix.
-        ep_rank: the expert-parallel rank that has it; 0 for what is not an expert's.
+        blocks: for each TP rank, its local rows as rows of the matrices.
+        ep_rank: the expert-parallel rank that has it; 0 for dense parameters.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Parameter:
 
     @property
     def column_parts(self) -> int:
-        """Into how many column ranges TP cuts each matrix."""
+        """The number of column ranges that TP cuts each matrix into."""
         return len(self.blocks) if self.partition_dim == 1 else 1
 
     @property
@@ -148,7 +148,7 @@ def whole_matrix(
 def stacked_halves(name: str, shape: tuple[int, int], tp_size: int) -> Matrices:
     """A gated fc1, split by rows: each TP rank holds its part of the gate, then of the up half.
 
-    One matrix whose rows are those of TP = 1, all of the gate before all of the up half.
+    It is one matrix with the rows in the order of TP = 1: the whole gate, then the whole up half.
     """
     rows, cols = shape
     if rows % 2:
@@ -172,11 +172,11 @@ def interleaved_rows(
 ) -> Matrices:
     """A fused weight whose rows repeat group by group, e.g. (q, k, v) per query group.
 
-    TP cuts the rows of TP = 1 into equal ranges, wherever a part begins or ends: with fewer groups
-    than TP ranks a rank has some rows of one group, and of some parts none.
+    TP cuts the rows of TP = 1 into equal ranges, wherever a part begins or ends. With fewer groups
+    than TP ranks, a rank has some rows of one group, and may have no row of some parts.
 
     Args:
-        name: the parameter's.
+        name: the parameter's name.
         shape: local (rows, cols).
         tp_size: number of TP ranks.
         group_rows: ``(part, rows of it in one group)``; each part over all groups is one matrix.
@@ -213,7 +213,7 @@ def _group_blocks(group: int, rows_per_group: int, counts: Sequence[int]) -> Ite
 
 
 def _within(blocks: Sequence[Block], rows: Span) -> Iterator[Block]:
-    """The contents of a range of the whole weight's rows, counted from the range's start."""
+    """The blocks in a range of the whole weight's rows, with rows counted from its start."""
     for block in blocks:
         start, stop = max(block.rows.start, rows.start), min(block.rows.stop, rows.stop)
         if start < stop:
@@ -233,9 +233,9 @@ def batched_matrices(
     Args:
         names: the matrices' names.
         shape: local (rows of all matrices, cols).
-        partition_dim: each matrix's.
+        partition_dim: the dim of each matrix that TP splits.
         tp_size: number of TP ranks.
-        column_blocks: see MatrixShape.
+        column_blocks: see ``MatrixShape``.
     """
     rows, cols = shape
     if rows % len(names):

@@ -1,7 +1,7 @@
 """The exchange plan: which rank orthogonalizes which matrix, and every run of elements that moves.
 
-Plain integers, a pure function of the stage's parameters, its grid of ranks and the settings; so
-every rank makes the same plan without asking, the optimizer runs it, and tests count it.
+Plain integers, a pure function of the stage's parameters, its grid of ranks and the settings. So
+every rank makes the same plan without communication, and tests can count its messages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ExchangePlan:
         )
 
     def silent_rounds(self) -> list[bool]:
-        """For each round, whether nothing moves in it between any two ranks."""
+        """For each round, whether nothing moves between ranks in it."""
         silent = [True] * len(self.rounds)
         round_of = self.round_of()
         for segment in self.segments:
@@ -73,7 +73,7 @@ class ExchangePlan:
     def sent_bytes(self) -> list[int]:
         """Bytes that each rank sends to others in a step: pieces there, directions back.
 
-        With each segment goes an element that says whether it has a gradient.
+        A segment takes one element more to its home, which says whether it has a gradient.
         """
         sent = [0] * self.size
         for segment in self.segments:
@@ -90,7 +90,7 @@ class ExchangePlan:
         return [p for p in self.parameters if p.is_boundary(dp_size)]
 
     def validate(self) -> None:
-        """Every element of every matrix is gathered once, and every piece gets its directions once.
+        """Check that each matrix's elements are gathered once, and each piece gets directions once.
 
         Raises:
             ValueError: names the first matrix or parameter with a hole or an overlap.
@@ -118,10 +118,9 @@ def make_plan(
 
     Args:
         parameters: the stage's Muon parameters, in an order that is the same on all ranks.
-        grid: its ranks.
-        config: the settings; ``homes``, the two speeds, ``round_bytes`` and those of Newton-Schulz
-            matter here.
-        device: the ranks' kind of device, the same on all: an iteration's cost follows from it.
+        grid: the stage's ranks.
+        config: ``homes``, the two speeds, ``round_bytes`` and the Newton-Schulz settings are read.
+        device: the kind of device of all ranks, on which an iteration's cost depends.
 
     Raises:
         ValueError: the pieces do not cover a parameter exactly once.
@@ -160,12 +159,12 @@ def _rounds(
     itemsize: int,
     config: MuonConfig,
 ) -> tuple[tuple[int, ...], ...]:
-    """Rounds within the limit, which holds for two rounds at a time.
+    """Rounds that keep to ``round_bytes``, where two rounds use memory at a time.
 
-    If every round is alike, a home has at most three copies of a matrix: the one that is
+    If all rounds are alike, a home has at most three copies of a matrix: the one that is
     orthogonalized, the message that it comes in and the one that it goes in. Another rank has two
     copies of a piece. So in each of two rounds a matrix counts 3/2 at its home, a piece 1. Where
-    nothing travels at all, as with an expert DP of 1, one round at a time has memory: 1/2.
+    nothing travels, as with an expert DP of 1, one round uses memory: a matrix counts 1/2.
     """
     homed: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
     taken: list[dict[int, int]] = [defaultdict(int) for _ in parameters]

@@ -25,9 +25,12 @@ class RankRound:
 
     Attributes:
         homes: indices of the matrices that it orthogonalizes.
-        gather_to: by home, the segments that it sends there and whose directions come back.
-        gather_from: by rank, the segments that it gets as their home.
-        scatter_to, scatter_from: the same with replicas, which only receive.
+        gather_to: by home, the segments that it sends there.
+        gather_from: by rank, the segments that it receives as their home.
+        scatter_to: by rank, the segments whose directions it sends there as their home: those of
+            ``gather_from``, and replicas, which only receive.
+        scatter_from: by home, the segments whose directions it receives: those of ``gather_to``,
+            and replicas.
         kept: the segments that are home already.
     """
 
@@ -45,8 +48,8 @@ class RankPlan:
 
     Attributes:
         rank: its number in the stage.
-        pieces: elements that it holds of each parameter that it holds some of, by index.
-        rounds: its part of each.
+        pieces: by parameter index, the elements that it holds; only of parameters that it holds.
+        rounds: its part of each round.
     """
 
     rank: int
@@ -67,7 +70,7 @@ def rank_plan(
     segments: Sequence[Segment],
     rounds: Sequence[Sequence[int]],
 ) -> RankPlan:
-    """A rank's part of the plan that is made of these; see ``plan.ExchangePlan``."""
+    """One rank's part of the plan that has these fields; see ``plan.ExchangePlan``."""
     made = tuple(RankRound() for _ in rounds)
     round_of = {index: made[number] for number, round in enumerate(rounds) for index in round}
     numbers = iter(range(len(matrices)))
@@ -89,7 +92,7 @@ def rank_plan(
 
 def _route(round: RankRound, segment: Segment, rank: int, home: int) -> None:
     if home == segment.rank:
-        round.kept.append(segment)  # the home's TP rank sends, so it is no replica
+        round.kept.append(segment)  # no replica: replicas are on other TP ranks than the home
         return
     mine = segment.rank == rank
     other = home if mine else segment.rank

@@ -1,7 +1,7 @@
 """One rank's part of a round of the exchange, as integers: made once, used in every step.
 
-A run is a segment of the plan that this rank holds. Buffers of a round are flat; every list of
-sizes below cuts one of them from its first element to its last.
+A run is a segment of the plan that this rank holds. Buffers of a round are flat: each list of sizes
+below cuts one of them into parts, from the first element to the last.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Alike:
 
     Attributes:
         matrices: their indices in the plan.
-        like: the first of them; all have its size and its column parts.
-        start: the first one's, in elements.
+        like: the first of them; all have its layout.
+        start: place of the first one in the staged buffer, in elements.
     """
 
     matrices: tuple[int, ...]
@@ -35,28 +35,29 @@ class RoundTable:
     """One rank's part of a round.
 
     Attributes:
-        parameters: ``(index, sizes of its runs)`` of each with a piece here; runs are numbered on.
+        parameters: ``(index, sizes of its runs)`` of each with a piece here. Runs are numbered in
+            this order.
         matrices: the plan's index of each run's matrix.
         moving: numbers of the runs that go to a home: the kept ones in staged order, then the sent
             ones in the order of ``sent_sizes``.
         kept_sizes: sizes of the runs that are home already.
         sent_sizes: sizes of the parts of the message to homes: each peer's runs, then their flags.
-        sent_parts: the numbers of the parts of it that are runs.
+        sent_parts: numbers of that message's parts that are runs.
         sent_to, received_from: ``(rank of the stage, elements)`` by peer, flags included.
         sent_flags, received_flags: the places of flags in the messages.
-        received_sizes: the same for the message that comes.
-        homes: the stage's matrices whose home this is, in staged order.
-        alike: the same, by layout.
+        received_sizes: sizes of the parts of the message that arrives, as ``sent_sizes``.
+        homes: the matrices whose home this rank is, in staged order.
+        alike: the same matrices, grouped by layout.
         staged_sizes: sizes of the staged buffer's parts.
-        staged_from: for each of its parts, its number among the kept and, after them, the parts of
-            ``received_sizes``.
+        staged_from: for each staged part, its number among the kept runs and, after them, the parts
+            of ``received_sizes``.
         places: for each kept run and each one that arrives, the place of its matrix in ``homes``.
         kept_parts: numbers of the staged parts that are kept runs.
         directions_to: ``(rank of the stage, elements)`` of the ranks that get directions from here.
         direction_parts: numbers of the staged parts that are sent, in the message's order.
-        directions_from: the same of the ranks that this one gets directions from.
+        directions_from: the same for the ranks that send directions to this one.
         direction_sizes: sizes of the parts of the message that comes back.
-        direction_of: for each run, its number among the kept and, after them, the parts of
+        direction_of: for each run, its number among the kept runs and, after them, the parts of
             ``direction_sizes``.
     """
 
@@ -85,7 +86,7 @@ class RoundTable:
 
     @property
     def peers(self) -> set[int]:
-        """The ranks of the stage that this one sends something to or takes something from."""
+        """The ranks of the stage that this one exchanges messages with."""
         counts = (self.sent_to, self.received_from, self.directions_to, self.directions_from)
         return {rank for of_ranks in counts for rank, _ in of_ranks}
 
@@ -99,8 +100,8 @@ def round_tables(plan: RankPlan, matrices: Sequence[Matrix]) -> list[RoundTable]
     """The tables of every round, for one rank of the stage.
 
     Args:
-        plan: the rank's.
-        matrices: the stage's.
+        plan: that rank's part of the plan.
+        matrices: all matrices of the stage.
     """
     return [_table(round, matrices) for round in plan.rounds]
 
@@ -170,7 +171,7 @@ def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Ali
 
 
 def _joined(segments: dict[int, list[Segment]]) -> list[Segment]:
-    """All of them, by rank."""
+    """The segments of all ranks, in the order of ranks."""
     return [segment for rank in sorted(segments) for segment in segments[rank]]
 
 
@@ -181,7 +182,7 @@ def _sizes(segments: Sequence[Segment]) -> tuple[int, ...]:
 def _counts(
     segments: dict[int, list[Segment]], *, flags: bool = False
 ) -> tuple[tuple[int, int], ...]:
-    """Elements by rank, with one more for each segment where there are flags."""
+    """Elements by rank; with ``flags``, one more for each segment."""
     return tuple(
         (rank, sum(s.elements.size + flags for s in segments[rank])) for rank in sorted(segments)
     )
@@ -190,7 +191,7 @@ def _counts(
 def _with_flags(
     segments: dict[int, list[Segment]],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of a message's parts, each rank's flags after its segments; and the flags' places."""
+    """Sizes of a message's parts (each rank's segments, then their flags), and places of flags."""
     sizes: list[int] = []
     places: list[int] = []
     start = 0

@@ -1,7 +1,7 @@
-"""Rounds: which parameters go through the exchange together, so that memory stays bounded.
+"""Rounds: parameters that go through the exchange together, so that memory stays bounded.
 
-While one round is orthogonalized the next one's pieces and the last one's directions travel. All
-matrices of a parameter are in one round. Plain integers, the same on every rank.
+While one round is orthogonalized, the pieces of the next one and the directions of the one before
+travel. All matrices of a parameter are in one round. Plain integers, the same on every rank.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Protocol
 
 Loads = Mapping[int, int]  # bytes by rank of the stage
 
-# How many of the largest parameter a round has room for. With two Llama-3-8B at TP1 x DP8 is priced
-# 13 % slower, since ranks wait for each other between rounds; with more it is hardly faster.
+# A round has room for this many parameters of the largest size. With 2 the time model has
+# Llama-3-8B at TP1 x DP8 13 % slower, since ranks wait for each other between rounds; with more
+# than 3 it is hardly faster.
 _LARGEST_IN_A_ROUND = 3
-LEAST_LIMIT = 256 << 20  # bytes; smaller rounds of a GPU take longer to start than to run
+LEAST_LIMIT = 256 << 20  # bytes; on a GPU, smaller rounds take longer to start than to run
 # Elements that one elementwise call may take; its fp32 scratch memory is then 80 MiB. One launch of
 # torch's operations on lists takes 320 blocks of 2^16 elements, so a larger call saves no launch.
 ELEMENTS_AT_ONCE = 320 << 16
-LEAST_SCRATCH = 1 << 28  # elements; smaller batches of a GPU leave most of it idle
+LEAST_SCRATCH = 1 << 28  # elements; smaller batches leave most of a GPU idle
 
 
 class Sized(Protocol):
@@ -30,10 +31,10 @@ class Sized(Protocol):
 
 
 def scratch_limit(matrices: Sequence[Sized]) -> int:
-    """Elements of scratch memory that Newton-Schulz may take beside its matrices, on any rank.
+    """Elements of scratch memory for a batch of Newton-Schulz, the same on all ranks.
 
-    1.5 × the largest matrix, for its next iterate and the squares of its short side, and room for
-    batches of small ones.
+    It is 1.5 × the largest matrix, and at least ``LEAST_SCRATCH``, so that small matrices go in
+    batches. A matrix that needs more is not batched, and takes what it needs.
     """
     largest = max((matrix.numel for matrix in matrices), default=0)
     return max(3 * largest // 2, LEAST_SCRATCH)
@@ -42,17 +43,19 @@ def scratch_limit(matrices: Sequence[Sized]) -> int:
 def make_rounds(
     homed: Sequence[Loads], taken: Sequence[Loads], limit: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Indices of parameters, round by round; each is in exactly one.
+    """Indices of parameters per round; each parameter is in exactly one.
 
-    Parameters are taken in the order in which ranks that work through their own would get to them.
-    Each goes into the first round in which no rank that has buffers for it would pass the limit. So
-    ranks with nothing to share never wait for each other.
+    Parameters come in the order in which ranks would reach them if each worked through its own.
+    Each goes into the first round where no rank that has buffers for it would pass the limit. So a
+    parameter in a later round fits into none before it, and ranks that share nothing never wait for
+    each other.
 
     Args:
         homed: for each parameter, bytes of its matrices by the rank that orthogonalizes them.
-        taken: for each parameter, bytes of all buffers that a rank has for it.
-        limit: bytes taken on any rank; a parameter that alone has more on a rank shares the
-            round with none there. None: three times the largest parameter's, or ``LEAST_LIMIT``.
+        taken: for each parameter, bytes of all its buffers by rank.
+        limit: cap on the bytes taken on any rank. A parameter that takes more on a rank shares its
+            round with no other there. None: three times the largest parameter's bytes, at least
+            ``LEAST_LIMIT``.
 
     Raises:
         ValueError: ``limit`` is not above 0.
@@ -76,7 +79,7 @@ def make_rounds(
 
 
 def _first_with_room(loads_of: Sequence[Loads], more: Loads, limit: int) -> int:
-    """The number of the first round that has room for a parameter; a new one's where none has."""
+    """The number of the first round with room for a parameter; where none has, of a new one."""
     for number, loads in enumerate(loads_of):
         if all(rank not in loads or loads[rank] + count <= limit for rank, count in more.items()):
             return number

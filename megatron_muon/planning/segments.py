@@ -41,10 +41,10 @@ class Segment:
     """Elements contiguous in a parameter on one rank and in the staging of one matrix.
 
     Attributes:
-        parameter, matrix: indices into the plan's.
-        rank: holds the elements.
-        elements: its range of the flat local parameter.
-        start: where ``elements.start`` is in the matrix's staging.
+        parameter, matrix: indices in the plan.
+        rank: the rank of the stage that holds the elements.
+        elements: their range in the flat local parameter.
+        start: place of ``elements.start`` in the matrix's staging order.
         replica: a TP replica of elements that another rank sends; it only receives directions.
     """
 
