@@ -1,8 +1,8 @@
 """The import that the patch adds at the end of ``megatron/training/__init__.py``.
 
-It puts Muon's flags into the parser, and waits: a run that does not ask for ``--optimizer muon`` is
-as without the plugin, also where Muon could not run. For one that does, what the launcher does
-before it starts the script is done once the arguments are parsed.
+It adds Muon's flags to the parser. A run without ``--optimizer muon`` is otherwise as without the
+plugin, also where Muon could not run. For a run with it, the launcher's checks follow once the
+arguments are parsed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatron_muon.mcore.seams.rows import SeamError
 from megatron_muon.megatron_lm.install import asks_for_muon, install_training, wrap
 from megatron_muon.megatron_lm.launch import ON_CPU, check_installation, hide_gpus, without_gpu
 
-_fault: SeamError | None = None  # why Muon cannot run with this Megatron
+_fault: SeamError | None = None  # the reason why Muon cannot run with this Megatron
 
 
 def _install() -> None:
     global _fault
     if ON_CPU in sys.argv:
-        hide_gpus()  # before anything of this process uses one
+        hide_gpus()  # before this process uses one
     try:
         install_training()
-    except SeamError as error:  # no fault of a run that does not ask for Muon
+    except SeamError as error:  # must not stop a run that does not ask for Muon
         _fault = error
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"[megatron_muon] no --optimizer muon here: {error}", flush=True)
@@ -39,7 +39,7 @@ def _install() -> None:
 
 
 def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Megatron's, after what a run with Muon needs: nothing has been made yet."""
+    """Check the installation and turn on the CPU runtime before Megatron validates and builds."""
     if asks_for_muon(args):
         if _fault is not None:
             raise _fault
@@ -52,12 +52,12 @@ def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs
 
 
 def _runs_on_cpu(args: Any) -> bool:
-    """Where there is no GPU: a run with Muon, and any that asks for the CPU."""
+    """Whether a run uses the CPU where there is no GPU: with Muon, or with ``--muon-cpu``."""
     return asks_for_muon(args) or bool(getattr(args, "muon_cpu", None))
 
 
 def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's, which until 0.17 asserts a GPU before it parses the arguments."""
+    """Parse the arguments first where there is no GPU: Megatron asserts one before, up to 0.17."""
     signature = inspect.signature(original)
     call = signature.bind(*args, **kwargs)
     given = call.arguments

@@ -1,8 +1,8 @@
-"""``--muon-dp-layout``: the number of Megatron's buckets, where it overlaps gradient reduction.
+"""``--muon-dp-layout``: the number of Megatron's buckets where it overlaps gradient reduction.
 
-Without the overlap a buffer is one bucket, as it is on later pipeline stages, so shards are
-contiguous already. With it Megatron's buckets are about 40 M elements, so that in a large model
-nearly every parameter is cut; the fewest buckets that keep the overlap are asked for instead.
+Without the overlap, and on later pipeline stages, a buffer is one bucket, so shards are contiguous.
+With it Megatron's buckets have about 40 M elements, whose shards cut nearly every parameter of a
+large model. The contiguous layout takes the fewest buckets that keep the overlap.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from megatron_muon.planning.bucket_count import (
 from megatron_muon.planning.bucket_order import UNPLACED
 from megatron_muon.planning.layout import Parameter, interleaved_rows, whole_matrix
 
-# The number must not depend on how many ranks there are: AdamW's checkpoints in dp_reshardable,
-# which a run may come from, load at another DP size, but not into other buckets. With few ranks the
-# exchange costs most.
+# The number of buckets must not depend on the number of ranks: a run may start from an AdamW
+# checkpoint in dp_reshardable, which loads at another DP size, but not into other buckets. A small
+# size is taken since the exchange costs most with few ranks.
 REFERENCE_DP_SIZE = 8
 
 
 def choose_buckets(args: Namespace) -> list[str]:
-    """Set ``ddp_num_buckets`` where the layout is contiguous, reduction overlaps, and no flag says
-    how many or how large buckets are.
+    """Set ``ddp_num_buckets`` where the layout is contiguous and gradient reduction overlaps.
+
+    Flags for the number or size of buckets have precedence.
 
     Args:
-        args: Megatron's, validated.
+        args: Megatron's arguments, validated.
 
     Returns:
-        A line to print with the choice and its reason, where there was a choice.
+        A line to print with the choice and its reason; empty where there is no choice.
     """
     if args.muon_dp_layout != "contiguous" or not args.overlap_grad_reduce:
         return []
@@ -67,15 +68,15 @@ def choose_buckets(args: Namespace) -> list[str]:
             "--muon-dp-layout contiguous: Megatron's own buckets, of about 40 M elements: fewer "
             "that keep the overlap would not send less on the first pipeline stage"
         ]
-    # Megatron divides the elements of all model chunks by it, and cuts the first chunk alone.
+    # Megatron divides the elements of all model chunks by it, and cuts only the first chunk.
     args.ddp_num_buckets = chosen.number * (args.virtual_pipeline_model_parallel_size or 1)
     return [_reason(args, chosen.number)]
 
 
 def aligns_shards(args: Namespace) -> bool:
-    """Whether a run's parameters are ordered in their buckets, so that shards cut few of them.
+    """Whether a run orders the parameters within buckets so that shards cut few of them.
 
-    Not where it may load a checkpoint of AdamW's, which most formats keep in Megatron's order.
+    It does not where it may load an AdamW checkpoint, since most formats keep Megatron's order.
     """
     from megatron_muon.mcore.params.bucket_layout import takes_layouts
 
@@ -109,7 +110,7 @@ def _gb(count: int) -> str:
 
 
 def _dp_sizes(args: Namespace) -> tuple[int, int]:
-    """Shards of a buffer of dense and of experts' parameters."""
+    """Number of shards of a buffer: of dense parameters, and of experts' parameters."""
     stage = args.world_size // args.pipeline_model_parallel_size
     expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     instances = args.num_distributed_optimizer_instances
@@ -118,13 +119,14 @@ def _dp_sizes(args: Namespace) -> tuple[int, int]:
 
 
 def buffers(args: Namespace, dp_size: int, expert_dp_size: int) -> list[Buffer]:
-    """The grad buffers of the first pipeline stage's first model chunk on a rank, but for what is
-    small (norms, biases, routers) and the layers of multi-token prediction. They only serve to
-    choose the number of buckets and to print the reason.
+    """A rank's grad buffers of the first model chunk on the first pipeline stage, approximately.
+
+    Norms, biases, routers and the layers of multi-token prediction are left out: the buffers only
+    serve to choose the number of buckets and to print the reason.
 
     Args:
-        args: Megatron's, validated.
-        dp_size, expert_dp_size: their shards.
+        args: Megatron's arguments, validated.
+        dp_size, expert_dp_size: number of shards of the dense buffer and of the experts' buffer.
     """
     tp = args.tensor_model_parallel_size
     expert_tp = args.expert_tensor_parallel_size or tp
@@ -146,9 +148,9 @@ class _Whole:
     """A weight over all TP ranks.
 
     Attributes:
-        rows, cols: its size.
-        partition_dim: the one that TP splits; None where its ranks hold replicas.
-        parts: rows of each part in a group of a fused query, key and value.
+        rows, cols: shape of the whole weight.
+        partition_dim: dimension that TP splits; None where TP ranks hold replicas.
+        parts: (name, rows) of Q, K and V in one query group of a fused QKV weight; else empty.
     """
 
     rows: int
@@ -157,7 +159,7 @@ class _Whole:
     parts: tuple[tuple[str, int], ...] = ()
 
     def of(self, tp_size: int) -> LocalParameter:
-        """On one of so many TP ranks."""
+        """The part of the weight on one of ``tp_size`` TP ranks."""
         rows = self.rows // tp_size if self.partition_dim == 0 else self.rows
         cols = self.cols // tp_size if self.partition_dim == 1 else self.cols
         shape, dim = (rows, cols), self.partition_dim
@@ -177,9 +179,9 @@ def _layers(args: Namespace) -> int:
 
 
 def _attention(args: Namespace) -> Iterator[_Whole]:
-    """A layer's projections, in Megatron's order.
+    """The attention weights of a layer, in Megatron's order.
 
-    Multi-latent attention's down projections are taken for replicated, as Transformer Engine's are.
+    Multi-latent attention's down projections count as replicated, as in Transformer Engine.
     """
     hidden, heads = args.hidden_size, args.num_attention_heads
     if args.multi_latent_attention:
@@ -199,13 +201,13 @@ def _attention(args: Namespace) -> Iterator[_Whole]:
 
 
 def _feed_forward(args: Namespace, layer: int) -> tuple[list[_Whole], list[_Whole]]:
-    """A layer's dense weights, and those of a rank's experts."""
+    """The dense MLP weights of a layer, and the weights of a rank's experts."""
     if not args.num_experts or not _has_experts(args.moe_layer_freq, layer):
         return list(_two(args, args.ffn_hidden_size)), []
     shared = list(_two(args, args.moe_shared_expert_intermediate_size or 0))
     one = list(_two(args, args.moe_ffn_hidden_size or args.ffn_hidden_size))
     count = args.num_experts // args.expert_model_parallel_size
-    if args.moe_grouped_gemm:  # their weights are by kind, not by expert
+    if args.moe_grouped_gemm:  # Megatron orders these weights by kind, not by expert
         return shared, [weight for weight in one for _ in range(count)]
     return shared, one * count
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's saving and loading of a run: additions where the run is Muon's."""
+"""Additions to Megatron-LM's saving and loading where the run is Muon's."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_muon.megatron_lm import switching, tracker
 from megatron_muon.megatron_lm.namespace import is_on
 
 # The optimizer's name in a checkpoint's arguments. The saver of tools/checkpoint hands them to
-# validate_args of a Megatron without the plugin, and that of 0.16 and 0.17 stops where "muon" is in
-# the name beside use_distributed_optimizer.
+# validate_args of a Megatron without the plugin. In 0.16 and 0.17 it refuses a name with "muon" in
+# it together with use_distributed_optimizer.
 SAVED_NAME = "Muon"
 
 
 def generate_state_dict(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Megatron's, with arguments that its tools can read without the plugin."""
+    """Megatron's state dict, with arguments that its tools can read without the plugin."""
     state_dict = original(args, *rest, **kwargs)
     if is_on(args) and state_dict.get("args") is args:
         state_dict["args"] = copy.copy(args)
@@ -37,13 +37,15 @@ def generate_state_dict(original: Callable[..., Any], args: Any, *rest: Any, **k
 def save_checkpoint(
     original: Callable[..., Any], iteration: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Megatron's; the tracker file never names a checkpoint that is not complete, and one of
-    ``--ckpt-format torch`` has its digest, too (others have it from ``mcore.integrity.save_load``).
+    """Megatron's save, with a tracker file that never names an incomplete checkpoint.
+
+    With ``--ckpt-format torch`` it also writes the digest; for other formats
+    ``mcore.integrity.save_load`` does.
 
     Raises:
         OSError: the tracker or the digest cannot be written.
         TwoSavesError: another save into the folder is going on, or has begun meanwhile.
-        RuntimeError: on ranks that have no error themselves when another has.
+        RuntimeError: another rank has an error and this one has none.
     """
     given = importlib.import_module("megatron.training").get_args()
     named = inspect.signature(original).bind(iteration, model, *args, **kwargs).arguments
@@ -64,7 +66,7 @@ def save_checkpoint(
 
 
 def _saved_into(given: Any, named: dict[str, Any]) -> Path | None:
-    """The checkpoint's folder; None for Megatron's local ones, and in an object store."""
+    """The checkpoint's folder; None for a local non-persistent one or one in an object store."""
     save_dir = given.save
     if named.get("non_persistent_ckpt"):
         if given.non_persistent_ckpt_type != "global":
@@ -75,11 +77,11 @@ def _saved_into(given: Any, named: dict[str, Any]) -> Path | None:
 
 @contextmanager
 def _digest_of_torch(given: Any, named: dict[str, Any], folder: Path, votes: Any) -> Iterator[None]:
-    """A digest where the model is written by ``torch.save``, before the tracker is."""
+    """Within it, ``torch.save``'s checkpoint gets a digest before the tracker is written."""
     from megatron_muon.mcore.integrity import recorded, registry, save_load
 
     if given.use_dist_ckpt or named.get("non_persistent_ckpt"):
-        yield  # dist_checkpointing makes it
+        yield  # the digest comes from the wrapped dist_checkpointing
         return
     trained = registry.owner_of_chunks(_chunks(named["model"]))
     saving = save_load.Saving.of(lambda: trained, str(folder))
@@ -93,8 +95,10 @@ def _digest_of_torch(given: Any, named: dict[str, Any], folder: Path, votes: Any
 
 @contextmanager
 def _finalized_together() -> Iterator[None]:
-    """Within it, what an asynchronous save does once its digest is made (rank 0 writes the tracker)
-    ends on all ranks where it fails on one."""
+    """Within it, an error on one rank ends all ranks where an asynchronous save is finalized.
+
+    This holds for the steps after the digest; in one of them rank 0 writes the tracker.
+    """
     from megatron_muon.mcore.integrity.save_load import is_seal
     from megatron_muon.runtime.consensus import together
     from megatron_muon.runtime.patches import replaced
@@ -132,15 +136,16 @@ def load_checkpoint(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's, once the checkpoint is checked; ``--override-opt_param-scheduler`` keeps rates.
+    """Megatron's load, after a check of the checkpoint.
 
-    Megatron overrides the scheduler's rates, but the groups have rates of their own, which go first
-    and come from the checkpoint. AdamW's run goes on with the old ones (0.12.3), or ends in a
-    KeyError since no group that was saved has the new ones (0.19.0 and main).
+    With ``--override-opt_param-scheduler`` the run's learning rates stay. Megatron only overrides
+    the scheduler's, while those that the checkpoint gives to the groups have precedence: a run of
+    AdamW goes on with the old rates (0.12.3), or ends in a KeyError since no saved group has the
+    new ones (0.19.0 and main).
 
     Raises:
         DigestError: the checkpoint is not complete, not intact or of another model.
-        RuntimeError: on ranks that have no error themselves when another has.
+        RuntimeError: another rank has an error and this one has none.
     """
     from megatron_muon.mcore.checkpoint.param_groups import SCHEDULE
 
@@ -167,10 +172,10 @@ def load_checkpoint(
 
 @contextmanager
 def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None]:
-    """Where AdamW's own load fails at a checkpoint of Muon's, say so. Nothing is done before.
+    """Explain a failed load of AdamW's where the checkpoint is Muon's; until then do nothing.
 
     Raises:
-        ValueError: in place of Megatron's error, which names a key; on the ranks that have that.
+        ValueError: replaces Megatron's error, which only names a key, on the ranks that have it.
     """
     try:
         yield
@@ -180,7 +185,7 @@ def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None
         from megatron_muon.mcore.interop.switch import writer_of
 
         folder, whose = None, None
-        with suppress(Exception):  # Megatron's own error is to be seen then
+        with suppress(Exception):  # then Megatron's own error is raised
             folder = _latest(str(load_dir), step)
             whose = writer_of(folder) if folder is not None else None
         if whose != "muon":
@@ -193,7 +198,7 @@ def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None
 
 @contextmanager
 def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
-    """Refuse what is not whole before Megatron reads any of it."""
+    """Check the checkpoint in ``folder``, if there is one, before Megatron reads it."""
     from megatron_muon.mcore.integrity.registry import owner_of_chunks
     from megatron_muon.mcore.integrity.verify import check, checked
 
@@ -208,7 +213,7 @@ def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
 
 
 def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
-    """The folder that Megatron will read, as rank 0 finds it; None for none, and a local one."""
+    """The folder that Megatron will read, as rank 0 sees it; None for none or a local one."""
     _settle(load_dir, given.save)
     pretrained = getattr(given, "pretrained_checkpoint", None)
     if pretrained and not _is_checkpoint(load_dir):
@@ -246,15 +251,18 @@ def _is_checkpoint(load_dir: str | None) -> bool:
 
 
 def _settle(load_dir: str | None, save_dir: str | None) -> None:
-    """Put back what a save that was stopped has set aside; or refuse, where others save there."""
+    """Put back the checkpoint that a stopped save has set aside.
+
+    Where this run does not save into ``load_dir``, refuse to load if the checkpoint is set aside.
+    """
     if load_dir is None or "://" in load_dir:
-        return  # dist_checkpointing.load says what is not possible in an object store
+        return  # the wrapped dist_checkpointing.load refuses what an object store cannot do
     folder, own = Path(load_dir), save_dir is not None and Path(save_dir) == Path(load_dir)
     _on_rank_0(lambda: tracker.recover(folder) if own else tracker.require_settled(folder))
 
 
 def _step(given: Any) -> int | None:
-    """``--ckpt-step``, of which Megatron takes 0 for none."""
+    """``--ckpt-step``; None where it is not given or 0, which is the same to Megatron."""
     return getattr(given, "ckpt_step", None) or None
 
 
@@ -294,7 +302,7 @@ def _chunks(model: Any) -> list[Any]:
 
 
 def _on_rank_0(act: Callable[[], str | None]) -> None:
-    """Do it on rank 0, print what it says, and go on on all ranks when it is done."""
+    """Call ``act`` on rank 0 and print the line that it returns; all ranks wait for it."""
     from megatron_muon.runtime.consensus import together
 
     def act_and_say() -> None:
@@ -306,7 +314,7 @@ def _on_rank_0(act: Callable[[], str | None]) -> None:
 
 
 def _by_rank_0(find: Callable[[], str]) -> str:
-    """Rank 0's result of ``find``, on all ranks: files may look different from each."""
+    """Rank 0's result of ``find`` on all ranks, since ranks may see different files."""
     from megatron_muon.runtime.collectives import all_gather_texts
     from megatron_muon.runtime.consensus import together
 
@@ -322,13 +330,13 @@ def _device() -> Any:
 
 @contextmanager
 def _vocabulary() -> Iterator[None]:
-    """Within it a digest has the number of tokens of Megatron's tokenizer, if there is one."""
+    """Within it digests use the vocabulary size of Megatron's tokenizer, if there is one."""
     from megatron_muon.mcore.integrity.registry import with_vocabulary
 
     try:
         tokenizer = importlib.import_module("megatron.training").get_tokenizer()
-        tokens = getattr(tokenizer, "vocab_size", None)  # None is the tokenizer under python -O
-    except AssertionError:  # none was built
+        tokens = getattr(tokenizer, "vocab_size", None)  # under python -O it may be None
+    except AssertionError:  # no tokenizer was built
         tokens = None
     with with_vocabulary(tokens if isinstance(tokens, int) else None):
         yield

@@ -1,4 +1,4 @@
-"""Every flag of Muon's with its help. See flags for what they mean."""
+"""Muon's flags and their help texts; ``flags`` turns them into settings."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from megatron_muon.config import ElementwiseBy, MuonConfig, NsIteration, ScaleMo
 
 _PAPER = "arXiv 2502.16982"
 _UPSTREAMS = "Megatron's own Muon flag"
+_OURS = "megatron_muon flag"
 
 
 class Flag(NamedTuple):
-    """A flag that ``add_flags`` sees to.
+    """A flag that ``add_flags`` adds, or whose help it replaces.
 
     Attributes:
-        option: with its dashes.
-        help: its meaning, unit, source, default.
-        keywords: those of ``add_argument``; where Megatron has the flag, its own are kept.
+        option: the flag with its dashes.
+        help: meaning, unit, source and default.
+        keywords: for ``add_argument``; unused where Megatron already has the flag.
     """
 
     option: str
@@ -34,7 +35,7 @@ def _flag(option: str, help: str, **keywords: Any) -> Flag:
 
 
 def auto_or_number(text: str) -> int:
-    """A whole number, or ``auto``, which is 0."""
+    """Parse a whole number or ``auto``, which becomes 0."""
     return 0 if text == "auto" else int(text)
 
 
@@ -43,231 +44,227 @@ _ON = {"action": "store_true"}
 FLAGS = (
     _flag(
         "--muon-matched-adamw-rms",
-        f"root mean square of a matrix's update, per unit of lr ({_PAPER}, eq. 4, where AdamW's "
-        "updates have 0.2 to 0.4): AdamW's rate is then one to start from, seldom the best, see "
+        f"root mean square of a matrix's update, per unit of lr ({_PAPER}, eq. 4; AdamW's updates "
+        "have 0.2 to 0.4), so that AdamW's lr is a starting point, seldom the best: see "
         f"docs/switching_and_tuning.md; default {_MOONLIGHT.matched_adamw_rms}",
         type=float,
     ),
     _flag(
         "--muon-momentum",
-        f"μ in M ← μM + G, no unit ({_PAPER}, Algorithm 1); default {_MOONLIGHT.momentum}; "
-        "Megatron's own Muon: 0.9",
+        f"μ in M ← μM + G ({_PAPER}, Algorithm 1); default {_MOONLIGHT.momentum} (Megatron's own "
+        "Muon: 0.9)",
         type=float,
     ),
     _flag(
         "--muon-ns-steps",
-        f"Newton-Schulz iterations, a number ({_PAPER}, section 2.1); "
-        f"default {_MOONLIGHT.ns_steps}",
+        f"Newton-Schulz iterations ({_PAPER}, section 2.1); default {_MOONLIGHT.ns_steps}",
         type=int,
     ),
     _flag(
         "--no-muon-nesterov",
-        f"orthogonalize M in place of G + μM ({_PAPER} has Nesterov's); a switch; default: G + μM",
+        f"orthogonalize M in place of G + μM, the Nesterov form of {_PAPER}; default: G + μM",
         **_ON,
     ),
     _flag(
         "--muon-num-ns-steps",
-        f"the same as --muon-ns-steps, a number of iterations; {_UPSTREAMS}; "
-        f"default {_MOONLIGHT.ns_steps}, Megatron's own Muon: 5",
+        f"the same as --muon-ns-steps; {_UPSTREAMS}; default {_MOONLIGHT.ns_steps} (Megatron's own "
+        "Muon: 5)",
         type=int,
     ),
     _flag(
         "--muon-nesterov",
-        f"orthogonalize G + μM; a switch; {_UPSTREAMS} since core 0.18; default: so too, "
-        "--no-muon-nesterov asks for M; Megatron's own Muon: M",
+        f"orthogonalize G + μM; {_UPSTREAMS} since core 0.18; the same default, "
+        "--no-muon-nesterov turns it off (Megatron's own Muon: off)",
         **_ON,
     ),
     _flag(
         "--muon-use-nesterov",
-        f"the same as --muon-nesterov; a switch; {_UPSTREAMS} in core 0.16 and 0.17; default: so "
-        "too",
+        f"the same as --muon-nesterov; {_UPSTREAMS} in core 0.16 and 0.17; the same default",
         **_ON,
     ),
     _flag(
         "--muon-scale-mode",
-        "what a direction is multiplied by, times the extra factor, no unit: sqrt(max(rows, "
-        "cols)), sqrt(rows / cols) or sqrt(max(1, rows / cols)), where rows are outputs "
-        f"(Emerging-Optimizers' get_muon_scale_factor); {_UPSTREAMS}; default "
-        f"{_MOONLIGHT.scale_mode}",
+        "factor on a direction, times the extra factor: sqrt(max(rows, cols)), sqrt(rows / cols) "
+        "or sqrt(max(1, rows / cols)); rows are a matrix's outputs (Emerging-Optimizers' "
+        f"get_muon_scale_factor); {_UPSTREAMS}; default {_MOONLIGHT.scale_mode}",
         choices=get_args(ScaleMode),
     ),
     _flag(
         "--muon-extra-scale-factor",
-        "factor on the scale mode's, no unit; with spectral it is the update's root mean square, "
+        "factor on a direction, times the scale mode's; with spectral it is the same as "
         f"--muon-matched-adamw-rms; {_UPSTREAMS}; default {_MOONLIGHT.matched_adamw_rms} with "
-        "spectral, which is Moonlight's mode, 1.0 with another; Megatron's own Muon: 1.0",
+        "spectral (Moonlight's mode), 1.0 with the others (Megatron's own Muon: 1.0)",
         type=float,
     ),
     _flag(
         "--muon-coefficient-type",
-        "polynomials of the Newton-Schulz iteration, a name of Emerging-Optimizers, the same as "
-        f"--muon-ns-coefficients; {_UPSTREAMS}; default simple, Megatron's own Muon: quintic",
+        "polynomials of the Newton-Schulz iteration by Emerging-Optimizers' name, the same as "
+        f"--muon-ns-coefficients; {_UPSTREAMS}; default simple (Megatron's own Muon: quintic)",
     ),
     _flag(
         "--muon-fp32-matmul-prec",
-        "precision of Newton-Schulz's products, a name of torch.set_float32_matmul_precision; "
-        "only medium, which Emerging-Optimizers runs in bf16: --muon-ns-dtype bf16; "
+        "precision of Newton-Schulz's products, as in torch.set_float32_matmul_precision; only "
+        "medium, which Emerging-Optimizers runs in bf16: --muon-ns-dtype bf16; "
         f"{_UPSTREAMS}; default medium",
         choices=("low", "medium", "high"),
     ),
     _flag(
         "--muon-no-split-qkv",
-        "orthogonalize a fused QKV weight as one matrix; a switch; "
-        f"{_UPSTREAMS}; default: Q, K and V apart",
+        f"orthogonalize a fused QKV weight as one matrix; {_UPSTREAMS}; default: Q, K and V "
+        "separately",
         action="store_false",
         dest="muon_split_qkv",
     ),
     _flag(
         "--muon-tp-mode",
-        "how a matrix that TP splits is orthogonalized, a name: here once and whole, at its home, "
-        "with duplicated's result; another mode is an error unless TP is 1; "
-        f"{_UPSTREAMS}; default duplicated, Megatron's own Muon: blockwise up to core 0.19",
+        "how a matrix that TP splits is orthogonalized; here its home does it once, on the whole "
+        "matrix, with duplicated's result; another mode is an error unless TP is 1; "
+        f"{_UPSTREAMS}; default duplicated (Megatron's own Muon: blockwise up to core 0.19)",
         choices=("blockwise", "duplicated", "distributed"),
     ),
     _flag(
         "--muon-scalar-optimizer",
-        "who updates what is not Muon's, a name; only adam (with decoupled weight decay, as "
-        f"{_PAPER}); {_UPSTREAMS}; default adam",
+        "optimizer of the parameters that are not Muon's; only adam (with decoupled weight decay, "
+        f"as in {_PAPER}); {_UPSTREAMS}; default adam",
         choices=("adam", "lion"),
     ),
     _flag(
         "--muon-use-syrk",
-        "Triton's symmetric product in Newton-Schulz; a switch; not here: an error; "
+        "Triton's symmetric product in Newton-Schulz, an error here; "
         f"{_UPSTREAMS} after core 0.19; default: torch's products",
         **_ON,
     ),
     _flag(
         "--weight-decay-all-params",
-        f"decay norms' gammas and biases too ({_PAPER}, appendix D); a switch; with --optimizer "
-        "adam, too, the AdamW twin of such a run; megatron_muon's; default: they are not decayed",
+        f"decay norms' gammas and biases too ({_PAPER}, appendix D); also with --optimizer adam, "
+        f"for the AdamW twin of such a run; {_OURS}; default: they are not decayed",
         **_ON,
     ),
     _flag(
         "--muon-include",
-        "parameters that are Muon's whatever the routing says, a pattern of names (*, ?, []; "
-        "megatron-muon routes prints the names); may be given several times; "
-        "megatron_muon's; default none",
+        "parameters that are Muon's whatever the routing says: a pattern of names (*, ?, []; "
+        f"megatron-muon routes prints the names); may be given several times; {_OURS}; "
+        "default none",
         action="append",
         metavar="PATTERN",
     ),
     _flag(
         "--muon-exclude",
-        "parameters that are AdamW's whatever the routing says, a pattern of names, as in "
-        "--muon-include; may be given several times; megatron_muon's; default none",
+        "parameters that are AdamW's whatever the routing says: a pattern of names, as in "
+        f"--muon-include; may be given several times; {_OURS}; default none",
         action="append",
         metavar="PATTERN",
     ),
     _flag(
         "--muon-homes",
-        "which rank orthogonalizes a matrix, a name: balanced work, or local, fewest bytes; "
-        f"megatron_muon's; default {_MOONLIGHT.homes}",
+        "which rank orthogonalizes a matrix: balanced evens out the ranks' work, local sends the "
+        f"fewest bytes; {_OURS}; default {_MOONLIGHT.homes}",
         choices=("balanced", "local"),
     ),
     _flag(
         "--muon-rank-tflops",
-        "speed of Newton-Schulz on a rank, in TFLOP/s: what its work costs where homes are chosen; "
-        "megatron-muon bench speeds measures it, a run never does; megatron_muon's; default "
-        f"{_MOONLIGHT.rank_tflops:g}, taken for an H100",
+        "speed of Newton-Schulz on a rank, in TFLOP/s, for the choice of homes; a run never "
+        f"measures it, megatron-muon bench speeds does; {_OURS}; default "
+        f"{_MOONLIGHT.rank_tflops:g}, an assumption for an H100",
         type=float,
     ),
     _flag(
         "--muon-link-gbytes",
-        "speed of the exchange, in GB/s (10^9 bytes) that a rank sends and receives: what bytes "
-        "cost where homes are chosen; megatron-muon bench speeds measures it, a run never does; "
-        f"megatron_muon's; default {_MOONLIGHT.link_gbytes:g}, taken for a 400 Gbit/s port a rank",
+        "speed of the exchange, in GB/s (10^9 bytes) that a rank sends and as many that it "
+        "receives, for the choice of homes; a run never measures it, megatron-muon bench speeds "
+        f"does; {_OURS}; default {_MOONLIGHT.link_gbytes:g}, an assumption for a 400 Gbit/s port "
+        "per rank",
         type=float,
     ),
     _flag(
         "--muon-dp-layout",
-        "how grad buffers are cut into shards where --overlap-grad-reduce is on, a name: "
-        "contiguous, in the fewest buckets that keep the overlap, unless --ddp-num-buckets or "
-        "--ddp-bucket-size says how many, and from core 0.18 on in an order in which few "
-        "parameters are cut; or bucketed, as Megatron itself does; without the overlap a buffer is "
-        "one bucket; megatron_muon's; default contiguous",
+        "how grad buffers are cut into shards with --overlap-grad-reduce: contiguous, the fewest "
+        "buckets that keep the overlap (unless --ddp-num-buckets or --ddp-bucket-size is given) "
+        "and, from core 0.18 on, an order in which shards cut few parameters; or bucketed, "
+        f"Megatron's own; without the overlap a buffer is one bucket; {_OURS}; default contiguous",
         choices=("contiguous", "bucketed"),
     ),
     _flag(
         "--muon-round-mib",
-        "most of matrices and pieces that a rank has in one round of the exchange, in MiB; while "
-        "one round is orthogonalized its neighbours travel; megatron_muon's; default 0: 256, or "
-        "three times what the largest parameter has, if that is more",
+        "cap on a rank's buffers for one round of the exchange, in MiB; while one round is "
+        f"orthogonalized, its neighbours travel; {_OURS}; default 0: three times the buffers of "
+        "the largest parameter, at least 256",
         type=int,
     ),
     _flag(
         "--muon-ns-dtype",
-        "dtype that matrices are orthogonalized in; they travel in bf16, with fp32 in fp32; "
-        f"megatron_muon's, {_PAPER} has bf16; default {_MOONLIGHT.ns_dtype}",
+        "dtype that matrices are orthogonalized in; they travel in bf16, or in fp32 with fp32; "
+        f"{_OURS} ({_PAPER} has bf16); default {_MOONLIGHT.ns_dtype}",
         choices=get_args(NsDtype),
     ),
     _flag(
         "--muon-ns-coefficients",
-        f"polynomials of the Newton-Schulz iteration: a published set ({', '.join(SETS)}) or "
-        "numbers, a,b,c for every step or a,b,c;a,b,c;... one after the other; megatron_muon's; "
-        f"default simple, which is {_PAPER}'s",
+        f"polynomials of the Newton-Schulz iteration: a published set ({', '.join(SETS)}), or "
+        "numbers: a,b,c for every step, or a,b,c;a,b,c;... one triple per step; "
+        f"{_OURS}; default simple, the set of {_PAPER}",
         metavar="NAME|NUMBERS",
     ),
     _flag(
         "--muon-ns-iteration",
-        "how the polynomials are computed, a name: standard, gram (of the short side's square, "
+        "how the polynomials are computed: standard, gram (on the short side's Gram matrix, with "
         "less work where a matrix is not square) or auto, by shape; gram's rounding error is up to "
-        "twice standard's in bf16 and fp16 and 3 times in fp32; megatron_muon's; default auto on a "
-        "GPU where its restarts are known for coefficients, steps and dtype, else standard",
+        f"twice standard's in bf16 and fp16, up to 8 times in fp32; {_OURS}; default auto on a GPU "
+        "where restarts are known for the coefficients, steps and dtype, else standard",
         choices=get_args(NsIteration),
     ),
     _flag(
         "--muon-ns-batch",
-        "most matrices of one shape that a GPU orthogonalizes at once, a number; or auto: as many "
-        "as 1.5 times the largest matrix's memory holds, or 512 MiB if that is more; but for 1, "
-        "results depend on the layout; no effect on a CPU or with --deterministic-mode; "
-        "megatron-muon bench newton-schulz --batch measures it; megatron_muon's; default auto, as "
-        "a number 0",
+        "most matrices of one shape that a GPU orthogonalizes at once; auto: as many as 1.5 times "
+        "the largest matrix's memory holds, or 512 MiB if that is more; unless it is 1, results "
+        "depend on the layout; no effect on a CPU or with --deterministic-mode; megatron-muon "
+        f"bench newton-schulz --batch measures it; {_OURS}; default auto, which is 0",
         type=auto_or_number,
         metavar="NUMBER|auto",
     ),
     _flag(
         "--muon-elementwise",
-        "who does momentum and update on a GPU, a name: auto (one fused kernel each where triton "
-        "is installed) or foreach (torch's operations on lists); the same bits come out; "
-        f"megatron_muon's; default {_MOONLIGHT.elementwise}",
+        "kernels of momentum and update on a GPU: auto (one fused kernel each where triton is "
+        "installed) or foreach (torch's operations on lists), with the same results bit for bit; "
+        f"{_OURS}; default {_MOONLIGHT.elementwise}",
         choices=get_args(ElementwiseBy),
     ),
     _flag(
         "--muon-from-adamw",
-        "how a checkpoint of AdamW's is loaded, a name: momentum (Muon's momentum starts as "
-        "exp_avg / (1 - β1)), fresh (at zero) or refuse; without effect on one of Muon's; "
-        "megatron_muon's; default refuse",
+        "how an AdamW checkpoint is loaded: momentum (Muon's momentum starts as "
+        "exp_avg / (1 - β1)), fresh (at zero) or refuse; no effect on a Muon checkpoint; "
+        f"{_OURS}; default refuse",
         choices=("momentum", "fresh", "refuse"),
     ),
     _flag(
         "--adamw-from-muon",
-        "for --optimizer adam: load a checkpoint of Muon's, with Adam's moments and count of steps "
-        "at zero for what Muon had; a switch; without effect on one of AdamW's; megatron_muon's; "
-        "default: such a checkpoint is refused",
+        "with --optimizer adam, load a Muon checkpoint: Adam's moments and step count start at "
+        f"zero for Muon's parameters; no effect on an AdamW checkpoint; {_OURS}; default: a Muon "
+        "checkpoint is refused",
         **_ON,
     ),
     _flag(
         "--no-muon-checkpoint-digest",
         "neither write nor check the digest of a checkpoint (size and checksum of its files, its "
-        "parameters); a switch; megatron_muon's; default: it is written and checked",
+        f"parameters); {_OURS}; default: it is written and checked",
         **_ON,
     ),
     _flag(
         "--muon-cpu",
-        "run on the CPU over gloo, as by itself where there is no GPU, and hide the GPUs that are "
-        "here: what only a GPU has is replaced, and each replacement printed; a switch; with any "
-        "optimizer; megatron_muon's; default: the CPU only where there is no GPU",
+        "hide the GPUs and run on the CPU over gloo; options that need a GPU are replaced, and "
+        f"each replacement is printed; with any optimizer; {_OURS}; default: the CPU only where "
+        "there is no GPU",
         **_ON,
     ),
     _flag(
         "--muon-defaults",
-        f"whose defaults what is not given has, a name: moonlight ({_PAPER}) or upstream, those of "
-        "this Megatron's own Muon; megatron_muon's; default moonlight",
+        f"defaults of flags that are not given: moonlight ({_PAPER}) or upstream (this Megatron's "
+        f"own Muon); {_OURS}; default moonlight",
         choices=("moonlight", "upstream"),
     ),
     _flag(
         "--muon-backend",
-        "who runs --optimizer muon, a name: plugin, or upstream, which leaves everything to "
-        "Megatron's own Muon; megatron_muon's; default plugin",
+        "implementation of --optimizer muon: plugin (megatron_muon) or upstream (Megatron's "
+        f"own Muon, to which everything is left); {_OURS}; default plugin",
         choices=("plugin", "upstream"),
     ),
 )

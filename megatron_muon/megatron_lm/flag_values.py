@@ -1,4 +1,4 @@
-"""The value of each of Muon's flags: the given one, else Megatron's default or ours."""
+"""The value of each of Muon's flags: the given one, else Megatron's default or the plugin's."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from argparse import Namespace
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-KEPT = "megatron_muon_defaults"  # where the arguments hold Megatron's own defaults, by dest
+KEPT = "megatron_muon_defaults"  # the argument that holds Megatron's own defaults, by dest
 
 
 def value_given(args: Namespace, dest: str) -> Any:
-    """None where it was not."""
+    """The value of a flag on the command line; None where it was not given."""
     return getattr(args, dest, None)
 
 
 def own_defaults(args: Namespace) -> dict[str, Any]:
-    """Megatron's own, by dest, of the flags of Muon's that it has itself."""
+    """Megatron's defaults of its own Muon flags, by dest; empty where it has none."""
     return getattr(args, KEPT, None) or {}
 
 
 def upstreams_values(args: Namespace) -> dict[str, Any]:
-    """Defaults of Megatron's own Muon by dest, also those that it has no flag for; else empty."""
+    """Defaults of Megatron's own Muon by dest, also of settings without a flag.
+
+    Empty where this Megatron has no Muon of its own.
+    """
     own = own_defaults(args)
     if "muon_scale_mode" not in own:
         return {}
@@ -30,17 +33,17 @@ def upstreams_values(args: Namespace) -> dict[str, Any]:
 
 
 def own_nesterov(own: dict[str, Any]) -> bool:
-    """The name among ``upstreams_values``: core 0.16 and 0.17 have another one for it."""
+    """Megatron's default for Nesterov, from ``upstreams_values``; its name depends on the core."""
     return bool(own.get("muon_nesterov", own.get("muon_use_nesterov", False)))
 
 
 def wants_upstreams(args: Namespace) -> bool:
-    """``--muon-defaults upstream`` was given."""
+    """Whether ``--muon-defaults upstream`` was given."""
     return bool(value_given(args, "muon_defaults") == "upstream")
 
 
 def default_value(args: Namespace, dest: str, moonlights: _T) -> _T:
-    """Megatron's own Muon's by ``--muon-defaults upstream``, else ``moonlights``."""
+    """``moonlights``, or with ``--muon-defaults upstream`` the default of Megatron's own Muon."""
     upstreams: _T = upstreams_values(args)[dest] if wants_upstreams(args) else moonlights
     return upstreams
 
@@ -52,15 +55,18 @@ def value_chosen(args: Namespace, dest: str, moonlights: _T) -> _T:
 
 
 def twice(value: _T) -> tuple[_T, _T]:
-    """A flag whose value is its meaning, for ``one_meaning``."""
+    """(value, meaning) of a flag whose value is its meaning, for ``one_meaning``."""
     return value, value
 
 
 def one_meaning(*flags: tuple[str, Any, Any]) -> Any:
-    """The one meaning of flags that mean the same: (option, value, meaning or None).
+    """The meaning that the given ones of several equivalent flags share; None if none is given.
+
+    Args:
+        flags: (option, value, meaning); the meaning is None where the flag is not given.
 
     Raises:
-        ValueError: they contradict each other.
+        ValueError: the flags contradict each other.
     """
     given = [flag for flag in flags if flag[2] is not None]
     if len({meaning for _, _, meaning in given}) > 1:
@@ -72,7 +78,7 @@ def one_meaning(*flags: tuple[str, Any, Any]) -> Any:
 def refuse_value(
     args: Namespace, dest: str, known: tuple[Any, ...], why: str, way_out: str
 ) -> None:
-    """Raise ValueError unless the value of a flag of Megatron's, or its default, is known."""
+    """Raise ValueError unless the value or default of one of Megatron's flags is in ``known``."""
     value = value_chosen(args, dest, known[0])
     if value in known:
         return

@@ -1,9 +1,10 @@
 """Muon's flags on Megatron-LM's command line, and the ``MuonConfig`` that they ask for.
 
-Three sources of flags: the proof of concept of this work, Megatron-LM's own Muon (core 0.16 and
-later; ``megatron/training/arguments.py``) and ours. Each is taken with every Megatron version. One
-that means something here keeps its meaning, any other is an error: none is taken and ignored. To
-know which were given, every one has None for a default; Megatron's own defaults are kept in
+Flags have three sources: the proof of concept of this work, Megatron-LM's own Muon (core 0.16 and
+later; ``megatron/training/arguments.py``) and this plugin. All are accepted with every Megatron
+version. A flag keeps the meaning that it has at its source, or is an error; none is ignored.
+
+Every default is None, which shows the flags that were given. Megatron's own defaults are kept in
 ``args.megatron_muon_defaults``, by dest.
 """
 
@@ -34,10 +35,11 @@ _MOONLIGHT = MuonConfig()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Complete a Megatron parser: ``muon`` for ``--optimizer``, and every flag of Muon's.
+    """Add ``muon`` to the choices of ``--optimizer``, and every flag of Muon's.
 
     Args:
-        parser: with all of Megatron's arguments. A flag that it has keeps its action and type.
+        parser: a parser with all of Megatron's arguments. Flags that it already has keep their
+            action and type.
     """
     actions = parser._option_string_actions
     optimizer = actions.get("--optimizer")
@@ -61,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def mend_help(parser: argparse.ArgumentParser) -> None:
     """Double the percent signs of help texts that argparse cannot print, so that ``--help`` works.
 
-    Megatron-LM from 0.18 on has such texts, which end its own ``--help`` in a ValueError.
+    Megatron-LM has such texts from 0.18 on; its own ``--help`` ends in a ValueError.
     """
     formatter = parser._get_formatter()
     for action in parser._actions:
@@ -74,16 +76,16 @@ def mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def muon_backend(args: Namespace) -> str:
-    """The runner of ``--optimizer muon``: ``plugin``, or ``upstream``, Megatron's own Muon.
+    """The implementation of ``--optimizer muon``: ``plugin``, or ``upstream`` (Megatron's own).
 
     Raises:
-        ValueError: upstream's, which this Megatron does not have, or with a flag that it does not
-            have.
+        ValueError: upstream is asked for, and this Megatron has no Muon of its own, or lacks
+            another flag that is given.
     """
     if value_given(args, "muon_backend") != "upstream":
         return "plugin"
     if not hasattr(args, KEPT):
-        return "upstream"  # these arguments have been left to Megatron
+        return "upstream"  # ``leave_to_megatron`` has already handled these arguments
     if not upstreams_values(args):
         raise ValueError(
             "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 and later "
@@ -99,7 +101,7 @@ def muon_backend(args: Namespace) -> str:
 
 
 def foreign_flags(args: Namespace, dests: set[str]) -> list[str]:
-    """The options of ours that were given and have none of ``dests``."""
+    """The given options of ``FLAGS`` whose dest is not in ``dests``."""
     return [
         flag.option
         for flag in FLAGS
@@ -108,9 +110,9 @@ def foreign_flags(args: Namespace, dests: set[str]) -> list[str]:
 
 
 def restore_defaults(args: Namespace) -> None:
-    """Give what was not given Megatron's own default again, for Megatron to read.
+    """Set Megatron's own default again for every flag that was not given.
 
-    Call it after ``muon_config`` and ``differences``, which could not tell afterwards.
+    Call it after ``muon_config`` and ``differences``, which must know the flags that were given.
     """
     for dest, default in own_defaults(args).items():
         if value_given(args, dest) is None:
@@ -121,12 +123,12 @@ def muon_config(args: Namespace) -> MuonConfig:
     """The settings that parsed flags ask for.
 
     Args:
-        args: from a parser that ``add_flags`` completed; also ``tensor_model_parallel_size`` and
-            ``expert_tensor_parallel_size`` are read.
+        args: from a parser that ``add_flags`` completed; ``tensor_model_parallel_size`` and
+            ``expert_tensor_parallel_size`` are read, too.
 
     Raises:
-        ValueError: a flag or a default of ``--muon-defaults upstream`` has no meaning here, two
-            flags contradict each other, or a setting is out of its range.
+        ValueError: a flag, or a default of ``--muon-defaults upstream``, has no meaning here; two
+            flags contradict each other; or a setting is out of its range.
     """
     _require_upstreams_defaults(args)
     _refuse_unknown(args)
@@ -175,10 +177,10 @@ def _round_bytes(args: Namespace) -> int | None:
 
 
 def differences(args: Namespace) -> list[str]:
-    """A line for every value that is not the default of this Megatron's own Muon, given or not.
+    """A line for every setting that differs from the default of this Megatron's own Muon.
 
-    Also one where a flag is taken for its result, not for how it is got. Empty where Megatron has
-    no Muon of its own and nothing needs a word.
+    There is another line where ``--muon-tp-mode`` is given: its result is the same, its method is
+    not. Without a Muon of Megatron's own only this line is possible.
 
     Raises:
         ValueError: see ``muon_config``.
@@ -201,11 +203,11 @@ def differences(args: Namespace) -> list[str]:
 
 
 def _values(config: MuonConfig, args: Namespace) -> list[tuple[str, object, object]]:
-    """Flag, value here, Megatron's own default."""
+    """(flag, value here, default of Megatron's own Muon) of each setting that both have."""
     own = upstreams_values(args)
     nesterov = "--muon-nesterov" if "muon_nesterov" in own else "--muon-use-nesterov"
     coefficients = spelled(config.ns_coefficients)
-    # With TP 1 the modes are one, so there is nothing to tell.
+    # With TP 1 all modes are the same, so there is no difference to report.
     tp_mode = "duplicated" if _tp_size(args) > 1 else own["muon_tp_mode"]
     return [
         ("--muon-momentum", config.momentum, own["muon_momentum"]),
@@ -227,8 +229,8 @@ def _values(config: MuonConfig, args: Namespace) -> list[tuple[str, object, obje
 
 # --- one setting each ------------------------------------------------------------------------
 
-# Emerging-Optimizers' newton_schulz turns matrices into bf16 with medium. high is TF32, which no
-# matrix is orthogonalized in here: restarts are not known for it.
+# With medium, Emerging-Optimizers' newton_schulz casts matrices to bf16. high is TF32, which is not
+# supported here: its restarts are not known.
 _PRECISIONS = {"medium": "bf16"}
 
 
@@ -296,7 +298,7 @@ def _ns_dtype(args: Namespace) -> Any:
         ("--muon-ns-dtype", *twice(value_given(args, "muon_ns_dtype"))),
         ("--muon-fp32-matmul-prec", precision, _PRECISIONS.get(precision)),
     )
-    return given if given is not None else _MOONLIGHT.ns_dtype  # what upstream's medium is, too
+    return given if given is not None else _MOONLIGHT.ns_dtype  # upstream's medium is the same
 
 
 def _refuse_what_has_no_meaning(args: Namespace) -> None:
@@ -332,8 +334,11 @@ def _refuse_what_has_no_meaning(args: Namespace) -> None:
 
 
 def _refuse_tp_mode(args: Namespace) -> None:
-    """Emerging-Optimizers: blockwise takes each rank's slice for a matrix; distributed splits the
-    products of a whole one over TP, with an all-reduce in each step."""
+    """Refuse every mode but duplicated.
+
+    In Emerging-Optimizers, blockwise orthogonalizes each rank's slice as a matrix; distributed
+    splits the products of the whole matrix over TP, with an all-reduce per step.
+    """
     why = {
         "blockwise": "it orthogonalizes each rank's slice by itself, so the update depends on TP",
         "distributed": "it splits a matrix's products over TP; the result is duplicated's but "

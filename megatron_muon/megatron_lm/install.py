@@ -1,4 +1,4 @@
-"""``--optimizer muon`` in Megatron-LM's training scripts: its parser, its checks, its factory."""
+"""``--optimizer muon`` in Megatron-LM's training scripts: parser, checks and optimizer factory."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from megatron_muon.megatron_lm.flag_values import KEPT
 from megatron_muon.runtime.patches import Patches, around
 
 _patches = Patches()
-_is_on = False  # False while not installed
+_is_on = False  # whether the wrappers are in effect
 
 
 def install_training() -> None:
-    """Put the flags into Megatron-LM's parser, and Muon where ``--optimizer muon`` asks for it.
+    """Wrap megatron.training so that its parser has Muon's flags and ``--optimizer muon`` works.
 
-    Megatron's own checks then see AdamW with the distributed optimizer; the arguments that it
-    prints, logs and saves say Muon. A run that does not ask for Muon is as without the plugin.
+    In a run with Muon, Megatron's checks see AdamW with the distributed optimizer, while the
+    arguments that it prints, logs and saves say Muon. A run without is as without the plugin.
     Idempotent.
 
     Raises:
-        SeamError: megatron.training lacks a function, or has another shape of it; names it.
+        SeamError: names a function that megatron.training lacks or has with another signature.
     """
     text, version = megatron_version()
-    for seam in training_hooks_of(version):  # the parser first: it knows Muon where others lack
+    for seam in training_hooks_of(version):  # the parser first: a later one may fail
         check_row(seam, text)
         if seam.name in _WRAPPERS:
             wrap(seam.module, seam.name, _WRAPPERS[seam.name])
@@ -46,12 +46,12 @@ def install_training() -> None:
 def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
     """Put ``wrapper`` around a function of megatron.training until ``uninstall_training``.
 
-    The same wrapper is put around it once.
+    A second call with the same wrapper has no effect.
 
     Args:
-        module_name: where Megatron defines it or looks it up.
-        name: the function's.
-        wrapper: takes Megatron's function, then what that takes.
+        module_name: the module that defines the function or looks it up.
+        name: the function's name.
+        wrapper: takes Megatron's function, then the arguments of that function.
     """
     global _is_on
     _is_on = True
@@ -69,7 +69,7 @@ def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def uninstall_training() -> None:
-    """Give megatron.training its own functions back, and leave no trace in its modules."""
+    """Restore megatron.training's own functions, and leave no trace in its modules."""
     global _is_on
     tracker.take_out()
     _patches.undo()
@@ -77,10 +77,10 @@ def uninstall_training() -> None:
 
 
 def asks_for_muon(args: Any) -> bool:
-    """True where parsed arguments ask for this package's Muon, not for Megatron's own.
+    """Whether parsed arguments ask for this package's Muon, not for Megatron's own.
 
     Raises:
-        ValueError: ``--muon-backend upstream`` cannot be.
+        ValueError: see ``flags.muon_backend``.
     """
     return getattr(args, "optimizer", None) == "muon" and flags.muon_backend(args) == "plugin"
 
@@ -94,7 +94,7 @@ def _parse_args(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's, with Muon's flags among the script's own."""
+    """Megatron's parsing, with Muon's flags added to the script's own."""
     given: list[str] = []
 
     def provide(parser: Any) -> Any:
@@ -103,7 +103,7 @@ def _parse_args(
         flags.mend_help(parser)
         given.extend(namespace.given_on(parser, sys.argv[1:]))
         if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
-            _refuse_yaml(None, given)  # before main's reader of such files, which fails
+            _refuse_yaml(None, given)  # before the YAML reader of Megatron main, which fails
         return parser
 
     args = original(provide, *rest, **kwargs)
@@ -115,15 +115,16 @@ def _parse_args(
 def _validate_args(
     original: Callable[..., Any], args: Any, defaults: dict[str, Any] | None = None, **kwargs: Any
 ) -> Any:
-    """Megatron's, which is shown AdamW where the run asks for Muon.
+    """Megatron's validation, which sees AdamW where the run asks for Muon.
 
-    Megatron's own branches for its own Muon are all in there, up to 0.17 as assertions and later as
-    a rewrite of ``use_distributed_optimizer``. Later branches take the distributed optimizer.
+    It has Megatron's branches for its own Muon: assertions up to 0.17, later a rewrite of
+    ``use_distributed_optimizer``.
 
     Raises:
-        SeamError: the Megatron is not one that the plugin knows.
-        ValueError: the flags ask for something that cannot be; names the flag and the way out.
-        NotImplementedError: Muon does not have it yet; names the option and the way out.
+        SeamError: the plugin does not know this Megatron.
+        ValueError: the flags contradict each other or need something that is missing; names the
+            flag and the way out.
+        NotImplementedError: Muon does not support an option yet; names it and the way out.
     """
     if not asks_for_muon(args):
         told = [*_leave_out(args), *_on_the_cpu(args)]
@@ -152,7 +153,7 @@ def _tell(lines: list[str]) -> None:
 
 
 def _on_the_cpu(args: Any) -> list[str]:
-    """Where the CPU runtime is on, replace what only a GPU has; lines that say so."""
+    """Where the CPU runtime is on, replace options that need a GPU; return a line for each."""
     if not importlib.import_module("megatron_muon.cpu").enabled():
         return []
     options = importlib.import_module("megatron_muon.cpu.options")
@@ -162,7 +163,7 @@ def _on_the_cpu(args: Any) -> list[str]:
 
 
 def _leave_out(args: Any) -> list[str]:
-    """Leave a run that is not Muon's to Megatron, but for AdamW's ``--weight-decay-all-params``."""
+    """Leave a run without Muon to Megatron, except for AdamW's ``--weight-decay-all-params``."""
     again = not hasattr(args, KEPT)
     namespace.leave_to_megatron(args)
     if args.optimizer != "adam" or not getattr(args, "weight_decay_all_params", False):
@@ -175,12 +176,12 @@ def _leave_out(args: Any) -> list[str]:
 
 
 def _turn_on(args: Any) -> list[str]:
-    """Check a run with Muon, install it, and put what is in force into ``args``.
+    """Check a run with Muon, install Muon, and write its settings into ``args``.
 
     Returns:
         Lines to print: the differences from Megatron's own defaults.
     """
-    check_hooks()  # before the import of what takes Megatron's names
+    check_hooks()  # before the import below, which already imports names of Megatron's
     from megatron_muon.mcore.install import install
 
     _check(args)
@@ -194,8 +195,8 @@ def _turn_on(args: Any) -> list[str]:
     return told
 
 
-# Flags that stop a run here, before any model is made, and why. ``mcore.params.validate`` has what
-# a configuration can say.
+# Flags that stop a run here, before a model is built, and why. ``mcore.params.validate`` checks
+# Megatron's configurations.
 REFUSED = {
     "--use-precision-aware-optimizer": "which keeps no fp32 main parameters of Megatron's",
     "--use-mup": "whose rates are Adam's",
@@ -231,7 +232,7 @@ def _refuse_yaml(args: Any, given: list[str]) -> None:
 
 
 def _print_args(original: Callable[..., Any], title: str, args: Any, **kwargs: Any) -> Any:
-    """Megatron's, with the optimizer's name as it was given."""
+    """Megatron's printing of the arguments, with the optimizer's name as it was given."""
     if namespace.is_on(args):
         args = copy.copy(args)
         args.optimizer = "muon"
@@ -239,7 +240,7 @@ def _print_args(original: Callable[..., Any], title: str, args: Any, **kwargs: A
 
 
 def _get_megatron_optimizer_config(original: Callable[..., Any], args: Any, **kwargs: Any) -> Any:
-    """Megatron's, without the settings of its own Muon, which the flags have filled."""
+    """Megatron's optimizer config, with its own Muon's settings reset: the flags filled them."""
     result = original(args, **kwargs)
     if namespace.is_on(args):
         config = result[0] if isinstance(result, tuple) else result
@@ -257,11 +258,11 @@ def _get_megatron_muon_optimizer(
     layer_wise_distributed_optimizer: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Wraps what the training of 0.16 and 0.17 asks for Muon, which is made like AdamW."""
+    """Build Distributed Muon by the hooked factory: 0.16 and 0.17 call this one for any Muon."""
     given = importlib.import_module("megatron.training").get_args()
     if namespace.is_on(given):
         hooked = importlib.import_module("megatron.core.optimizer").get_megatron_optimizer
-        dump = given.dump_param_to_param_group_map  # which Megatron hands to AdamW's alone
+        dump = given.dump_param_to_param_group_map  # Megatron passes it only to AdamW's factory
         return hooked(config, model_chunks, *args, dump_param_to_param_group_map=dump, **kwargs)
     layer_wise = layer_wise_distributed_optimizer
     return original(
@@ -269,7 +270,7 @@ def _get_megatron_muon_optimizer(
     )
 
 
-# Of the rows that are wrapped, by name; ``initialize_megatron`` is ``autoload``'s.
+# The wrappers of the seam table's rows, by name; ``autoload`` wraps ``initialize_megatron``.
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "parse_args": _parse_args,
     "validate_args": _validate_args,
@@ -281,4 +282,5 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
     "report_theoretical_memory": memory.report_theoretical_memory,
 }
-_THERE_ALONE = ("get_megatron_muon_optimizer",)  # megatron.core's own is mcore.install's
+# Replaced in the one module only: in megatron.core, ``mcore.install`` wraps it.
+_THERE_ALONE = ("get_megatron_muon_optimizer",)

@@ -1,6 +1,6 @@
 """``torchrun … -m megatron_muon SCRIPT ARGS``: Megatron-LM's scripts with ``--optimizer muon``.
 
-Nothing of the checkout is changed. Without a GPU the script runs on the CPU over gloo.
+The checkout stays unchanged. Without a GPU the script runs on the CPU over gloo.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ USAGE = (
     "usage: torchrun ... -m megatron_muon [--muon-cpu] SCRIPT.py [its arguments, with --optimizer "
     "muon]\n--muon-cpu runs it on the CPU over gloo, as without it where there is no GPU"
 )
-ON_CPU = "--muon-cpu"  # also among the script's arguments
+ON_CPU = "--muon-cpu"  # before the script's path or among its arguments
 _REQUIRES_PYTHON = re.compile(
     r"^requires-python\s*[:=]\s*[\"']?([^\"'\n]*?>=\s*(\d+(?:\.\d+)*)[^\"'\n]*)",
     re.IGNORECASE | re.MULTILINE,
@@ -42,9 +42,9 @@ def main(argv: Sequence[str]) -> None:
 
     Raises:
         SystemExit: no script is given.
-        FileNotFoundError: the script, or a checkout that it belongs to, is not there.
+        FileNotFoundError: the script, or its checkout, is not there.
         MixedInstallationError: another megatron.core than the checkout's would be imported.
-        SeamError: the checkout's version is not one that the plugin knows.
+        SeamError: the plugin does not know the checkout's version.
     """
     if argv and argv[0] == ON_CPU:
         argv = [*argv[1:2], ON_CPU, *argv[2:]]
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     if not script.is_file():
         raise FileNotFoundError(f"no script {argv[0]}\n{USAGE}")
     checkout = checkout_of(script)
-    # what `python SCRIPT` would put first, and the checkout that the script imports
+    # as `python SCRIPT` does for the script's folder, and for the Megatron that the script imports
     sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
     check_installation(checkout)
     if ON_CPU in argv:
@@ -70,10 +70,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def checkout_of(script: Path) -> Path:
-    """The folder above the script that has ``megatron/training``, or the one on the import path.
+    """The folder above the script, or else on the import path, that has ``megatron/training``.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such folder.
     """
     for folder in script.parents:
         if (folder / "megatron" / "training").is_dir():
@@ -88,9 +88,9 @@ def checkout_of(script: Path) -> Path:
 
 
 def check_installation(checkout: Path) -> None:
-    """Stop where Python would take megatron.core from elsewhere than megatron.training.
+    """Stop where Python would import megatron.core from elsewhere than megatron.training.
 
-    Two of the same version from different places are mixed, too: either may have been edited.
+    Equal versions from different places are refused, too: either may have been edited.
 
     Raises:
         MixedInstallationError: names both, with their versions.
@@ -114,11 +114,10 @@ def check_installation(checkout: Path) -> None:
 
 @contextlib.contextmanager
 def naming_python(core: Path) -> Iterator[None]:
-    """Within it Megatron is imported; where that fails since this Python is older than the core
-    asks for, one line says so.
+    """Within it Megatron is imported; where that fails, one line says if this Python is too old.
 
     Raises:
-        SystemExit: with that line.
+        SystemExit: an import failed, and the core asks for a newer Python; carries the line.
     """
     try:
         yield
@@ -131,10 +130,10 @@ def naming_python(core: Path) -> Iterator[None]:
 
 
 def older_python(core: Path) -> str | None:
-    """The error where this Python is older than a folder ``megatron/core`` asks for, else None.
+    """An error text where this Python is older than a folder ``megatron/core`` asks for, else None.
 
-    By ``requires-python`` in the checkout's pyproject.toml, or in the metadata of the distribution
-    that the folder was installed from.
+    The source is ``requires-python`` in the checkout's pyproject.toml, or the metadata of the
+    distribution that the folder was installed from.
     """
     root = core.parent.parent
     for file in (root / "pyproject.toml", *sorted(root.glob("megatron_core-*.dist-info/METADATA"))):
@@ -152,14 +151,14 @@ def older_python(core: Path) -> str | None:
 
 
 def version_of(core: Path) -> str:
-    """The version that a folder ``megatron/core`` says in its package_info.py, without import."""
+    """The version in the package_info.py of a folder ``megatron/core``, without importing it."""
     file = core / "package_info.py"
     parts = version_parts(file) if file.is_file() else {}
     return ".".join(str(parts.get(name, "?")) for name in ("MAJOR", "MINOR", "PATCH"))
 
 
 def version_parts(file: Path) -> dict[str, object]:
-    """The constants of a package_info.py by name, MAJOR to PRE_RELEASE, without running it."""
+    """The constants of a package_info.py by name, such as MAJOR, without running it."""
     parts: dict[str, object] = {}
     with contextlib.suppress(SyntaxError):
         for node in ast.parse(file.read_bytes()).body:
@@ -169,10 +168,10 @@ def version_parts(file: Path) -> dict[str, object]:
 
 
 def hide_gpus() -> None:
-    """Have torch see no GPU.
+    """Hide the GPUs from torch.
 
     Raises:
-        RuntimeError: torch has looked for GPUs already and keeps what it saw.
+        RuntimeError: torch has already found them.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch = sys.modules.get("torch")
@@ -184,7 +183,7 @@ def hide_gpus() -> None:
 
 
 def without_gpu(*, late: bool = False) -> None:
-    """Turn on the CPU runtime where there is no GPU, and say so; twice is once.
+    """Turn on the CPU runtime where there is no GPU, and say so. Idempotent.
 
     Args:
         late: Megatron is imported already; see ``megatron_muon.cpu.enable``.

@@ -1,4 +1,4 @@
-"""Megatron-LM's theoretical memory, which counts AdamW's state whatever the optimizer is."""
+"""A correction of Megatron-LM's theoretical memory, which counts AdamW's state even with Muon."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 from megatron_muon.megatron_lm.namespace import is_on
 
-ADAMW_BYTES, MUON_BYTES = 12, 8  # of an element: fp32 main parameter and moments, or momentum
+# Bytes per element: an fp32 main parameter with two moments (AdamW) or one momentum (Muon).
+ADAMW_BYTES, MUON_BYTES = 12, 8
 _has_said = False
 
 
 def report_theoretical_memory(
     original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Megatron's, and the first time in a run of Muon's a line on what is to be taken off it.
+    """Megatron's report; the first one in a run with Muon is followed by a line that corrects it.
 
-    Its formula is another in each release and counts the experts of all ranks in some, so the
-    figure is left as it is.
+    Megatron's figure stays as it is: its formula differs between releases, and some count the
+    experts of all ranks.
     """
     global _has_said
     result = original(args, *rest, **kwargs)
@@ -28,10 +29,10 @@ def report_theoretical_memory(
 
 
 def less_than_adamw() -> str:
-    """How much less state a rank of this pipeline stage has than Megatron says.
+    """A line: how much less state a rank of this pipeline stage has than Megatron reports.
 
-    A rank's share of its stage, in MB of 1024 x 1024 bytes, as Megatron's; shards are equal but for
-    padding, so which rank has more of Muon's and which of AdamW's depends on the layout.
+    In MB of 1024 x 1024 bytes, as Megatron's. It is the mean over the ranks that shard a buffer:
+    the layout decides which of them have more of Muon's parameters and which more of AdamW's.
     """
     from megatron_muon.mcore.state_size import muon_elements
 

@@ -1,4 +1,4 @@
-"""The arguments once the flags are read: for Megatron to print, log, save and act on."""
+"""Megatron's arguments once Muon's flags are read: Megatron prints, logs, saves and uses them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from megatron_muon.megatron_lm.flag_table import FLAGS
 from megatron_muon.megatron_lm.flag_values import KEPT
 from megatron_muon.megatron_lm.flags import foreign_flags, restore_defaults
 
-# Flags that a run with another optimizer may have: with any, and with AdamW.
+# Flags that a run with any other optimizer may have, and those that one with AdamW may have.
 _OF_ANY = ("muon_cpu",)
 _OF_ADAM = ("adamw_from_muon", "weight_decay_all_params")
 
 
 def is_on(args: Any) -> bool:
-    """True once ``validate_args`` has found that the run is Muon's."""
+    """Whether the run is Muon's; True only after ``validate_args``."""
     return bool(getattr(args, "megatron_muon", False))
 
 
 def leave_to_megatron(args: Namespace) -> None:
     """Make ``args`` what it is without the plugin, for a run that is not this package's Muon.
 
-    Flags that Megatron has itself keep what was given, or its default; the others go. Without
-    effect the second time.
+    Megatron's own flags keep the given value or get Megatron's default; the plugin's are removed.
+    A second call has no effect.
 
     Raises:
-        ValueError: a flag is given that only the plugin has, so it would be ignored.
+        ValueError: a flag is given that only the plugin has and that would be ignored.
     """
     own: dict[str, Any] | None = getattr(args, KEPT, None)
     if own is None:
         return
-    upstream = args.optimizer == "muon"  # --muon-backend upstream, which says so if called again
+    upstream = args.optimizer == "muon"  # with --muon-backend upstream, which is kept
     kept = {*own, "muon_backend"} if upstream else {*own}
     kept |= {dest for dest in _OF_ANY if getattr(args, dest, None)}
     if args.optimizer == "adam":
@@ -59,10 +59,10 @@ def leave_to_megatron(args: Namespace) -> None:
 
 
 def put_in_force(args: Namespace, config: MuonConfig) -> None:
-    """Write the settings that a run takes into its arguments, each by Megatron's own type.
+    """Write the settings of a run into its arguments, each with Megatron's own type.
 
-    Plain values only, so that a checkpoint's arguments are read without the plugin. Megatron's
-    flags that the plugin does not know get Megatron's defaults.
+    Values are plain, so that a checkpoint's arguments can be read without the plugin. Flags of
+    Megatron that the plugin does not know get Megatron's defaults.
     """
     restore_defaults(args)
     for dest, value in in_force(args, config).items():
@@ -72,12 +72,12 @@ def put_in_force(args: Namespace, config: MuonConfig) -> None:
 
 
 def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
-    """By dest, the value of every flag of ``FLAGS`` that gives ``config`` again.
+    """The value of every flag of ``FLAGS``, by dest, such that they give ``config`` again.
 
-    None is the iteration that nobody asked for: which one it is follows from the device.
+    ``muon_ns_iteration`` stays None where it was not given: its default depends on the device.
     """
     spectral, named = config.scale_mode == "spectral", config.ns_coefficients
-    # In fp32, products are as torch's own switch says, which has more names than the flag.
+    # In fp32 torch's own switch sets the products' precision; it has more names than the flag.
     fp32 = torch.get_float32_matmul_precision()
     return {
         "muon_matched_adamw_rms": config.matched_adamw_rms if spectral else None,
@@ -121,8 +121,8 @@ def given_on(parser: argparse.ArgumentParser, line: Sequence[str]) -> list[str]:
     """The options of Muon's on a command line, and ``--optimizer muon``.
 
     Args:
-        parser: one that ``add_flags`` completed; it knows Megatron's own flags of Muon's too.
-        line: the words.
+        parser: one that ``add_flags`` completed; it also has Megatron's own Muon flags.
+        line: the words of the command line.
     """
     known = {flag.option for flag in FLAGS} | {
         option for option in parser._option_string_actions if option.startswith("--muon-")

@@ -1,4 +1,4 @@
-"""Flags for a checkpoint that the other optimizer has written: a run's steps before it loads."""
+"""Loading a checkpoint that another optimizer has written, as the flags say."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ _SAID = {
 def from_other(
     args: Namespace, optimizer: Any, folder: Path | None, *, muon: bool
 ) -> Iterator[None]:
-    """Within it ``optimizer`` loads the checkpoint, if need be as the other optimizer's.
+    """Within it ``optimizer`` loads the checkpoint, converted if another optimizer wrote it.
 
     Every rank of the world calls it.
 
     Args:
-        args: Megatron's; ``muon_from_adamw``, ``adamw_from_muon`` and
-            ``no_muon_checkpoint_digest`` are read.
-        optimizer: the chain; nothing is done where it is None, or its state is not to be loaded.
-        folder: the one that Megatron will read; None for none.
+        args: Megatron's arguments; ``muon_from_adamw``, ``no_muon_checkpoint_digest``, ``finetune``
+            and ``no_load_optim`` are read.
+        optimizer: the chain of optimizers, or None; nothing is done without it.
+        folder: the checkpoint that Megatron will read, or None; nothing is done without it.
         muon: the run is Muon's, not AdamW's.
 
     Raises:
-        ValueError: the checkpoint is the other optimizer's, and no flag says what is to be done.
+        ValueError: the checkpoint is AdamW's and no flag says how to load it, or ranks see
+            different files.
     """
     if optimizer is None or folder is None or args.finetune or args.no_load_optim:
         yield
@@ -84,7 +85,7 @@ def from_other(
 
 
 def _agreed(find: Callable[[], str], device: Any) -> Any:
-    """How the checkpoint is read, on all ranks alike: collectives depend on it."""
+    """How to read the checkpoint; equal on all ranks, since collectives depend on it."""
     how = together(find, None, device)
     every = set(all_gather_texts(how, None))
     if len(every) > 1:
@@ -96,7 +97,7 @@ def _agreed(find: Callable[[], str], device: Any) -> Any:
 
 
 def _into_muon(args: Namespace, folder: Path) -> str:
-    """``own``, or how one in AdamW's layout is read."""
+    """How a run with Muon reads the checkpoint: ``own`` (unconverted), or a key of ``_SAID``."""
     from megatron_muon.mcore.checkpoint.foreign import refuse
     from megatron_muon.mcore.interop.switch import foreign_writer, writer_of
 
@@ -120,11 +121,10 @@ def _into_muon(args: Namespace, folder: Path) -> str:
 
 @contextmanager
 def _metadata_of_whole_weights() -> Iterator[None]:
-    """Within it Megatron takes every checkpoint for one that can be cut anew.
+    """Within it Megatron takes every checkpoint for one that can be resharded.
 
-    Checkpoints of its own Muon do not say it, as they have no distributed optimizer. Where TP or PP
-    differ, or
-    with --ckpt-fully-parallel-load, Megatron looks and stops at a KeyError.
+    Checkpoints of its own Muon lack this entry, since they have no distributed optimizer. Where TP
+    or PP differ, or with --ckpt-fully-parallel-load, Megatron reads it and stops at a KeyError.
     """
     from megatron.core import dist_checkpointing
 

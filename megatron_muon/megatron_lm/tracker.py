@@ -1,7 +1,7 @@
-"""Megatron-LM's tracker file, which names the checkpoint to load: never one that is not complete.
+"""Megatron-LM's tracker file names the checkpoint to load; here it never names an incomplete one.
 
-Megatron writes ``latest_checkpointed_iteration.txt`` in place, after a save. Here it is written
-beside and put in its place, and moved away before the checkpoint that it names is overwritten.
+Megatron writes ``latest_checkpointed_iteration.txt`` in place, after a save. Here it is replaced
+atomically. Before its checkpoint is overwritten, it is changed to name another one, or removed.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from megatron_muon.files.regular import read_regular
 from megatron_muon.runtime.patches import Patches, replaced
 
 NAME = "latest_checkpointed_iteration.txt"
-# While the checkpoint that the tracker names is saved anew: where it is, and an empty file that is
-# there from before it is moved until the tracker is written again, or names it as it was.
+# While the checkpoint that the tracker names is saved anew: the folder that it is moved to, and an
+# empty mark. The mark exists from before the move until the tracker is written again.
 _ASIDE, _MARK = "{name}.before", "{name}.anew"
 _MARKED = re.compile(r"(iter_[0-9]{7,}|release)\.anew")
-_MOST = 4096  # bytes of a tracker; a number has few
+_MOST = 4096  # cap on a tracker's bytes; a number has few
 
-_patches = Patches()  # of megatron.training.checkpointing
+_patches = Patches()  # replacements in megatron.training.checkpointing
 _first: Callable[[], None] | None = None  # called before the tracker is written
-_failed: Callable[[BaseException], None] | None = None  # called where it could not be written
+_failed: Callable[[BaseException], None] | None = None  # called where it cannot be written
 
 
 def put_into(checkpointing: Any) -> None:
-    """Have ``megatron.training.checkpointing`` write its tracker through here. Idempotent.
+    """Have ``megatron.training.checkpointing`` write its tracker through this module. Idempotent.
 
     Args:
-        checkpointing: the module, which opens files by its own name ``maybe_msc`` (since 0.18) or
+        checkpointing: that module. It opens files by its own ``maybe_msc`` (since 0.18) or
             ``open_file`` (since 0.14), or by the built-in ``open``.
     """
     if hasattr(checkpointing, "maybe_msc"):
@@ -52,7 +52,7 @@ def put_into(checkpointing: Any) -> None:
 
 
 def take_out() -> None:
-    """Have it write the tracker itself again."""
+    """Undo ``put_into``."""
     _patches.undo()
 
 
@@ -70,7 +70,7 @@ class _Open:
 
 
 class _StorageClient:
-    """Megatron's ``maybe_msc`` with that ``open``."""
+    """Megatron's ``maybe_msc`` with an ``_Open``."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -98,7 +98,7 @@ def _written(path: Path) -> Iterator[io.StringIO]:
 
 @contextmanager
 def after(act: Callable[[], None]) -> Iterator[None]:
-    """Within it ``act`` is done first wherever the tracker is written."""
+    """Within it ``act`` is called each time before the tracker is written."""
     global _first
     before, _first = _first, act
     try:
@@ -109,8 +109,10 @@ def after(act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def failing(told: Callable[[BaseException], None]) -> Iterator[None]:
-    """Within it ``told`` is called with what keeps the tracker from being written, which is raised
-    on one rank alone."""
+    """Within it ``told`` gets the error where the tracker cannot be written.
+
+    Only the rank that writes the tracker has the error.
+    """
     global _failed
     before, _failed = _failed, told
     try:
@@ -121,15 +123,17 @@ def failing(told: Callable[[BaseException], None]) -> Iterator[None]:
 
 @contextmanager
 def naming(checkpointing: Any, load_dir: str | None, step: int | None) -> Iterator[None]:
-    """Within it Megatron reads ``step`` from the tracker in ``load_dir``; None: what is in it.
+    """Within it Megatron reads ``step`` from the tracker in ``load_dir``.
 
-    With ``--ckpt-step`` and ``--ckpt-format torch`` Megatron reads the model and the groups of that
-    step, but the rest of a distributed optimizer's state from the checkpoint that the tracker names
-    (``load_checkpoint`` of core_v0.16.1: "NOTE: this is a manual read of the tracker file"). It
-    does so with AdamW's, too.
+    With ``--ckpt-step`` and ``--ckpt-format torch`` Megatron loads the model and the parameter
+    groups of that step, but the rest of a distributed optimizer's state, also AdamW's, from the
+    checkpoint that the tracker names (``load_checkpoint`` of core_v0.16.1: "NOTE: this is a manual
+    read of the tracker file").
 
     Args:
         checkpointing: the module ``megatron.training.checkpointing``.
+        load_dir: the folder that is loaded from; None changes nothing.
+        step: ``--ckpt-step``; None changes nothing.
     """
     if load_dir is None or step is None:
         yield
@@ -146,11 +150,11 @@ def naming(checkpointing: Any, load_dir: str | None, step: int | None) -> Iterat
 
 
 def named_by(save_dir: Path) -> str | None:
-    """The name of the folder that the tracker names, None where there is no tracker.
+    """The name of the folder that the tracker names; None where there is no tracker.
 
     Raises:
-        ValueError: it has neither a number nor ``release``.
-        OSError: it cannot be read, or is no regular file.
+        ValueError: the tracker holds neither a number nor ``release``.
+        OSError: the tracker cannot be read, or is no regular file.
     """
     path = save_dir / NAME
     try:
@@ -168,17 +172,17 @@ def named_by(save_dir: Path) -> str | None:
 
 
 def move_back(save_dir: Path, folder: str) -> str | None:
-    """Before ``folder`` is written: set it aside, if the tracker names it, until the tracker is
-    written again; ``recover`` brings it back where that never happens.
+    """Before a save overwrites ``folder``: move it aside if the tracker names it.
 
-    Meanwhile the tracker names the last complete one before it, or else the last of all, and is
-    removed where there is no other.
+    The tracker then names the last complete checkpoint before it, else the last complete one of
+    all; without one it is removed. Once the save writes the tracker, the old checkpoint is deleted;
+    ``recover`` brings it back if that never happens.
 
     Returns:
-        A sentence about what was done; None for nothing.
+        A sentence that says what was done; None if nothing was.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: ``save_dir`` cannot be written.
     """
     if not (save_dir / folder).is_dir():
         return None
@@ -213,22 +217,22 @@ def _passed_over(save_dir: Path, number: int | None) -> str:
 
 
 def recover(save_dir: Path) -> str | None:
-    """Bring back what ``move_back`` has set aside, where the save that was to replace it was ended.
+    """Bring back the checkpoint that ``move_back`` set aside, where the save after it was stopped.
 
-    Only for a run that itself saves there: it would take away what another one is writing.
+    Only for a run that itself saves into ``save_dir``: it would delete what another run is writing.
 
     Returns:
-        A sentence about what was done; None for nothing.
+        A sentence that says what was done; None if nothing was.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: ``save_dir`` cannot be written.
         ValueError: see ``named_by``.
-        TwoSavesError: the save goes on, in another job.
+        TwoSavesError: another job still runs the save.
     """
     for name in _marked(save_dir):
         folder, aside = save_dir / name, save_dir / _ASIDE.format(name=name)
         _require_stopped(folder)
-        if folder.is_dir() and named_by(save_dir) == name:  # that was written last
+        if folder.is_dir() and named_by(save_dir) == name:  # the tracker was written last
             _clear(save_dir, name)
             continue
         if aside.is_dir() and not digest.says_complete(folder):
@@ -242,10 +246,10 @@ def recover(save_dir: Path) -> str | None:
 
 
 def require_settled(load_dir: Path) -> None:
-    """For a run that only loads from there.
+    """Check a folder that this run loads from and does not save into.
 
     Raises:
-        ValueError: the one checkpoint there is set aside, so that a load would find none.
+        ValueError: its only checkpoint is set aside, so a load would find none.
     """
     if (load_dir / NAME).exists():
         return
@@ -267,12 +271,12 @@ def _require_stopped(folder: Path) -> None:
 
 
 def _marked(save_dir: Path) -> list[str]:
-    """Names of what is saved anew."""
+    """Names of the folders with a mark: a save overwrites them, or was stopped."""
     names = (path.name for path in save_dir.glob(_MARK.format(name="*")))
     return sorted(match[1] for name in names if (match := _MARKED.fullmatch(name)))
 
 
 def _clear(save_dir: Path, name: str) -> None:
-    """The mark first: the files that it stands for are put back, whatever is left of it."""
+    """Delete the mark, then the old checkpoint: ``recover`` may restore it while it is marked."""
     (save_dir / _MARK.format(name=name)).unlink(missing_ok=True)
     shutil.rmtree(save_dir / _ASIDE.format(name=name), ignore_errors=True)
