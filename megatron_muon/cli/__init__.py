@@ -29,12 +29,12 @@ COMMANDS: Commands = {
     ),
     "checkpoint": (
         "megatron_muon.cli.inspect.command",
-        "inspect: what a checkpoint has in it, and whether that is all",
+        "inspect: a checkpoint's contents, and whether they are complete",
     ),
     "bench": (
         "megatron_muon.bench.command",
-        "step: what an optimizer step costs beside AdamW's; newton-schulz: how fast and accurate; "
-        "speeds: of a rank and its link",
+        "measure an optimizer step beside AdamW's, Newton-Schulz, the speed of a rank and its "
+        "link; estimate a step by a time model",
     ),
 }
 
@@ -43,11 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the command's name and its own arguments; those of the process where None.
+        argv: the command's name and its own arguments; None for the arguments of the process.
 
     Returns:
-        The exit status: the command's own, 1 where it needs a megatron.core and there is none, 2
-        where the arguments are wrong, 141 where nobody reads what is printed, 130 where a user
+        The exit status: the command's own; 1 where it needs a megatron.core and there is none; 2
+        where the arguments are wrong; 141 where the reader of its output is gone; 130 where a user
         stops the command.
     """
     return run_command(lambda: _run(argv))

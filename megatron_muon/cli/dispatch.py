@@ -1,4 +1,4 @@
-"""Commands by name: each is a module that is imported when it runs."""
+"""Run a command by its name; its module is imported only then."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def dispatch(program: str, commands: Commands, arguments: Sequence[str], ends: s
     """Run the command that the first argument names.
 
     Args:
-        program: the words that a user has typed before the arguments.
-        commands: by name.
+        program: the words before the command's name, such as ``megatron-muon``.
+        commands: the commands by name.
         arguments: the command's name and its own arguments.
         ends: the end of the usage line.
 
     Returns:
-        The exit status: the command's own, 0 for help, 2 for no command and for another name.
+        The exit status: the command's own, 0 for help, 2 without a name or with an unknown one.
     """
     usage = _usage(program, commands, ends)
     if not arguments or arguments[0] in ("-h", "--help"):

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def as_text(rows: Sequence[Check]) -> str:
-    """A line a row, then the verdict."""
+    """The checks as text: a line per row, then the verdict."""
     width = max(len(row.name) for row in rows)
     lines = [f"{row.name:{width}}  {row.value}" for row in rows]
     faults = [row.fault for row in rows if row.fault]
@@ -57,7 +57,7 @@ def as_text(rows: Sequence[Check]) -> str:
 
 
 def as_json(rows: Sequence[Check]) -> str:
-    """The same as one object; ``faults`` is empty where Muon would run."""
+    """The checks as one JSON object; ``faults`` is empty where Muon would run."""
     faults = [row.fault for row in rows if row.fault]
     values = {row.name: row.value for row in rows}
     return json.dumps({"runs": not faults, "faults": faults, **values}, indent=2)
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CHECKOUT",
         nargs="?",
         type=Path,
-        help="of Megatron-LM, the folder that pretrain_gpt.py is in (default: what Python finds)",
+        help="Megatron-LM's folder with pretrain_gpt.py (default: the Megatron that Python finds)",
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     return parser

@@ -1,4 +1,4 @@
-"""Which switches of Megatron's configurations Muon refuses: by asking what a run asks."""
+"""The switches of Megatron's configurations that Muon refuses, found by a run's own check."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_muon.mcore.params.validate import refuse_unsupported
 
 
 def refused_options() -> list[str]:
-    """Names of the fields that cannot be turned on, of those that the imported Megatron has."""
+    """Names of the imported Megatron's fields that a run with Muon cannot turn on."""
     return sorted({field for holder, field in _switches() if _is_refused(holder, field)})
 
 
 def _switches() -> Iterator[tuple[str, str]]:
-    """Every field that is off by default: which configuration's, and its name."""
+    """(configuration, field) of every field that is off by default."""
     for holder, config in _configs().items():
         for field in dataclasses.fields(config):
             upstreams = field.name.startswith("muon_")  # settings of Megatron's own Muon
@@ -42,7 +42,7 @@ def _is_refused(holder: str, field: str) -> bool:
     configs = _configs()
     setattr(configs[holder], field, True)
     chunk: Any = DistributedDataParallel.__new__(DistributedDataParallel)
-    torch.nn.Module.__init__(chunk)  # an empty one: only its configurations are looked at
+    torch.nn.Module.__init__(chunk)  # an empty one: the check only reads its configurations
     chunk.config, chunk.ddp_config = configs["model"], configs["ddp"]
     try:
         refuse_unsupported(configs["optimizer"], [chunk])

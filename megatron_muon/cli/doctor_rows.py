@@ -41,12 +41,12 @@ _OLDEST_TORCH = (2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at.
+    """One row of the report.
 
     Attributes:
-        name: the thing's.
-        value: its state, in words.
-        fault: why Muon cannot run because of it, with the way out; empty where it can.
+        name: name of the row, such as ``torch``.
+        value: result, in words.
+        fault: reason why Muon cannot run, with the way out; empty where it can.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Check:
 
 
 def examine(checkout: Path | None) -> list[Check]:
-    """Look at everything, down to the first thing that the rest would need.
+    """Make all checks; of those that import Megatron, the first with a fault is the last.
 
     Args:
-        checkout: a Megatron-LM to import in place of what is installed, or None.
+        checkout: a Megatron-LM checkout to import from, or None for the installed Megatron.
     """
     if checkout is not None:
         sys.path.insert(0, str(checkout))
     rows = list(_environment())
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what is not installed, which has a row
+        warnings.simplefilter("ignore")  # about missing packages, which have rows of their own
         for row in _megatron(checkout):
             rows.append(row)
             if row.fault:
@@ -101,7 +101,7 @@ def _environment() -> Iterator[Check]:
 
 
 def _megatron(checkout: Path | None) -> Iterator[Check]:
-    """Checks that import Megatron, with and as the CPU runtime where it is on."""
+    """Checks that import Megatron, without a GPU under the CPU runtime."""
     where = _location("megatron.core")
     if where is None:
         yield Check(
@@ -120,7 +120,7 @@ def _megatron(checkout: Path | None) -> Iterator[Check]:
     if folder is not None:
         yield _plain_command(folder)
         row = _training_hooks(folder)
-        # a core's own megatron.training, from 0.19 on, is nothing that a script needs
+        # The megatron.training of an installed core (0.19 and later) runs no script: not a fault.
         yield row if checkout is not None else Check(row.name, row.fault or row.value)
         yield _refused_flags()
     yield _adam()
@@ -171,7 +171,7 @@ _OF_COMMANDS: tuple[Part, ...] = ("dry_run", "hybrid", "bench", "upstream")
 
 
 def _those_there(*parts: Part) -> str:
-    """How many rows of the table, and which are missing."""
+    """How many rows of these parts the installed code has, and the names of the missing ones."""
     text, version = megatron_version()
     rows = rows_of(version, *parts)
     missing = []
@@ -196,7 +196,7 @@ def _hooks_on_the_cpu() -> Check:
 
 
 def _plain_command(checkout: Path) -> Check:
-    """The Muon of `torchrun pretrain_gpt.py --optimizer muon --use-distributed-optimizer`."""
+    """What `torchrun pretrain_gpt.py --optimizer muon --use-distributed-optimizer` would run."""
     patched = False
     with contextlib.suppress(PatchError, OSError):
         patched = patch_tree.look(checkout, any_version=True).state == "patched"
@@ -209,9 +209,9 @@ def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
     """The Muon that ``--optimizer muon --use-distributed-optimizer`` starts without the launcher.
 
     Args:
-        version: megatron-core's.
-        patched: the checkout has the patch's lines.
-        emerging: emerging_optimizers can be imported, as that core needs it.
+        version: version of megatron-core.
+        patched: whether the checkout has the patch's lines.
+        emerging: whether that core finds the emerging_optimizers that it needs.
     """
     if patched:
         return "Distributed Muon, by the patch"
@@ -240,7 +240,7 @@ def _training_hooks(checkout: Path) -> Check:
 
 
 def _not_imported(module: str, core: Path, error: Exception) -> str:
-    """Why a module of Megatron's could not be, and where it is the Python, which one it needs."""
+    """Why a module of Megatron's cannot be imported; where Python is too old, the one it needs."""
     what = f"{type(error).__name__}: {error}"
     why = older_python(core)
     if why is None and isinstance(error, ModuleNotFoundError) and error.name:
@@ -251,7 +251,7 @@ def _not_imported(module: str, core: Path, error: Exception) -> str:
 
 
 def _adam() -> Check:
-    """The one that Megatron picked, or the CPU runtime's stand-in for it."""
+    """The Adam class that Megatron picked, or the CPU runtime's stand-in."""
     adam = importlib.import_module("megatron.core.optimizer").Adam
     return Check("adam", f"{adam.__module__}.{adam.__qualname__}")
 
@@ -289,7 +289,7 @@ def _refused() -> Check:
 
 
 def _refused_flags() -> Check:
-    """The options that are refused on the command line, also those that no configuration has."""
+    """The flags that ``install.REFUSED`` refuses and that this Megatron-LM has."""
     flags = importlib.import_module("megatron_muon.megatron_lm.install").REFUSED
     return Check("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
 

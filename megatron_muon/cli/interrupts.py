@@ -1,4 +1,4 @@
-"""How a command ends when its reader is gone (``| head``) or a user stops it (Ctrl-C)."""
+"""A command's end when the reader of its output is gone (``| head``) or a user presses Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-# A shell's status of a process that SIGPIPE or SIGINT ended: 128 and the signal's number.
+# A shell's status of a process that SIGPIPE or SIGINT ended: 128 plus the signal's number.
 NO_READER, STOPPED = 141, 130
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run a command without a traceback where nobody reads its output or a user stops it.
+    """Run a command; print no traceback where its reader is gone or a user stops it.
 
     Args:
         command: returns its exit status, or raises SystemExit as argparse does.
 
     Returns:
-        The command's status; ``NO_READER`` or ``STOPPED`` where one of these ended it.
+        The command's status, or ``NO_READER`` or ``STOPPED``.
     """
     try:
         try:
             return command()
         finally:
-            sys.stdout.flush()  # else Python does it later, and complains about what fails there
+            sys.stdout.flush()  # else Python flushes later and prints the error
     except BrokenPipeError:
         broken = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
         if not broken:
@@ -40,7 +40,7 @@ def run_command(command: Callable[[], int]) -> int:
 def _has_no_reader(stream: TextIO) -> bool:
     try:
         descriptor = stream.fileno()
-    except (OSError, ValueError):  # no file of the operating system's
+    except (OSError, ValueError):  # not a file of the operating system
         return False
     poll = select.poll()
     poll.register(descriptor, 0)
@@ -48,7 +48,7 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what is still buffered, and all that comes, go nowhere."""
+    """Send buffered and future output to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

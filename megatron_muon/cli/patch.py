@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             done = patch_tree.revert(checkout)
     except BrokenPipeError:
-        raise  # nobody reads what is printed: no fault of the checkout
+        raise  # the reader of the output is gone, which is no fault of the checkout
     except (PatchError, OSError) as error:
         way_out = isinstance(error, PatchError) and given.action != "revert"
         text = f"{error}{_WAY_OUT if way_out else ''}"
@@ -66,7 +66,7 @@ def _check(checkout: Path, any_version: bool) -> int:
 
 
 def describe(checkout: Checkout) -> str:
-    """The checkout's version, and whether the file has edits of one's own."""
+    """The checkout's version in words, and whether the user has edited the patched file."""
     release = " or ".join(checkout.releases) or "no release that the patch was tried on"
     own = ", with your own edits in the file" if checkout.edited and checkout.releases else ""
     return f"megatron-core {checkout.version} ({release}){own}"

@@ -1,7 +1,6 @@
-"""A patch that only adds lines: where it goes in a file's bytes, and how they come out again.
+"""Putting a patch that only adds lines into a file's bytes, and taking it out again.
 
-Everything else of the file stays as it is, byte by byte: line ends, encoding, a last line without
-an end.
+All other bytes stay: line ends, encoding, a last line without an end.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _OURS = b"megatron_muon"
 
 
 class PatchError(RuntimeError):
-    """The patch can neither go into the file nor come out of it; the message says why."""
+    """The patch can be neither put in nor taken out; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +25,9 @@ class Addition:
     """A unified diff of one hunk that adds lines after others.
 
     Attributes:
-        file: the one that it changes, relative to the checkout, with slashes.
-        context: the lines that it follows, without their ends.
-        added: the lines that it adds, without their ends.
+        file: path of the changed file, relative to the checkout, with slashes.
+        context: lines before the added ones, without their line ends.
+        added: added lines, without their line ends.
     """
 
     file: str
@@ -37,10 +36,10 @@ class Addition:
 
 
 def parse(diff: str) -> Addition:
-    """Read a unified diff of the one form that is used: context lines, then added ones.
+    """Parse a unified diff of one hunk that has context lines, then added lines.
 
     Raises:
-        ValueError: it has another form.
+        ValueError: the diff has another form.
     """
     head, _, body = diff.partition("@@")
     file = re.search(r"^\+\+\+ b/(\S+)$", head, re.MULTILINE)
@@ -54,14 +53,14 @@ def parse(diff: str) -> Addition:
 
 
 def state(data: bytes, patch: Addition) -> State:
-    """Whether the lines are in the file, or could go into it.
+    """Whether the file has the patch's lines, or else the one place for them.
 
     Args:
         data: the file's bytes.
-        patch: the one to look for.
+        patch: the patch to look for.
 
     Raises:
-        PatchError: neither: the lines around the place, or the patch's own, are not as expected.
+        PatchError: neither: the context lines, or the patch's own, are not as expected.
     """
     bare = [_bare(line) for line in _LINE.findall(data)]
     places = _places(bare, patch.added)
@@ -81,7 +80,7 @@ def state(data: bytes, patch: Addition) -> State:
 
 
 def apply(data: bytes, patch: Addition) -> bytes:
-    """The file with the lines, which get the ends of the line that they follow.
+    """The file's bytes with the added lines, which get the line end of the line before them.
 
     Raises:
         PatchError: see ``state``.
@@ -92,14 +91,14 @@ def apply(data: bytes, patch: Addition) -> bytes:
     after = _place([_bare(line) for line in lines], patch) + len(patch.context)
     end = _end(lines[after - 1]) or _end(lines[after - 2]) or b"\n"
     added = [line + end for line in patch.added]
-    if not _end(lines[after - 1]):  # the file's last line has no end, and still has none then
+    if not _end(lines[after - 1]):  # the file's last line has no end: the new last one gets none
         lines[after - 1] += end
         added[-1] = patch.added[-1]
     return b"".join([*lines[:after], *added, *lines[after:]])
 
 
 def revert(data: bytes, patch: Addition) -> bytes:
-    """The file without the lines.
+    """The file's bytes without the added lines.
 
     Raises:
         PatchError: see ``state``.

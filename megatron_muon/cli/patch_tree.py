@@ -1,4 +1,4 @@
-"""The patch in a Megatron-LM checkout: which release it is, and the one file that is written."""
+"""The patch in a Megatron-LM checkout: finding the release, and writing the one patched file."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Release:
     """A Megatron-LM that the patch was tried on.
 
     Attributes:
-        name: its tag, or ``main``.
-        version: its ``megatron.core.__version__``, which is not always the tag's.
-        sha256: that of the file that the patch changes, in hexadecimal digits.
+        name: the release's tag, or ``main``.
+        version: ``megatron.core.__version__``, which can differ from the tag.
+        sha256: hash of the unpatched file that the patch changes, in hexadecimal digits.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """A checkout that nothing keeps from being patched.
+    """A checkout that is patched or can be.
 
     Attributes:
-        state: whether the patch's lines are in.
-        version: its megatron.core's.
-        releases: names of the releases of that version; empty where it is not in the manifest.
-        edited: False where the file, without the patch's lines, is that of the release.
+        state: whether it has the patch's lines.
+        version: version of its megatron.core.
+        releases: names of the releases of that version; empty where the manifest has none.
+        edited: whether the file, without the patch's lines, differs from those releases'.
     """
 
     state: State
@@ -61,10 +61,10 @@ class Checkout:
 
 
 def folder() -> Path:
-    """Where the patches are: in the installed package, or beside it in a clone.
+    """The folder of the patches: in the installed package, or beside it in a clone.
 
     Raises:
-        FileNotFoundError: at neither place.
+        FileNotFoundError: neither has patches.
     """
     package = Path(megatron_muon.__file__).parent
     for candidate in (package / "patches", package.parent / "patches"):
@@ -78,7 +78,7 @@ def folder() -> Path:
 
 @cache
 def manifest() -> Manifest:
-    """The contents of the folder."""
+    """The manifest and the patch in ``folder()``."""
     where = folder()
     table = json.loads((where / "manifest.json").read_text())
     patch = patch_lines.parse((where / table["patch"]).read_text())
@@ -91,7 +91,7 @@ def version_of(checkout: Path) -> str:
     """``megatron.core.__version__`` of a checkout, read without running any of it.
 
     Raises:
-        PatchError: it is no checkout, or says its version in another way.
+        PatchError: the folder is no checkout, or does not say its version as expected.
     """
     for needed in (_VERSION_FILE, manifest().patch.file):
         if not (checkout / needed).is_file():
@@ -111,10 +111,10 @@ def look(checkout: Path, *, any_version: bool = False) -> Checkout:
 
     Args:
         checkout: the folder that has ``megatron/training``.
-        any_version: also one whose version is not in the manifest.
+        any_version: accept versions that are not in the manifest, too.
 
     Raises:
-        PatchError: it is not and cannot be; says why.
+        PatchError: it is not patched and cannot be; says why.
     """
     version = version_of(checkout)
     patch, releases = manifest().patch, manifest().releases
@@ -133,18 +133,18 @@ def look(checkout: Path, *, any_version: bool = False) -> Checkout:
 
 
 def apply(checkout: Path, *, any_version: bool = False) -> bool:
-    """Put the patch in; False where it was in.
+    """Put the patch in; False where it was in already.
 
     Raises:
-        PatchError: it cannot be; nothing is changed.
-        OSError: the file cannot be written; nothing is changed.
+        PatchError: the checkout cannot be patched; nothing is changed.
+        OSError: the file cannot be read or written; nothing is changed.
     """
     look(checkout, any_version=any_version)
     return _rewrite(checkout, patch_lines.apply)
 
 
 def revert(checkout: Path) -> bool:
-    """Take the patch out; False where it was not in. The version does not matter for that.
+    """Take the patch out, whatever the version; False where it was not in.
 
     Raises:
         PatchError: see ``apply``.
@@ -165,7 +165,7 @@ def _rewrite(checkout: Path, change: Callable[[bytes, Addition], bytes]) -> bool
 
 
 def _target(checkout: Path) -> Path:
-    """The file itself, where it is a link; never one outside the checkout."""
+    """The file to patch, with links resolved; never one outside the checkout."""
     target = (checkout / manifest().patch.file).resolve()
     if checkout.resolve() not in target.parents:
         raise PatchError(
@@ -176,7 +176,7 @@ def _target(checkout: Path) -> Path:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    """Write a file at once or not at all, with the mode and owner that it had."""
+    """Replace a file's contents atomically, and keep its mode and owner."""
     before = target.stat()
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:

@@ -1,4 +1,4 @@
-"""``megatron-muon routes``: Muon's part of a model that is given by Megatron's flags."""
+"""``megatron-muon routes``: matrices and homes of a model that Megatron's flags describe."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ _DESCRIPTION = """\
 Print every parameter of a model with its shape, how tensor parallelism splits it, its optimizer,
 its matrices, their scale and their homes. The model is a GPT or a hybrid (Mamba) model and is given
 by Megatron-LM's own flags: paste those of a training script. Flags of another model are an error;
-what does not matter here is named on stderr. Nothing is allocated, and neither a GPU nor a launcher
-is needed."""
+flags that do not matter here are named on stderr. Nothing is allocated, and neither a GPU nor a
+launcher is needed."""
 
 _HOMES = """\
-A home is the rank of the pipeline stage that orthogonalizes a matrix. Where several layers or
-experts share a line their homes differ, so the line has the number of different homes;
---all and --json have each one. They are those of GPUs without quack-kernels: with it symmetric
-products count less, and some homes can be others."""
+A home is the rank of the pipeline stage that orthogonalizes a matrix. A line for several layers or
+experts gives the number of different homes; --all and --json give each home. The homes are those
+of GPUs without quack-kernels: with it symmetric products cost less, so some homes can differ."""
 _PROGRAM = "megatron-muon routes"
 
 
@@ -80,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _routed(flags: Namespace) -> tuple[Any, MuonConfig, list[str]]:
-    """The routes, the settings, and what there is to say about them."""
+    """The routes, the settings, and the notes to print."""
     from megatron_muon.dry_run.model import ranks_of, validated
     from megatron_muon.dry_run.stages import routes
     from megatron_muon.megatron_lm.bucketing import choose_buckets
@@ -96,7 +95,7 @@ def _routed(flags: Namespace) -> tuple[Any, MuonConfig, list[str]]:
 
 
 def _import_from(checkout: Path) -> None:
-    """Have Python take Megatron from a checkout, as a script in it does."""
+    """Make Python import Megatron from a checkout, as a script in it does."""
     try:
         version_of(checkout)
         sys.path.insert(0, str(checkout.resolve()))
@@ -106,10 +105,10 @@ def _import_from(checkout: Path) -> None:
 
 
 def imported_config_class(program: str = _PROGRAM) -> type:
-    """TransformerConfig, of the first Megatron that is imported.
+    """Import Megatron, and return its TransformerConfig.
 
     Args:
-        program: for the error that ends the process where none can be.
+        program: name of the command, for the error that ends the process where that fails.
     """
     from megatron_muon.mcore.seams.rows import SeamError, check_part
 
@@ -120,7 +119,7 @@ def imported_config_class(program: str = _PROGRAM) -> type:
             transformer = importlib.import_module("megatron.core.transformer")
             check_part("dry_run")
         except CoreNotFoundError:
-            raise  # the command says both ways to get one
+            raise  # ``cli.main`` prints its message, which says how to get a core
         except SeamError as error:
             _stop(str(error), program)
         except ImportError as error:
@@ -151,7 +150,7 @@ def _note(text: str) -> None:
 
 @contextmanager
 def megatron_is_quiet() -> Iterator[None]:
-    """No advice about what nothing here calls, such as Apex; what is printed goes to stderr."""
+    """Within it Megatron's warnings, such as of missing Apex, are off; prints go to stderr."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -173,7 +172,7 @@ def _parser(config_class: type) -> argparse.ArgumentParser:
     )
     parser.add_argument_group(
         "CHECKOUT",
-        "of Megatron-LM, the folder that pretrain_gpt.py is in; comes first (default: what Python "
+        "Megatron-LM's folder with pretrain_gpt.py; comes first (default: the Megatron that Python "
         "finds)",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, with every parameter")
@@ -190,7 +189,7 @@ def _parser(config_class: type) -> argparse.ArgumentParser:
 
 
 def _muon_config(flags: Namespace) -> MuonConfig:
-    """The settings of a run with these flags, all of Muon's checked as a run checks them."""
+    """The settings of a run with these flags; Muon's flags are checked as in a run."""
     from megatron_muon.megatron_lm.bucketing import aligns_shards
 
     for option, value in (
@@ -206,7 +205,7 @@ def _muon_config(flags: Namespace) -> MuonConfig:
 
 
 def _notes(flags: Namespace) -> list[str]:
-    """Where what is shown is not to the letter what these flags make."""
+    """Notes on the differences between the shown model and the one that a run builds."""
     notes = []
     if not flags.use_distributed_optimizer:
         notes.append("shown as with --use-distributed-optimizer, which a run with Muon needs")
@@ -239,7 +238,7 @@ def _transformer_engine(flags: Namespace) -> str:
 
 
 def _instead(flags: Namespace) -> str:
-    """Arguments with which a run builds the model."""
+    """The modules with which a run builds the model, in words."""
     from megatron_muon.dry_run.hybrid.gated_delta import variant_of
 
     if is_hybrid(flags) or variant_of(flags):
@@ -248,7 +247,7 @@ def _instead(flags: Namespace) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Megatron's words, and the place where it asserts something without saying why."""
+    """The error's text; for an assertion without one, the place where it was raised."""
     if str(error):
         return str(error)
     traceback = error.__traceback__

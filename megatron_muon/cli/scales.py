@@ -12,10 +12,10 @@ from megatron_muon.dry_run.numbers import count, positive
 from megatron_muon.runtime.update import update_scale
 
 _DESCRIPTION = """\
-Print, as a Markdown table, the root mean square that an update has per unit of lr, for each scale
-mode and extra factor: of a square, a tall (4:1) and a wide (1:4) matrix, outputs × inputs, of full
-rank. An orthogonal direction has 1 / sqrt(max(rows, cols)); the iteration's singular values lie
-around 1, not on it, which is not counted."""
+Print a Markdown table of an update's root mean square per unit of lr, for each scale mode and extra
+factor. The matrices (outputs × inputs) are square, tall (4:1) and wide (1:4), all of full rank. The
+direction is taken as orthogonal, with a root mean square of 1 / sqrt(max(rows, cols)); the singular
+values that Newton-Schulz returns are only near 1."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(hidden: int, factors: Sequence[float]) -> str:
-    """The table in Markdown.
+    """The table of updates' root mean squares, in Markdown.
 
     Args:
         hidden: rows and cols of the square matrix.
@@ -55,7 +55,7 @@ def table(hidden: int, factors: Sequence[float]) -> str:
 
 
 def update_rms(rows: int, cols: int, config: MuonConfig) -> float:
-    """Root mean square of a full-rank update, per unit of lr, were the direction orthogonal."""
+    """Root mean square of a full-rank update per unit of lr, if the direction is orthogonal."""
     return update_scale(rows, cols, config) / math.sqrt(max(rows, cols))
 
 
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--hidden-size", type=count(), default=4096, help="rows of the square one, %(default)s"
+        "--hidden-size", type=count(), default=4096, help="rows of the square matrix, %(default)s"
     )
     parser.add_argument(
         "--factor",

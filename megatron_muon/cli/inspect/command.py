@@ -20,7 +20,7 @@ of classes other than plain containers and tensors are not made, and TorchScript
 
 _STATUS = """\
 exit status:
-  0  complete, as far as what is in it says
+  0  complete, as far as its files tell
   1  not complete, or damaged: the last lines name each file and what is wrong with it
   2  wrong arguments; or no checkpoint there, or several and no tracker file that names one
   3  this command itself failed, which says nothing about the checkpoint: please report it"""
@@ -57,13 +57,13 @@ def _fail(parser: argparse.ArgumentParser, why: str) -> None:
 
 
 def _printable(text: str) -> str:
-    """With escapes for what a terminal would obey or its encoding lacks; lines stay."""
+    """Escape control characters and those that the output's encoding lacks; keep line breaks."""
     encoding = sys.stdout.encoding or "utf-8"
     return printable(text, kept="\n").encode(encoding, "backslashreplace").decode(encoding)
 
 
 def as_text(report: Report) -> str:
-    """Facts, parameters, bytes, notes, and the verdict."""
+    """The report as text: facts, parameters, bytes, notes, and the verdict."""
     width = max(map(len, report.facts))
     lines = [f"{name:{width}}  {_one_line(value)}" for name, value in report.facts.items()]
     blocks = [lines, _table(report), _sizes(report)]
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("action", choices=["inspect"], help="the only one there is")
     parser.add_argument(
-        "path", metavar="PATH", type=_path, help="what --save was given, or one iteration's folder"
+        "path", metavar="PATH", type=_path, help="the folder of --save, or one iteration's folder"
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--hash", action="store_true", help="compare the hash of every file, too")
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _path(text: str) -> Path:
-    """A path that is not empty, which would be the current folder."""
+    """A path. An empty text, which would mean the current folder, is refused."""
     if not text.strip() or "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is no path")
     return Path(text)

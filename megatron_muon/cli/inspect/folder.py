@@ -1,4 +1,4 @@
-"""Which folder a path means, and the contents of the checkpoint in it, of either format."""
+"""Finding the checkpoint's folder that a path means, and reading it in either format."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ITERATION = re.compile(r"iter_[0-9]+|release")
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where the checkpoint is.
+    """The place of a checkpoint.
 
     Attributes:
-        folder: the folder of one iteration; or the tracker file, where it names none.
-        is_there: it is a folder.
-        faults, notes: about the tracker file.
+        folder: the folder of one iteration; the tracker file instead, where it names no folder.
+        is_there: whether ``folder`` exists and is a folder.
+        faults, notes: sentences about the tracker file.
     """
 
     folder: Path
@@ -36,10 +36,10 @@ def located(path: Path) -> Located:
     """The folder of the iteration that a path means.
 
     Args:
-        path: the argument of ``--save``, or one iteration's folder.
+        path: the folder of ``--save``, or one iteration's folder.
 
     Raises:
-        OSError: there is no such folder; or several checkpoints, and no tracker names one.
+        OSError: there is no such folder; or it has several checkpoints, and no tracker names one.
     """
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder")
@@ -60,7 +60,7 @@ def located(path: Path) -> Located:
 
 
 def _named(file: Path) -> tuple[Path | None, str]:
-    """The folder that a tracker file names, or None; and the fault of the file."""
+    """The folder that a tracker file names; or None, and the file's fault in words."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):  # reading a pipe would wait
             return None, f"{file} is no regular file"
@@ -82,7 +82,7 @@ def _refuse_several(path: Path) -> None:
 
 
 def read(folder: Path) -> Contents:
-    """Read all of a checkpoint.
+    """The contents of a checkpoint.
 
     Args:
         folder: the folder of one iteration.

@@ -1,4 +1,4 @@
-"""How many matrices each of Muon's parameters holds, from the arguments that a checkpoint has."""
+"""The number of matrices in each of Muon's parameters, from the arguments in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from megatron_muon.cli.inspect.tensors import canonical
 from megatron_muon.files.pickles import Unknown
 
-# Sizes of a model that is built here. A damaged file may have more, which would take for ever.
+# Caps on the sizes of a model that is built here: those in a damaged file could take for ever.
 _MOST = {
     "num_attention_heads": 1 << 12,
     "num_query_groups": 1 << 12,
@@ -27,22 +27,22 @@ _REPEATS = re.compile("[0-9]{3}")  # layers, in a layout of pipeline stages
 def matrices_by_name(
     args: argparse.Namespace, settings: Mapping[str, Any], parameters: int
 ) -> tuple[dict[str, int], str | None]:
-    """As ``megatron-muon routes`` finds them, by building the model without memory.
+    """Count matrices as ``megatron-muon routes`` does, by building the model without memory.
 
     Args:
-        args: Megatron-LM's, as saved.
-        settings: those of MuonConfig.
-        parameters: how many the checkpoint has; the model is not to have more layers.
+        args: Megatron-LM's arguments, as saved.
+        settings: settings of MuonConfig, by name.
+        parameters: number of parameters in the checkpoint; a cap on the model's layers.
 
     Returns:
-        By name; and why there are none, or None.
+        The number of matrices by parameter name; and the reason if there are none, or None.
     """
     from megatron_muon.cli.routes import megatron_is_quiet
 
     try:
         with megatron_is_quiet():
             return _matrices(args, settings, parameters), None
-    except (Exception, SystemExit) as error:  # a model that it cannot build: no fault of the files
+    except (Exception, SystemExit) as error:  # the model cannot be built: not a fault of the files
         text = str(error).splitlines()[0] if str(error) else ""
         return {}, f"{type(error).__name__}: {text}"
 
@@ -81,10 +81,10 @@ def _matrices(
 def _take(
     flags: argparse.Namespace, parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> None:
-    """Set the flags that the arguments have values for, of the types that their parser gives.
+    """Copy the saved arguments into the flags of the same names.
 
     Raises:
-        ValueError: a value is another one.
+        ValueError: a value cannot come from the flag's parser.
     """
     actions = {action.dest: action for action in parser._actions}
     for name, value in vars(args).items():
@@ -120,7 +120,8 @@ def _is_pattern(value: Any) -> bool:
 
 
 def _require_possible(flags: argparse.Namespace, parameters: int) -> None:
-    """Refuse more layers or stages than the checkpoint has parameters: they would take for ever."""
+    """Refuse models that would take for ever: more layers or stages than parameters, or too many
+    experts."""
     for name in ("num_layers", "pipeline_model_parallel_size"):
         size = getattr(flags, name) or 0
         if size > parameters:

@@ -1,4 +1,4 @@
-"""Everything that ``megatron-muon checkpoint inspect`` says of a checkpoint."""
+"""The report of ``megatron-muon checkpoint inspect``."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _WRITERS = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The contents of the report.
+    """A checkpoint's contents and faults.
 
     Attributes:
-        facts: what the checkpoint is, by name, in order.
-        parameters: a row each.
-        bytes: on disk, by kind.
-        notes: things that could not be told, and why.
-        faults: why it is not complete; empty if it is.
+        facts: facts by name, such as ``iteration``, in the order of printing.
+        parameters: a row per parameter.
+        bytes: bytes on disk by kind.
+        notes: sentences on what could not be told, and why.
+        faults: reasons why the checkpoint is not complete; empty if it is.
     """
 
     facts: dict[str, str]
@@ -51,11 +51,11 @@ class Report:
 
 
 def examine(path: Path, *, hashes: bool = False) -> Report:
-    """Read all of it.
+    """Read a whole checkpoint.
 
     Args:
-        path: a folder with a tracker file, or that of one iteration.
-        hashes: compare the hash of every file with the digest's, too.
+        path: a folder with a tracker file, or one iteration's folder.
+        hashes: also compare the hash of every file with the digest's.
 
     Raises:
         OSError: there is no checkpoint, or nothing says which one is meant.
@@ -95,7 +95,7 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
 
 
 def _digest(folder: Path, hashes: bool) -> tuple[digest.Digest | None, list[str]]:
-    """The digest, if there is one that can be used, and what is wrong with it or by it."""
+    """The digest, or None if there is no usable one; and the faults in it and in its files."""
     try:
         said = digest.read(folder)
         if said is None:
@@ -111,7 +111,7 @@ def _digest(folder: Path, hashes: bool) -> tuple[digest.Digest | None, list[str]
 
 
 def _unlikely(said: Mapping[str, Any]) -> str | None:
-    """Entries that cannot be shown, or added up: a digest's writer can write anything into it."""
+    """A fault that makes a digest's values unusable, or None: its file may contain anything."""
     if not are_settings(said["wrote"]) or not are_settings(said["settings"] or {}):
         return "settings, or versions, that are no plain values"
     for name, entry in said["parameters"].items():
@@ -198,7 +198,7 @@ def _plain(value: Any) -> str:
 
 
 def _bytes(folder: Path, contents: Contents) -> dict[str, int]:
-    """Bytes of the tensors of each kind, of everything else in the files, and the sum."""
+    """Bytes of the tensors of each kind, of everything else in the files, and in total."""
     sizes = dict.fromkeys(_KINDS.values(), 0)
     for stored in contents.stored.values():
         sizes[_KINDS[stored.kind]] += stored.numel * stored.dtype.itemsize

@@ -1,4 +1,4 @@
-"""A checkpoint's knowledge of each parameter, and whether all of the parameter is there."""
+"""A row for each parameter of a checkpoint, and whether all of its state is there."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class StoredParameter:
     """A parameter.
 
     Attributes:
-        shape: the whole parameter's; one TP rank's part's where the files do not say more.
-        is_part: it is the latter.
-        optimizer: the one whose state it has; None if it has none.
-        matrices: number of those that Muon orthogonalizes; None if that is not known.
-        norm: Frobenius norm of its momentum; None if it has none, or pieces of it are missing.
+        name: the parameter's name, with layers and experts numbered.
+        shape: shape of the whole parameter; of one TP rank's part where the files say no more.
+        is_part: whether it is the shape of a part.
+        optimizer: the one whose state is saved, or that the digest names; None without either.
+        matrices: number of matrices that Muon orthogonalizes; None if it is not known.
+        norm: Frobenius norm of the momentum; None without one, or if pieces of it are missing.
     """
 
     name: str
@@ -38,7 +39,7 @@ class StoredParameter:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """All rows, and what is wrong with them."""
+    """All rows, with faults and notes in sentences."""
 
     rows: tuple[StoredParameter, ...]
     faults: tuple[str, ...]
@@ -48,12 +49,12 @@ class Parameters:
 def parameters(
     contents: Contents, expected: Mapping[str, Mapping[str, Any]], matrices: Mapping[str, int]
 ) -> Parameters:
-    """Put together what the groups of ranks have saved of each parameter.
+    """Join the parts that groups of ranks have saved of each parameter.
 
     Args:
         contents: the contents of the files.
-        expected: a digest's entries, by name: ``shape`` and ``optimizer``; empty without one.
-        matrices: by name, as far as it is known.
+        expected: the digest's entries (``shape``, ``optimizer``) by name; empty without a digest.
+        matrices: number of matrices by name; parameters may be missing.
     """
     wanted = {canonical(name): said for name, said in expected.items()}
     by_name: dict[str, list[Stored]] = defaultdict(list)
@@ -112,7 +113,7 @@ def _row(
 def _shape(
     name: str, pieces: Sequence[Stored], said: Mapping[str, Any] | None, contents: Contents
 ) -> tuple[tuple[int, ...], bool]:
-    """The whole's shape if digest or model says it, else a part's; and whether it is that."""
+    """The shape, and whether it is only a part's: neither the digest nor a file has the whole."""
     if said is not None:
         return tuple(said["shape"]), False
     whole = next((piece for piece in pieces if not piece.part), None)
@@ -125,7 +126,7 @@ def _shape(
 
 
 def _wrong(name: str, key: str, same: Sequence[Stored], numel: int | None) -> list[str]:
-    """One state tensor of a parameter in words: dtype and size."""
+    """Faults in dtype and size of one state tensor of a parameter."""
     faults = []
     for piece in same:
         if piece.dtype != torch.float32:
@@ -142,10 +143,10 @@ def _wrong(name: str, key: str, same: Sequence[Stored], numel: int | None) -> li
 
 
 def _square(same: Sequence[Stored], numel: int | None) -> float | None:
-    """Sum of squares over the pieces, each TP replica but the first left out.
+    """Sum of squares over the pieces, with TP replicas counted once; None if pieces are missing.
 
-    Where nothing says how large the whole is, pieces with the same sum to the last bit are
-    replicas.
+    Where the size of the whole is not known, pieces with the same size and the very same sum count
+    as replicas.
     """
     sizes = [piece.numel for piece in same]
     if numel is None:
@@ -166,7 +167,7 @@ def _not_finite(every: Iterable[Stored]) -> list[str]:
 
 
 def _without_state(contents: Contents) -> list[str]:
-    """Where each group of ranks has flat main parameters: more of them than of state."""
+    """Faults of groups of ranks with more elements of flat main parameters than of state."""
     main: dict[str, int] = defaultdict(int)
     state: dict[str, int] = defaultdict(int)
     names: dict[str, set[str]] = defaultdict(set)
@@ -190,7 +191,7 @@ def _without_state(contents: Contents) -> list[str]:
 
 
 def _no_state(rows: Sequence[StoredParameter]) -> list[str]:
-    """Weights that may be frozen, or lost, where no digest says which."""
+    """Notes on parameters without state, which may be frozen or lost if there is no digest."""
     if not any(row.optimizer for row in rows):
         return ["no optimizer state is known by the name of its parameter"] if rows else []
     without = [row.name for row in rows if row.optimizer is None]
@@ -206,6 +207,6 @@ def _where(*pieces: Stored) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Layer 10 after layer 9."""
+    """A sort key that puts layer 10 after layer 9."""
     parts = re.split("([0-9]+)", name)
     return [(len(p.lstrip("0")), p) if at % 2 else (-1, p) for at, p in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""The tensors in a checkpoint's files, with sizes and norms, and state dicts without tensors."""
+"""Sizes and norms of the tensors in a checkpoint's files, and state dicts without tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KINDS: dict[str, Kind] = {
     "exp_avg_sq": "adamw",
 }
 RECORD = "megatron_muon"
-PADDING = 63  # elements at most: in a grad buffer a parameter starts at a multiple of 64
-# Megatron's names of norms on disk, where they may be fused into the linear after them.
+PADDING = 63  # most elements of padding: in a grad buffer parameters start at multiples of 64
+# Two names on disk for each norm: as its own module, and fused into the linear after it.
 _FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
@@ -34,17 +34,19 @@ _TE_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 @dataclass(slots=True)
 class Stored:
-    """All that one group of ranks has saved of one parameter, of one kind.
+    """All elements that one group of ranks has saved of one parameter, of one kind.
 
     Attributes:
-        kind: its place in the parameter's state.
-        key: its name on disk.
-        name: the parameter's, with layers and experts numbered; None of a tensor that has several.
-        part: which ranks' it is; empty where it is the whole parameter's.
-        shape: on disk.
-        numel: elements that were found in the files.
-        square: sum of their squares, in float64; not finite if one of them is not.
-        files: those that have it, relative to the checkpoint.
+        kind: the weight in the model, the main parameter, Muon's momentum or AdamW's moments.
+        key: name of the tensor on disk, such as ``exp_avg``.
+        name: the parameter's name, with layers and experts numbered; None where one tensor holds
+            several parameters.
+        part: the group of ranks that saved it; empty where they saved the whole parameter.
+        shape: shape on disk.
+        dtype: dtype on disk.
+        numel: number of elements in the files.
+        square: sum of their squares, in float64; not finite if an element is not.
+        files: paths of the files, relative to the checkpoint.
     """
 
     kind: Kind
@@ -58,16 +60,16 @@ class Stored:
     files: set[str] = field(default_factory=set)
 
     def add(self, tensor: torch.Tensor, file: str, *, may_be_padding: bool = False) -> None:
-        """Count a piece of it in; what stands between parameters has any value at all."""
+        """Add a piece. Padding counts as elements only: its values are arbitrary."""
         self.numel += tensor.numel()
         self.files.add(file)
         if may_be_padding and tensor.numel() <= PADDING:
             return
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-            if tensor.element_size() == 1:  # fp8, of which torch has no norm
+            if tensor.element_size() == 1:  # fp8, for which torch has no norm
                 tensor = tensor.float()
             norm = torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
-            self.square += norm * norm  # inf where ** raises
+            self.square += norm * norm  # inf, where norm**2 raises OverflowError
 
 
 @dataclass
@@ -76,12 +78,12 @@ class Contents:
 
     Attributes:
         format: ``torch`` or ``torch_dist``.
-        common: everything but tensors, of the first rank.
+        common: the first rank's values other than the model, such as the arguments.
         states: optimizers' state dicts without tensors: groups, and Muon's record.
-        sharding: types of torch_dist's optimizer state.
-        stored: by kind, key, name and part.
-        faults: why it is not complete.
-        keys: torch_dist's.
+        sharding: sharding types of the optimizer state in torch_dist.
+        stored: entries by kind, key, name and part.
+        faults: reasons why the checkpoint is not complete.
+        keys: keys of tensors and objects in torch_dist.
     """
 
     format: Literal["torch", "torch_dist"]
@@ -95,24 +97,24 @@ class Contents:
     def at(
         self, kind: Kind, key: str, name: str | None, part: str, shape: Any, dtype: torch.dtype
     ) -> Stored:
-        """The entry of these, made if there is none."""
+        """The entry with these values; a new one if there is none."""
         name = None if name is None else canonical(name)
         new = Stored(kind, key, name, part, tuple(shape), dtype)
         return self.stored.setdefault((kind, key, name, part), new)
 
 
 def canonical(name: str) -> str:
-    """One name for a parameter that goes by several: fused norms, and experts of each class."""
+    """One name for parameters with several names: fused norms, and experts in either class."""
     for module, fused in _FUSED:
         name = re.sub(rf"(^|\.){re.escape(module)}(weight|bias)$", rf"\g<1>{fused}\2", name)
     return _TE_EXPERT.sub(r".experts.local_experts.\2.\1.weight", name)
 
 
 def items_of(value: Any, what: str) -> Iterable[tuple[Any, Any]]:
-    """Keys and values of what must be a dict.
+    """Keys and values of a dict.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``value`` is no dict; names it by ``what``.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{what} is a {type(value).__name__}, not a dict")
@@ -120,10 +122,10 @@ def items_of(value: Any, what: str) -> Iterable[tuple[Any, Any]]:
 
 
 def add_buffers(contents: Contents, state: Any, part: str, file: str) -> None:
-    """Flat tensors of each grad buffer, and by name what Muon's format has of each parameter.
+    """Add each grad buffer's flat tensors, and the tensors by parameter name in Muon's format.
 
     Raises:
-        ValueError: ``state`` is something else.
+        ValueError: ``state`` has another form.
     """
     for index, by_dtype in items_of(state, "the optimizer's state") if state is not None else ():
         for dtypes, buffer in items_of(by_dtype, "a buffer") if isinstance(index, int) else ():
@@ -145,10 +147,10 @@ def _add(contents: Contents, key: Any, name: Any, part: str, value: Any, file: s
 
 
 def state_dicts(state: Any) -> list[dict[str, Any]]:
-    """Each optimizer's state dict in a chain, without its tensors.
+    """The state dict of each optimizer in a chain, without its tensors.
 
     Raises:
-        ValueError: it is none, or its parameter groups or Muon's record are not what they must be.
+        ValueError: chains are nested too deep, or parameter groups or Muon's record are malformed.
     """
     every = [by_name(one) for one in states_of(state)]
     for one in every:
@@ -171,7 +173,7 @@ def _is_settings(record: Any) -> bool:
 
 
 def are_settings(settings: Mapping[Any, Any]) -> bool:
-    """Whether they are plain values by name, as MuonConfig has them; their text is never huge."""
+    """Whether settings are plain values by name, as in MuonConfig, with no long or deep lists."""
     return all(isinstance(k, str) and _is_setting(v, depth=2) for k, v in settings.items())
 
 
@@ -182,22 +184,22 @@ def _is_setting(value: Any, depth: int) -> bool:
 
 
 def by_name(saved: Mapping[Any, Any]) -> dict[str, Any]:
-    """The entries of a state dict that have a name."""
+    """The entries of a state dict whose key is a text."""
     return {key: value for key, value in saved.items() if isinstance(key, str)}
 
 
 def within(name: str, contents: Contents, act: Callable[[], None]) -> None:
-    """Do it, and note why the file of that name does not let it be done."""
+    """Call ``act``; if the file ``name`` is damaged, add a fault instead of raising."""
     try:
         act()
     except DAMAGE as error:
         contents.faults.append(f"{name} cannot be read: {said(error)}")
 
 
-DAMAGE = (OSError, ValueError, RuntimeError)  # that a damaged file leads to; the last is torch's
+DAMAGE = (OSError, ValueError, RuntimeError)  # errors from a damaged file; torch raises the last
 
 
 def said(error: BaseException) -> str:
-    """An error in one line."""
+    """The first line of an error, with its type unless it is a ValueError with a text."""
     line = next(iter(str(error).splitlines()), "")
     return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}"

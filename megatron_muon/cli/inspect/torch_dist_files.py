@@ -1,4 +1,4 @@
-"""A checkpoint in the format ``torch_dist``: no process group, no Megatron, no code from a file."""
+"""Reading checkpoints in ``torch_dist`` without a process group, Megatron or code from a file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _STACK = re.compile(r"\.layers\.(?=\D)")
 
 
 def read_torch_dist(folder: Path) -> Contents:
-    """All of a checkpoint in ``torch_dist``; what cannot be read is among its faults.
+    """The contents of a checkpoint in ``torch_dist``; unreadable parts are among its faults.
 
     Args:
         folder: the folder of one iteration.
@@ -91,13 +91,14 @@ def _add_common(contents: Contents, saved: dict[Any, Any]) -> None:
 class _Reader:
     shards: Shards
     contents: Contents
-    broken: set[str] = field(default_factory=set)  # files of which a fault is noted
+    broken: set[str] = field(default_factory=set)  # files with a fault that is noted already
 
     def read(self, key: str, offsets: tuple[int, ...] | None = None) -> tuple[Any, str] | None:
-        """The value that is saved there and its file; None after noting why it cannot be read.
+        """A saved value and its file; None if it cannot be read, which is noted as a fault.
 
         Args:
-            offsets: those of a tensor's piece; None for an object.
+            key: key of the tensor or object.
+            offsets: offsets of the tensor's piece; None for an object.
         """
         place = self.shards.metadata.places.get((key, offsets))
         if place is None:
@@ -115,14 +116,17 @@ class _Reader:
         return None
 
     def note(self, file: str, fault: str) -> None:
-        """One fault of a file is enough."""
+        """Add a file's first fault; later ones are dropped."""
         if file not in self.broken:
             self.broken.add(file)
             self.contents.faults.append(fault)
 
 
 def _place(key: str) -> tuple[Kind, str, str | None, str] | None:
-    """Kind, key, name (of a stack, if it is one) and part of a tensor on disk."""
+    """(kind, key, name, part) of a tensor on disk; the name may be that of a stack of layers.
+
+    None where the tensor is no part of a parameter's state.
+    """
     if at := _BY_NAME.match(key):
         what, _, name = at[3].partition(".")
         part = f"{at['chained'] or ''} {at['group']}".strip()
@@ -171,7 +175,7 @@ def _tensor(contents: Contents, reader: _Reader, key: str, described: Tensor) ->
 
 
 def _other_piece(tensor: Any, chunk: Chunk, described: Tensor) -> str | None:
-    """The fault of a piece; None where it is the one that the metadata describe."""
+    """A piece's fault in words; None where it is as the metadata describe it."""
     if not isinstance(tensor, torch.Tensor):
         return f"a {type(tensor).__name__}, not a tensor"
     if tensor.dtype != described.dtype:
@@ -196,7 +200,7 @@ def _unstacked(name: str, numbers: list[int]) -> str:
 
 
 def _optimizer_object(contents: Contents, reader: _Reader, key: str, at: re.Match[str]) -> None:
-    """Objects that ranks save as a whole: groups, Muon's record, and all of dp_zero's state."""
+    """Add an object that ranks save as a whole: groups, Muon's record, or dp_zero's state."""
     what = at[3]
     if what not in ("optimizer", RECORD, "param_state"):
         return

@@ -1,4 +1,4 @@
-"""A checkpoint in Megatron-LM's old format ``torch``: two files of each model-parallel rank."""
+"""Reading checkpoints in Megatron-LM's old format ``torch``: two files per model-parallel rank."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _CHUNK = re.compile(r"model\d*")
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of one iteration: in its folder, or in one of each model-parallel rank.
+    """The files of one iteration: in its folder, or in subfolders ``mp_rank_*``.
 
-    No deeper: a folder of several iterations is none.
+    Deeper folders are not searched, so a folder of several iterations has none.
     """
     every = [*folder.glob("*.pt"), *folder.glob("mp_rank_*/*.pt")]
     return sorted(file for file in every if _FILE.search(file.name))
 
 
 def read_torch(folder: Path) -> Contents:
-    """All of a checkpoint in ``torch``; what cannot be read is among its faults.
+    """The contents of a checkpoint in ``torch``; parts that cannot be read are among its faults.
 
     Args:
         folder: the folder of one iteration.
@@ -85,7 +85,7 @@ def _add_model(contents: Contents, saved: Any, file: str) -> None:
 
 
 def _pair(file: Path) -> tuple[bool, str]:
-    """Whether the other one of a rank's two files is there, and its name."""
+    """Whether the other one of a rank's two files is there; and its possible names."""
     name = file.name
     if "distrib_optim" in name:
         others = [
@@ -97,5 +97,5 @@ def _pair(file: Path) -> tuple[bool, str]:
 
 
 def _has_record(saved: Any) -> bool:
-    """Whether it is of a rank on which Muon's DistributedOptimizer has state."""
+    """Whether a rank saved it on which Muon's DistributedOptimizer has state."""
     return any(RECORD in state for state in state_dicts(saved.get("optimizer")))
