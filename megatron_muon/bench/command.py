@@ -1,4 +1,4 @@
-"""``megatron-muon bench``: measurements, each a module of its own."""
+"""``megatron-muon bench``: measurements and a time model, each in a module of its own."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ BENCHES: Commands = {
     ),
     "newton-schulz": (
         "megatron_muon.bench.newton_schulz.command",
-        "how fast and how accurate the iterations are, beside others'",
+        "speed and accuracy of the iterations, beside those of other packages",
     ),
     "speeds": (
         "megatron_muon.bench.speeds",
-        "how fast a rank and its link are, as the flags that homes follow from",
+        "speeds of a rank and its link, as the flags for the choice of homes",
     ),
     "price": (
         "megatron_muon.bench.price.command",
-        "what a step of any size would take on stated hardware, by a time model",
+        "time of a step of any size on stated hardware, by a time model",
     ),
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one.
+    """Run a measurement.
 
     Args:
         argv: its name and its own arguments.

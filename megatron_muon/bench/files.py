@@ -1,4 +1,4 @@
-"""Files that a command writes at its end, checked before its work."""
+"""A check, before a command's work, of the files that it writes at its end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def require_writable(flag: str, path: Path) -> None:
-    """Nothing is written yet.
+    """Check that a file can be written; write nothing.
 
     Args:
-        flag: the one that names the file, for errors.
-        path: the file's; it may be there already.
+        flag: the flag that names the file, for errors.
+        path: path of the file, which may exist already.
 
     Raises:
-        ValueError: it cannot be written there; names the flag and the path.
+        ValueError: the file cannot be written; names the flag and the path.
     """
     if not path.parent.is_dir():
         raise ValueError(f"{flag} {path}: there is no folder {path.parent}")

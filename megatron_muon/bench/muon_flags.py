@@ -10,11 +10,11 @@ from megatron_muon.config import HomePolicy, MuonConfig, NsIteration
 from megatron_muon.dry_run.numbers import count, positive
 
 _DEFAULT = MuonConfig()
-MOST_STEPS = 1000  # of Newton-Schulz; sets have 5 to 10
+MOST_STEPS = 1000  # cap on Newton-Schulz steps; sets have 5 to 10
 
 
 def add_home_flags(group: _ArgumentGroup) -> None:
-    """Flags that only homes follow from."""
+    """Add the flags for the choice of homes."""
     group.add_argument(
         "--muon-homes", choices=get_args(HomePolicy), default=_DEFAULT.homes, help="%(default)s"
     )
@@ -26,7 +26,7 @@ def add_home_flags(group: _ArgumentGroup) -> None:
 
 
 def homes_of(flags: Namespace) -> dict[str, Any]:
-    """The settings that ``add_home_flags`` is about."""
+    """The settings of MuonConfig that the flags of ``add_home_flags`` give."""
     return {
         "homes": flags.muon_homes,
         "rank_tflops": flags.muon_rank_tflops,
@@ -35,7 +35,7 @@ def homes_of(flags: Namespace) -> dict[str, Any]:
 
 
 def add_newton_schulz_flags(group: _ArgumentGroup) -> None:
-    """Flags of the iteration."""
+    """Add the flags of the Newton-Schulz iteration."""
     group.add_argument(
         "--muon-ns-coefficients",
         type=_coefficients,
@@ -68,7 +68,7 @@ def _coefficients(text: str) -> Coefficients:
 
 
 def newton_schulz_of(flags: Namespace) -> dict[str, Any]:
-    """The settings that ``add_newton_schulz_flags`` is about."""
+    """The settings of MuonConfig that the flags of ``add_newton_schulz_flags`` give."""
     return {
         name: getattr(flags, f"muon_{name}")
         for name in ("ns_coefficients", "ns_iteration", "ns_dtype", "ns_steps")

@@ -14,14 +14,14 @@ def formats() -> list[str]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Draw each row's median step with its range, Newton-Schulz and the exchange inside it.
+    """Draw each row's median step with its range, and Newton-Schulz and the exchange inside it.
 
     Args:
-        result: that of ``step.table.as_json``.
-        path: its suffix says which format.
+        result: result of ``step.table.as_json``.
+        path: path of the file; its suffix selects the format.
 
     Raises:
-        ValueError: matplotlib does not know the format: it is none of ``formats``.
+        ValueError: the format is none of ``formats``.
         OSError: the file cannot be written.
     """
     rows = result["rows"]

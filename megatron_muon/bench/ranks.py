@@ -1,7 +1,7 @@
 """Starting the ranks of a measurement on this machine: one process each, no launcher, no port.
 
-Ranks are forked from a server that has torch imported, meet through a file, talk over gloo where
-there is no GPU and over NCCL where there is one, and end with this process.
+Ranks are forked from a server that has imported torch. They rendezvous through a file, communicate
+over NCCL with GPUs and over gloo without, and end with this process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-GRACE = 1.0  # seconds after the first failure in which other ranks' errors are still waited for
+GRACE = 1.0  # seconds to wait for other ranks' errors after the first failure
 
 
 class RankError(RuntimeError):
@@ -38,11 +38,11 @@ class Task:
 
     Attributes:
         run: a function of an importable module; called with ``argument`` once torch's world is up.
-        argument: can be pickled, the same for every rank.
+        argument: any picklable value, the same for every rank.
         world: number of ranks.
-        gpus: one GPU a rank, and NCCL; else the CPU, megatron_muon.cpu and gloo.
-        threads: torch's, of a rank.
-        seconds: after which ranks that wait for another one give up.
+        gpus: whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo.
+        threads: number of torch's threads per rank.
+        seconds: timeout of the measurement, and of each collective.
     """
 
     run: Callable[[Any], Any]
@@ -54,14 +54,14 @@ class Task:
 
 
 def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
-    """Whether ranks take GPUs: where there are any, and then one each.
+    """Whether ranks take a GPU each: they do if there is any.
 
     Args:
         world: number of ranks.
-        asked_by, fewer: the flags that it follows from, and those for another; for the error.
+        asked_by, fewer: for the error: flags that gave ``world``, and flags for fewer ranks.
 
     Raises:
-        ValueError: there are GPUs, but not enough.
+        ValueError: there are fewer GPUs than ranks.
     """
     import torch
 
@@ -75,7 +75,7 @@ def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
 
 
 def threads_for(world: int, asked: int | None) -> int:
-    """Threads of a rank: the given number, or a rank's part of the cores."""
+    """Threads per rank: the given number, or a rank's share of the cores."""
     return asked or max(1, (os.cpu_count() or 1) // world)
 
 
@@ -83,7 +83,7 @@ def run_ranks(task: Task) -> list[Any]:
     """The result of ``task.run`` on each rank.
 
     Raises:
-        RankError: see there. All ranks are ended then.
+        RankError: a rank failed or is late; all ranks are ended first.
     """
     context = _context(task)
     with tempfile.TemporaryDirectory(prefix="megatron_muon") as folder, _nothing_as_main():
@@ -139,7 +139,7 @@ def _collect(
 
 
 def _work(pipe: connection.Connection, task: Task, rank: int, rendezvous: str) -> None:
-    """A rank's life."""
+    """Run a rank's process, and send its result or error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         pipe.send((None, _run(task, rank, rendezvous)))
@@ -149,8 +149,7 @@ def _work(pipe: connection.Connection, task: Task, rank: int, rendezvous: str) -
 
 
 def _end_with_parent() -> None:
-    """End when the process that started the ranks is gone, however it went, also in a collective
-    that hangs."""
+    """End this process when the one that started it has ended, even if a collective hangs."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -184,10 +183,10 @@ def _run(task: Task, rank: int, rendezvous: str) -> Any:
 
 
 def _context(task: Task) -> Any:
-    """The fork server's; it runs on one thread, since an OpenMP pool does not survive a fork."""
+    """The fork server's context; it has one thread, since an OpenMP pool does not survive forks."""
     before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # what Megatron asks of every launcher
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks every launcher for it
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes a line at each start
     if not task.gpus:
@@ -205,12 +204,12 @@ def _context(task: Task) -> Any:
 
 @contextmanager
 def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes that are started within it, and those that they start, ignore SIGINT.
+    """Processes that are started within it, and their children, ignore SIGINT.
 
-    A terminal sends it to ranks too, which would print a traceback each; this process ends them.
+    A terminal sends SIGINT to ranks too, and each would print a traceback; this process ends them.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set a handler, and only it gets the KeyboardInterrupt
+        yield  # only the main thread may set a handler and gets the KeyboardInterrupt
         return
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -1,4 +1,4 @@
-"""``megatron-muon bench speeds``: the two speeds that homes follow from, as flags to paste."""
+"""``megatron-muon bench speeds``: the two speeds for the choice of homes, as flags to paste."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.runtime import collectives
 
 _DESCRIPTION = """\
-Start ranks on this machine, over gloo where there is no GPU, over NCCL with a GPU a rank where
-there are, and measure on all of them at once how fast Newton-Schulz is, then how fast an all-to-all
-of the exchange is. The last line has the flags of a run. A run itself never measures: give all of
-its ranks the same flags."""
+Start ranks on this machine, with a GPU per rank over NCCL, or without GPUs over gloo. On all of
+them at once, measure the speed of Newton-Schulz, then that of the exchange's all-to-all. The last
+line has the flags for a run. A run itself never measures: give all of its ranks the same flags."""
 
 _GPU_SHAPE, _CPU_SHAPE = (4096, 14336), (512, 2048)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedsJob:
-    """A rank's measurements.
+    """The measurements to make on every rank.
 
     Attributes:
-        config: the iteration's.
-        shape: the matrix's.
+        config: settings of the iteration.
+        shape: (rows, cols) of the matrix.
         message_bytes: bytes that a rank sends in an all-to-all.
-        rounds: number of times that each of the two is measured.
-        gpu: measure on a GPU.
+        rounds: number of measurements of each speed.
+        gpu: whether to measure on a GPU.
     """
 
     config: MuonConfig
@@ -55,7 +54,7 @@ class SpeedsJob:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """In the units of the settings: 10¹² flop/s; 10⁹ bytes/s, None where a rank is alone."""
+    """A rank's speeds: in 10¹² flop/s; in 10⁹ bytes/s, None where there is only one rank."""
 
     rank_tflops: float
     link_gbytes: float | None
@@ -86,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(job: SpeedsJob) -> Speeds:
-    """This rank's, while the others measure theirs; torch's world is up."""
+    """This rank's speeds, measured while all others measure theirs; torch's world is up."""
     device = torch.device("cuda", torch.cuda.current_device()) if job.gpu else torch.device("cpu")
     matrix = torch.randn(*job.shape, generator=torch.Generator().manual_seed(0))
     matrix = matrix.to(device, travel_dtype(job.config))
@@ -98,7 +97,7 @@ def measure(job: SpeedsJob) -> Speeds:
 
 
 def _link_gbytes(job: SpeedsJob, device: torch.device) -> float | None:
-    """GB/s that a rank sends, and receives at the same time, in the median round."""
+    """GB/s that this rank sends, while it receives as much, in the median round."""
     group = dist.group.WORLD
     assert group is not None
     here, size = group.rank(), group.size()
@@ -116,7 +115,7 @@ def _link_gbytes(job: SpeedsJob, device: torch.device) -> float | None:
         if job.gpu:
             torch.cuda.synchronize(device)
         rates.append(sent.nbytes / (time.perf_counter() - start) / 1e9)
-    return statistics.median(rates[1:])  # connections are made in the first
+    return statistics.median(rates[1:])  # the first round also makes the connections
 
 
 def _meet(device: torch.device) -> None:
@@ -138,7 +137,7 @@ def _task(given: Namespace) -> Task:
 
 
 def _report(task: Task, ranks: Sequence[Speeds]) -> None:
-    """Print what was measured, and the median rank's as flags."""
+    """Print the measurements, and their medians over ranks as flags."""
     job: SpeedsJob = task.argument
     rows, cols = job.shape
     kind = plan_device(torch.device("cuda" if job.gpu else "cpu"))
@@ -157,9 +156,9 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
             f"all-to-all over {'nccl' if job.gpu else 'gloo'}, {task.world} ranks of this machine, "
             f"{job.message_bytes >> 20} MiB from each: {_said(links)} GB/s a rank"
         )
-        print("where a run's stages span machines, give what their network has for a rank")
+        print("where a run's stages span machines, give the network's speed per rank")
     else:
-        print("one rank has no link to measure: --ranks 2 or more, or give what the network has")
+        print("one rank has no link to measure: --ranks 2 or more, or give the network's speed")
     print(" ".join(f"{flag} {statistics.median(speeds):.3g}" for flag, speeds in flags.items()))
 
 
@@ -177,15 +176,15 @@ def _parser() -> argparse.ArgumentParser:
     here: dict[str, Any] = {"type": count(most=MOST_HERE), "metavar": "N"}
     numbers: dict[str, Any] = {"type": count(most=1 << 20), "metavar": "N"}
     parser.add_argument("--ranks", **here, help="default: as many as GPUs; 2 on a CPU")
-    parser.add_argument("--threads", **here, help="of a rank (default: cores/ranks)")
+    parser.add_argument("--threads", **here, help="threads per rank (default: cores/ranks)")
     parser.add_argument("--rounds", **numbers, default=5, help="%(default)s")
-    parser.add_argument("--mib", **numbers, default=64, help="a rank sends at once (%(default)s)")
+    parser.add_argument("--mib", **numbers, default=64, help="MiB per message (%(default)s)")
     sizes = ["x".join(map(str, shape)) for shape in (_GPU_SHAPE, _CPU_SHAPE)]
     parser.add_argument(
         "--shape",
         type=shape_of,
         metavar="ROWSxCOLS",
-        help=f"of the matrix (default: {sizes[0]}; on a CPU {sizes[1]})",
+        help=f"shape of the matrix (default: {sizes[0]}; on a CPU {sizes[1]})",
     )
     add_newton_schulz_flags(parser.add_argument_group("Newton-Schulz, as in a run"))
     return parser

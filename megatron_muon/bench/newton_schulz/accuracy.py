@@ -1,4 +1,4 @@
-"""``megatron-muon bench newton-schulz --accuracy``: how far every iteration is from exact."""
+"""``megatron-muon bench newton-schulz --accuracy``: the error of every iteration."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from megatron_muon.orthogonalize.newton_schulz import (
 )
 
 _EXACT = Products(torch.float64, squares=torch.float64, held=torch.float64)
-_RANK = 1e-13  # singular values below this fraction of the largest are zeros of the input
+_RANK = 1e-13  # singular values below this fraction of the largest count as zero
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """One input through one iteration.
+    """The accuracy of one iteration on one input.
 
     Attributes:
-        smallest, largest: singular values of the direction, as many as the input has.
+        coefficients, steps, dtype, iteration: settings of the iteration.
+        shape, input: shape of the input, and its description.
+        smallest, largest: range of the direction's largest singular values, as many as the input's
+            rank.
         polar: Frobenius distance to the exact polar factor UVᵀ, over the square root of the rank.
-        error: Frobenius distance to the same iteration in float64, relative to that.
-        finite: every element of the direction is.
+        error: Frobenius distance to the same iteration in float64, relative to its norm.
+        finite: whether every element of the direction is finite.
     """
 
     coefficients: str
@@ -55,14 +58,14 @@ def measured(
     dtypes: Sequence[NsDtype],
     device: torch.device,
 ) -> Iterator[Accuracy | str]:
-    """Every set, dtype and iteration on every input of every shape; where one is refused, why.
+    """Every set, dtype and iteration on every input of every shape, or the text of its refusal.
 
     Args:
-        names: the sets' names.
-        steps: for all of them; None: each set's own.
-        shapes: short and long side of each.
-        dtypes: those in which matrices are multiplied.
-        device: where.
+        names: names of the coefficient sets.
+        steps: number of steps for all sets; None: each set's own.
+        shapes: (short side, long side) of each shape.
+        dtypes: dtypes in which matrices are multiplied.
+        device: the device that computes.
     """
     matrices = [
         (what, matrix, *_polar(matrix)) for shape in shapes for what, matrix in inputs(*shape)
@@ -115,7 +118,7 @@ def in_float64(matrix: Tensor, config: MuonConfig) -> Tensor:
 
 
 def table(accuracies: Sequence[Accuracy | str]) -> str:
-    """In Markdown, with the refusals below."""
+    """The accuracies as a table in Markdown, with the refusals below."""
     heads = ["set", "steps", "dtype", "iteration", "shape", "input", "singular values"]
     lines = [[*heads, "to the polar factor", "to float64"], ["---"] * 9]
     for row in accuracies:
@@ -137,7 +140,7 @@ def as_json(accuracies: Sequence[Accuracy | str]) -> list[object]:
 
 
 def _polar(matrix: Tensor) -> tuple[Tensor, int]:
-    """UVᵀ over the input's own rank, and that rank."""
+    """The polar factor UVᵀ, without null singular values, and the matrix's rank."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     rank = int((s > _RANK * s[0]).sum())
     return u[:, :rank] @ v[:rank], rank

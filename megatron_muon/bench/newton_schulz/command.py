@@ -29,18 +29,19 @@ from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonali
 
 _DESCRIPTION = """\
 Time the Newton-Schulz iterations and, where they can be imported, those of torch.optim.Muon,
-emerging_optimizers, dion and gram-newton-schulz: the same input and number of steps, one after the
-other in rounds whose order rotates. A ratio is the median, over the rounds, of standard's time over
-the row's: above 1 is faster than standard. With --batch N it is N matrices, one after the other;
-in the rows "at once" together, as --muon-ns-batch N takes them, or as the other package does.
+emerging_optimizers, dion and gram-newton-schulz. All take the same input and number of steps, one
+after the other in rounds whose order rotates. A ratio is standard's time over the row's, as the
+median over rounds: above 1 is faster than standard. With --batch N a row takes N matrices one after
+the other; rows "at once" take them together, as --muon-ns-batch N does, or as the other package
+does.
 
-The ceiling is a plain matmul of two square matrices in the same rounds, device, threads and dtype
-(fp32 on a CPU without instructions for that), a row by itself; "of ceiling" is the median, over the
-rounds, of a row's flop/s over the ceiling's, where a row's flops are known. A library's symmetric
-product is counted as 9/16 of a plain one."""
+The ceiling is a plain matmul of two square matrices, a row of its own with the same rounds, device,
+threads and dtype (fp32 on a CPU without instructions for the dtype). "of ceiling" is the median
+over rounds of a row's flop/s over the ceiling's, where a row's flops are known. A library's
+symmetric product counts as 9/16 of a plain one."""
 _DTYPE: NsDtype = "bf16"
 _ROUNDS = 9
-# Flags that a mode has no use for.
+# Flags that have no meaning in a mode.
 _WITHOUT = {
     "accuracy": ("batch", "rounds"),
     "find_restarts": ("shapes", "dtype", "batch", "rounds", "device"),
@@ -102,15 +103,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--batch", **numbers, help="matrices of a shape (default 1)")
     parser.add_argument("--rounds", **numbers, help=f"default {_ROUNDS}")
-    parser.add_argument("--device", help="torch's name of it (default cpu)")
+    parser.add_argument("--device", help="torch's name of the device (default cpu)")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write what is printed there, too"
+        "--json", type=Path, metavar="FILE", help="also write the figures to a file"
     )
     return parser
 
 
 def _planned(given: argparse.Namespace) -> Callable[[], dict[str, Any]]:
-    """The run to make; wrong arguments are a ValueError here, before any of it."""
+    """The measurement as a function; wrong arguments raise a ValueError before it starts."""
     for mode, without in _WITHOUT.items():
         for flag in without:
             if getattr(given, mode) and getattr(given, flag) is not None:
@@ -131,7 +132,7 @@ def _planned(given: argparse.Namespace) -> Callable[[], dict[str, Any]]:
     config = MuonConfig(
         ns_coefficients=coefficients, ns_steps=given.steps or own, ns_dtype=given.dtype or _DTYPE
     )
-    schedule_of(config)  # a set may be for one number of steps only
+    schedule_of(config)  # raises where a set does not have this number of steps
     return partial(_speeds, given, config, device)
 
 
@@ -141,7 +142,7 @@ def _names(given: argparse.Namespace) -> list[CoefficientName]:
         return list(SETS)
     if name not in SETS:
         raise ValueError(f"--coefficients {name}: one of {', '.join(SETS)} here")
-    schedule(name, given.steps or SETS[name].steps, "fp32")  # as above
+    schedule(name, given.steps or SETS[name].steps, "fp32")  # raises, as in ``_planned``
     return [name]
 
 
@@ -231,7 +232,7 @@ def _runs(
     others: dict[str, Run],
     device: torch.device,
 ) -> tuple[dict[str, tuple[Run, int | None]], Tensor]:
-    """The contenders of a shape with their flops, where known, and the matrices that all take."""
+    """The iterations to time for a shape, with their flops if known; and their common input."""
     generator = torch.Generator().manual_seed(0)
     runs: dict[str, tuple[Run, int | None]] = {}
     for iteration in get_args(NsIteration):
@@ -255,7 +256,7 @@ def _runs(
 def _rows(
     times: dict[str, list[float]], flops: dict[str, int | None], ceiling: str
 ) -> Iterator[dict[str, Any]]:
-    """For JSON, of each run's milliseconds; the ceiling's work is another, so it has no ratio."""
+    """A row for JSON from each run's milliseconds; the ceiling has no ratio: its work differs."""
     top = flops[ceiling]
     for name, own in times.items():
         work = flops[name]
@@ -269,7 +270,7 @@ def _rows(
 
 
 def _median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """Over the rounds."""
+    """The median over rounds of ``one`` / ``other``."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
@@ -281,7 +282,7 @@ def _takes_batches(run: Run, device: torch.device) -> bool:
     small = torch.randn(2, 8, 16, device=device, dtype=torch.bfloat16)
     try:
         made = run(small)
-    except Exception:  # whatever it says to three dims
+    except Exception:  # a package may raise anything for three dimensions
         return False
     return isinstance(made, Tensor) and made.shape == small.shape
 
@@ -294,8 +295,12 @@ def interleaved(
 ) -> list[list[float]]:
     """Milliseconds of each run in each round; the order rotates from round to round.
 
-    Without a ``clock`` those that pass; on CPU those that the process computed, all its threads
-    together, not those it waited for others on the machine.
+    Args:
+        runs: functions of ``matrix``; each is called once before the rounds.
+        matrix: the input of every run.
+        rounds: number of rounds.
+        clock: a clock in seconds; by default wall time on a GPU, and on a CPU the processor time of
+            all threads of the process, which leaves out waiting for other processes.
     """
     cuda = matrix.device.type == "cuda"
     clock = clock or (time.perf_counter if cuda else time.process_time)
@@ -306,7 +311,7 @@ def interleaved(
 
     times: list[list[float]] = [[] for _ in runs]
     for run in runs:
-        run(matrix)  # compiles, fills caches
+        run(matrix)  # compile, and fill caches
     for number in range(rounds):
         for place in range(len(runs)):
             index = (place + number) % len(runs)
@@ -319,10 +324,10 @@ def interleaved(
 
 
 def device_of(text: str) -> torch.device:
-    """The device of a name.
+    """The device that torch gives to a name.
 
     Raises:
-        ValueError: it is not one that iterations are timed on, or not here.
+        ValueError: it is no CPU and no GPU, or this machine does not have it.
     """
     try:
         device = torch.device(text)
@@ -338,7 +343,7 @@ def device_of(text: str) -> torch.device:
 
 
 def shape_of(text: str) -> tuple[int, int]:
-    """A matrix's shape, for argparse."""
+    """Parse a matrix's shape ``ROWSxCOLS``, for argparse."""
     rows, _, cols = text.partition("x")
     try:
         side = count(most=1 << 20)

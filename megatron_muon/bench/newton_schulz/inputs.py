@@ -1,4 +1,4 @@
-"""Matrices that Newton-Schulz is measured on, and what exact arithmetic makes of them."""
+"""Matrices for measurements of Newton-Schulz, and its exact results for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONDITIONS = (1e0, 1e1, 1e2, 1e3, 1e4, 1e6, 1e8)
 
 
 def inputs(short: int, long: int) -> Iterator[tuple[str, Tensor]]:
-    """(what it is, ``(short, long)`` in float64): always the same numbers."""
+    """(description, matrix of shape ``(short, long)`` in float64); the same at every call."""
     generator = torch.Generator().manual_seed(0)
     for condition in CONDITIONS:
         exponents = torch.linspace(0, 1, short, dtype=torch.float64)
@@ -36,7 +36,7 @@ def inputs(short: int, long: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def with_spectrum(spectrum: Tensor, long: int, generator: torch.Generator) -> Tensor:
-    """A matrix with these singular values and random singular vectors."""
+    """A matrix ``(short, long)`` in float64 with these singular values and random vectors."""
     short = spectrum.numel()
     u, v = (
         torch.linalg.qr(torch.randn(size, short, generator=generator, dtype=torch.float64))[0]
@@ -47,14 +47,14 @@ def with_spectrum(spectrum: Tensor, long: int, generator: torch.Generator) -> Te
 
 
 def exactly(matrix: Tensor, steps: tuple[Triple, ...]) -> Tensor:
-    """The polynomials' values at the singular values, in float64."""
+    """The exact result in float64: the polynomials applied to the normalized singular values."""
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     made: Tensor = (u * polynomials(s / s.square().sum().sqrt(), steps)) @ v
     return made
 
 
 def polynomials(values: Tensor, steps: tuple[Triple, ...]) -> Tensor:
-    """The steps' values at singular values, in the dtype of these."""
+    """The steps' composed polynomials at ``values``, in their dtype."""
     for a, b, c in steps:
         values = a * values + b * values**3 + c * values**5
     return values

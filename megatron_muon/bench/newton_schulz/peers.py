@@ -1,4 +1,4 @@
-"""Newton-Schulz of other packages that are importable, for the bench, with the same input."""
+"""Newton-Schulz iterations of other packages, as far as they can be imported, for the bench."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Run = Callable[[Tensor], object]
 def peers(
     coefficients: Given, steps: int, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Run | str]]:
-    """(name, iteration of one matrix) of each, or why it is not here or does not do these.
+    """(name, iteration of one matrix) of each package, or (name, reason why it cannot run).
 
-    torch's takes one triple for all steps, dion's has five steps of its own: as much work. Each is
-    tried on a small matrix of ``dtype``: which sets and how many steps one has is its own, and its
-    releases differ.
+    torch's iteration takes one triple for all steps, dion's has five triples of its own; the work
+    is the same. Each is tried on a small matrix of ``dtype``, since packages and their releases
+    differ in the sets and numbers of steps that they have.
     """
     for name, make in _PEERS.items():
         try:
             run = make(coefficients, steps, device)
             run(torch.ones(8, 16, device=device, dtype=dtype))
-        except Exception as reason:  # whatever it says: the other rows do not depend on it
+        except Exception as reason:  # a package may raise anything; the other rows go on
             lines = str(reason).strip().splitlines() or [type(reason).__name__]
             yield name, lines[0]
         else:
@@ -49,7 +49,7 @@ def _emergings(coefficients: Given, steps: int, device: torch.device) -> Run:
 
     def run(x: Tensor) -> object:
         before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("medium")  # that is its word for bf16
+        torch.set_float32_matmul_precision("medium")  # it runs in bf16 then
         try:
             return iterate(x.float(), steps, coefficients)
         finally:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _PROGRAM = "megatron-muon bench price"
 _DESCRIPTION = """\
-Price an optimizer step of a model that is given by Megatron-LM's own flags: AdamW's, ours with each
-Newton-Schulz iteration, and Megatron's own Muon. The exchange plans are those that a run makes; a
-time model runs every rank and every round of them on the stated hardware, both streams. Nothing is
-measured, and neither a GPU nor a launcher is needed. Every assumption is printed and can be set.
-docs/time_model.md says how well the model predicts."""
+Estimate the time of an optimizer step of a model that is given by Megatron-LM's own flags: with
+AdamW, with our Muon by each Newton-Schulz iteration, and with Megatron's own Muon. The exchange
+plans are those of a run; a time model simulates both streams of every rank in every round on the
+stated hardware. Nothing is measured, and neither a GPU nor a launcher is needed. Every assumption
+is printed and every constant can be set. docs/time_model.md says how well the model predicts."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,12 +59,12 @@ def main(argv: Sequence[str]) -> int:
 def priced_of(
     argv: Sequence[str], hardware: Hardware, *more: Mapping[str, Any]
 ) -> tuple[list[PricedStage], list[str]]:
-    """The stages, and what there is to say about them.
+    """The priced stages, and notes on them.
 
     Args:
-        argv: Megatron-LM's flags and this command's own; those of hardware are not read.
-        hardware: every rank's.
-        more: settings to price beside ``stages.VARIANTS``.
+        argv: Megatron-LM's flags and this command's own; flags for hardware are ignored.
+        hardware: hardware of every rank.
+        more: changes of settings to price, in addition to ``stages.VARIANTS``.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``.
@@ -78,11 +78,11 @@ def hardware_of(name: str, settings: Sequence[str]) -> Hardware:
     """The hardware that a command line states.
 
     Args:
-        name: a preset's, or a JSON file.
-        settings: ``name=value`` of constants.
+        name: name of a preset, or path of a JSON file.
+        settings: ``name=value`` for each constant to change.
 
     Raises:
-        ValueError, TypeError, OSError: it is neither, or a constant is wrong.
+        ValueError, TypeError, OSError: ``name`` is neither, or a constant is wrong.
     """
     if name in PRESETS:
         hardware = PRESETS[name]

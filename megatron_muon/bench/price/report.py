@@ -16,7 +16,7 @@ _HEADER = (
     *("optimizer step", "ms", "rounds", "launches", "host ms", "NS mean", "NS busiest"),
     *("exposed mean", "exposed most"),
 )
-# The model's assumptions beside the constants.
+# The time model's assumptions in addition to the constants.
 ASSUMPTIONS = (
     "not counted: gradient reduction, norm and clipping, all-gather of parameters, the copy to "
     "16-bit weights; AdamW and Muon have them alike",
@@ -24,10 +24,10 @@ ASSUMPTIONS = (
     "the compute and the communication stream do not slow each other down",
     "a rank waits only for ranks that it shares bytes with; a message has its share of both links",
     "kernels of momentum and update read and write memory, whatever the L2 cache holds: fused ones "
-    "14 and 10 bytes an element, with --muon-elementwise foreach 50 and 34 (pricing/step.py); "
+    "14 and 10 bytes per element, with --muon-elementwise foreach 50 and 34 (pricing/step.py); "
     "AdamW's 28",
-    "a library's kernel for symmetric products takes the linear term with it; torch's addmm copies "
-    "it first",
+    "a library's kernel for symmetric products also adds the linear term; torch's addmm copies it "
+    "first",
     "compute time of a rank does not vary from step to step",
     "Megatron's own Muon: its gradients' reduction and its launches' Python are not counted, and "
     "its owners are balanced by priced time",
@@ -51,7 +51,7 @@ def as_text(stages: Sequence[PricedStage], hardware: Hardware, notes: Sequence[s
 
 
 def as_json(stages: Sequence[PricedStage], hardware: Hardware, notes: Sequence[str]) -> str:
-    """Everything; times in seconds."""
+    """All figures, constants and assumptions; times in seconds."""
     sources = dict(hardware.sources)
     constants = {
         name: {
@@ -92,7 +92,7 @@ def _table(stage: PricedStage) -> list[str]:
 
 
 def _phases(stage: PricedStage) -> list[str]:
-    """Where the steps go, in ms of the rank that has most of each."""
+    """Phases of each step, in ms on the rank where the phase takes longest."""
     lines = []
     for ours in stage.ours:
         parts = [f"{name} {_ms(ours.step.phases[name])}" for name in PHASES]

@@ -1,4 +1,4 @@
-"""A model's stages, priced: plans from Megatron's flags, times from the stated hardware."""
+"""Prices of a model's pipeline stages: plans from Megatron's flags, times from the hardware."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.step import Optimizer, StepTime, price_adamw, price_step
 from megatron_muon.pricing.upstream import price_layer_wise
 
-Changes = Mapping[str, Any]  # of settings
+Changes = Mapping[str, Any]  # settings of MuonConfig to change, by name
 VARIANTS: tuple[Changes, ...] = ({"ns_iteration": "standard"}, {"ns_iteration": "auto"})
 
 
 @dataclass(frozen=True, slots=True)
 class OurStep:
-    """A row of ours.
+    """The price of a step of our Muon.
 
     Attributes:
-        iteration, dtype: Newton-Schulz's.
-        kernel: symmetric products are a library's.
-        step: its price.
+        iteration, dtype: iteration and dtype of Newton-Schulz.
+        kernel: whether a library's kernel computes symmetric products.
+        step: times of the step.
     """
 
     iteration: NsIteration
@@ -41,14 +41,14 @@ class OurStep:
 
 @dataclass(frozen=True, slots=True)
 class PricedStage:
-    """A pipeline stage; seconds.
+    """Prices of a pipeline stage, in seconds.
 
     Attributes:
         number: pipeline rank.
-        ranks: number of the stage's.
+        ranks: number of ranks in the stage.
         adamw: AdamW's step.
-        ours: the price of each variant, without and with a library's symmetric products.
-        duplicated, distributed: Megatron's own Muon; the same without TP.
+        ours: each variant, without and with a library's symmetric products.
+        duplicated, distributed: Megatron's own Muon in these TP modes; equal without TP.
     """
 
     number: int
@@ -70,13 +70,13 @@ def priced_stage(
     """Price one pipeline stage.
 
     Args:
-        flags, config, ranks, number: see ``planned_stage``.
-        hardware: every rank's.
-        variants: settings to price, each with its iteration.
+        flags, config, ranks, number: see ``dry_run.stages.planned_on``.
+        hardware: hardware of every rank.
+        variants: changes of ``config``, each of which is priced.
 
     Raises:
-        ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``; no
-            parameter of the stage is Muon's or AdamW's.
+        ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``; or
+            the stage has no parameters (ValueError).
     """
     ours = []
     devices: list[Device] = ["cuda"]
@@ -103,7 +103,7 @@ def priced_stage(
 
 
 def rest_of(planned: Planned) -> list[int]:
-    """By rank of the stage, elements of the optimizer that AdamW updates."""
+    """Number of elements that AdamW updates, by rank of the stage."""
     grid = planned.plan.grid
     rest = [0] * planned.plan.size
     for buffer in planned.buffers:

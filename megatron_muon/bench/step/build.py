@@ -1,4 +1,4 @@
-"""The model and the optimizer of a row, made on a rank."""
+"""Building the model and the optimizer of a row on a rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Built:
     """A row's model and optimizer on a rank.
 
     Attributes:
-        chunks: the model's, each in its DDP.
-        optimizer: Megatron's.
-        lines: those that ours prints about itself.
+        chunks: chunks of the model, each wrapped in Megatron's DDP.
+        optimizer: Megatron's optimizer.
+        lines: lines that our Muon prints when it is built.
     """
 
     chunks: list[Any]
@@ -32,12 +32,12 @@ class Built:
 
 
 def build(row: Row, flags: Namespace, timers: Any) -> Built:
-    """Make a row on this rank; every rank of the world calls it.
+    """Build a row on this rank. Every rank of the world calls it, after Megatron's groups are made.
 
     Args:
-        row: which.
-        flags: the model's, see ``flags``; Megatron's groups are there.
-        timers: for Megatron's ``OptimizerConfig``.
+        row: the row to build.
+        flags: flags of the model, see ``flags.model_flags``.
+        timers: timers for Megatron's ``OptimizerConfig``.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -60,7 +60,7 @@ def build(row: Row, flags: Namespace, timers: Any) -> Built:
 
 
 def _wrapping(row: Row) -> dict[str, Any]:
-    """How ``build_chunks`` puts a row's model into its DDP."""
+    """Arguments with which ``build_chunks`` wraps a row's model in DDP."""
     if row.kind != "upstream":
         return {}
     return {"layouts": layouts} if lays_out_buffers() else {"distributed_optimizer": False}
@@ -68,7 +68,7 @@ def _wrapping(row: Row) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _installed(row: Row) -> Iterator[None]:
-    """Muon is ours within it, where it is so in the row; also as parameters are laid out."""
+    """Within it our Muon is installed for rows that use it, for the model and the optimizer."""
     if row.kind not in ("muon", "paper"):
         yield
         return

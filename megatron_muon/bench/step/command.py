@@ -1,4 +1,4 @@
-"""``megatron-muon bench step``: the cost of an optimizer step, Muon's beside others, in one run."""
+"""``megatron-muon bench step``: the cost of Muon's optimizer step beside other optimizers'."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def main(argv: Sequence[str]) -> int:
         argv: its arguments.
 
     Returns:
-        0, or 1 where a rank failed, a file could not be written or rows that must end a step with
-        the same weights do not; wrong arguments end the process with status 2.
+        0, or 1 where a rank failed, a file could not be written, or rows that must end a step with
+        the same weights did not; wrong arguments end the process with status 2.
     """
     from megatron_muon.cli.routes import megatron_is_quiet
     from megatron_muon.mcore.seams.rows import SeamError, check_part
@@ -49,14 +49,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         return report(given, argv, flags, task, run_ranks(task))
     except BrokenPipeError:
-        raise  # nobody reads what is printed: no fault of a file
+        raise  # the reader of the output is gone, which is no error of a file
     except (RankError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
 
 
 def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
-    """The rows to run, and the reason why upstream's is not among them."""
+    """The task of the ranks, and the reason if upstream's row is left out of it, or None."""
     from megatron_muon.bench.ranks import Task, gpus_for, threads_for
     from megatron_muon.bench.step.measure import StepJob, measure
     from megatron_muon.bench.step.rows import rows
@@ -65,7 +65,7 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
 
     ranks = ranks_of(flags)
     _check(given, flags)
-    transformer_config(flags, ranks)  # what Megatron itself finds wrong
+    transformer_config(flags, ranks)  # raises Megatron's own errors
     gpus = gpus_for(ranks.world, "TP x PP x CP x DP", "--tp --pp --cp --dp")
     mib = given.muon_round_mib
     config = MuonConfig(
@@ -103,7 +103,7 @@ def _refuse_buckets(flags: Namespace) -> None:
 
 
 def _check(given: Namespace, flags: Namespace) -> None:
-    """Errors that ranks would only find one by one, or after all the work."""
+    """Raise errors that ranks would only find one by one, or after all the work."""
     world = given.tp * given.pp * given.cp * given.dp
     if world > MOST_HERE:
         raise ValueError(f"--tp x --pp x --cp x --dp are {world} ranks, at most {MOST_HERE} here")

@@ -1,8 +1,7 @@
-"""The flags of ``megatron-muon bench step``: its own, and which of Megatron-LM's it reads.
+"""The flags of ``megatron-muon bench step``: its own, and those of Megatron-LM that it reads.
 
-Only those that say what the model is and how its ranks and buckets are divided. One that would
-change what a step is, that a flag of the command's own says, or that would have no effect is
-refused by name.
+It reads Megatron-LM's flags of the model, its ranks and its buckets. It refuses by name a flag that
+would change the step, that would have no effect, or that one of its own flags replaces.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ ROWS = (
     *("muon-contiguous-auto", "muon-bucketed-auto"),
 )
 _DESCRIPTION = """\
-Start ranks on this machine, build the same GPT for every row, and let the rows take turns, one
-optimizer step each and round by round in rotated order, on the same weights and gradients. Over
-gloo where there is no GPU, over NCCL with a GPU a rank where there are."""
+Start ranks on this machine, with a GPU per rank over NCCL, or without GPUs over gloo. Build the
+same GPT for every row. In each round every row takes one optimizer step on the same weights and
+gradients; the order of the rows rotates from round to round."""
 
 _EPILOG = """\
 rows:
   adamw               Megatron's AdamW with its DistributedOptimizer
-  muon-contiguous     this package's Muon, one bucket a grad buffer; from core 0.18 on ordered so
+  muon-contiguous     this package's Muon, one bucket per grad buffer; from core 0.18 on ordered so
                       that shards cut few parameters (align_shards, --muon-dp-layout), as in a run
   muon-bucketed       the same on Megatron's stock buckets, as with --overlap-grad-reduce: closed at
                       a fifth of a layer, as 40 M elements are of Llama-3-8B, or --ddp-bucket-size
@@ -38,28 +37,28 @@ rows:
                       of a matrix gathers and orthogonalizes it
   upstream-layerwise  Megatron's own Muon over whole parameters, where it can be imported
   muon-contiguous-auto, muon-bucketed-auto
-                      those two with --muon-ns-iteration auto
+                      muon-contiguous and muon-bucketed with --muon-ns-iteration auto
 
-A step is optimizer.step(): gradient norm, update, all-gather of the updated parameters.
-The reduction of gradients is before it; what it sends is counted (kind grad_reduce), not timed.
-Only the row whose turn it is is in memory. All rows but upstream-layerwise shard by Megatron's
+A step is optimizer.step(): gradient norm, update, all-gather of the updated parameters. The
+reduction of gradients comes before it: its bytes are counted (kind grad_reduce), its time is not.
+Memory holds one row at a time. All rows but upstream-layerwise shard by Megatron's
 DistributedOptimizer, with or without --use-distributed-optimizer.
 
-Every other flag is Megatron-LM's, of the model and its buckets: --swiglu, --num-experts 8,
---multi-latent-attention, --ddp-bucket-size, ... One that rows cannot have alike is refused.
+All other flags are Megatron-LM's flags of the model and its buckets: --swiglu, --num-experts 8,
+--multi-latent-attention, --ddp-bucket-size, ... Flags that not all rows can have are refused.
 
-upstream-layerwise runs the coefficients of the other rows, "simple", where its own default is
-"quintic": as many products. Up to core 0.17 its gather of parameters has unequal parts, which gloo
-has none of: there it is made of broadcasts that are under way together, as that of the other rows.
-Ratios to it are printed with and without that gather.
+upstream-layerwise runs the coefficients of the other rows, "simple"; its own default, "quintic",
+needs as many products. Up to core 0.17 its gather of parameters has unequal parts, which gloo
+cannot gather: there concurrent broadcasts replace it, as they do in the other rows. Ratios to it
+are printed with and without that gather.
 
-AdamW on a CPU is megatron_muon.cpu's FusedAdam, plain torch in single roundings: ratios to it say
-little about a GPU's.
+AdamW on a CPU is megatron_muon.cpu's FusedAdam, in plain torch operations: ratios to it say little
+about a GPU.
 
 Exit status: 0; 1 where a rank failed, a file could not be written, or rows of Muon with the same
-iteration ended a step with other weights; 2 where the arguments are wrong."""
+iteration ended a step with different weights; 2 where the arguments are wrong."""
 
-# Flags of Megatron-LM's that a flag of this command stands for.
+# Flags of Megatron-LM's, and the flags of this command that replace them.
 _OWN = {
     "--tensor-model-parallel-size": "--tp",
     "--pipeline-model-parallel-size": "--pp",
@@ -85,7 +84,7 @@ _STATE = "rows keep what Megatron's AdamW and Muon keep in fp32 on the ranks' ow
 _FP8 = "weights are bf16 in every row, and Muon has no others yet"
 _NO_COST = "what a step costs does not depend on it, and rows have one value of it"
 _ITERATION = "rows have one Newton-Schulz iteration, ours beside it the one of its -auto rows"
-# Flags that rows cannot have, or not all of them.
+# Flags that not all rows can have, and why.
 _REFUSED = {
     "--fp16": "every row is in bf16, the one precision that all of them have",
     "--overlap-param-gather": _GATHER,
@@ -114,8 +113,8 @@ def model_flags(program: str, given: Namespace, of_megatron: Sequence[str]) -> N
     """Megatron-LM's flags of the model and its ranks.
 
     Args:
-        program: for errors.
-        given: this command's own.
+        program: name of the command, for errors.
+        given: values of this command's own flags.
         of_megatron: the rest of the command line.
 
     Raises:
@@ -187,7 +186,7 @@ class _ModelParser(argparse.ArgumentParser):
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """This command's own flags, and its help."""
+    """The parser of this command's own flags, with its help."""
     parser = argparse.ArgumentParser(
         prog="megatron-muon bench step",
         description=_DESCRIPTION,
@@ -200,13 +199,13 @@ def command_parser() -> argparse.ArgumentParser:
     ranks = parser.add_argument_group("ranks")
     for name, default in (("tp", 2), ("pp", 1), ("dp", 2), ("cp", 1), ("ep", 1)):
         ranks.add_argument(f"--{name}", **here, default=default, help="%(default)s")
-    ranks.add_argument("--threads", **here, help="of a rank (default: cores/ranks)")
+    ranks.add_argument("--threads", **here, help="threads per rank (default: cores/ranks)")
     ranks.add_argument(
         "--minutes",
         type=up_to(100_000, least=0.01),
         default=60,
         metavar="N",
-        help="to give up after (%(default)s)",
+        help="minutes until the command gives up (%(default)s)",
     )
     model = parser.add_argument_group("model")
     for name, size in (("hidden", 256), ("layers", 4), ("seq", 1024), ("vocab", 32_000)):
@@ -220,7 +219,7 @@ def command_parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--traces", type=Path, metavar="FOLDER", help="Chrome traces of a step of each row, rank 0"
     )
-    out.add_argument("--parts", action="store_true", help="where each row's step goes")
+    out.add_argument("--parts", action="store_true", help="times of the parts of each row's step")
     return parser
 
 
@@ -239,8 +238,8 @@ def _add_muon(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         choices=["none", "naive"],
         default=[],
-        help="further rows of muon-contiguous: all matrices in one round, and every parameter a "
-        "round of its own",
+        help="further rows of muon-contiguous: none puts all matrices into one round, naive gives "
+        "every parameter a round of its own",
     )
     numbers: dict[str, Any] = {"metavar": "N", "help": "%(default)s"}
     group.add_argument("--rounds", type=count(most=1 << 20), default=7, **numbers)
@@ -250,12 +249,13 @@ def _add_muon(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--muon-round-mib",
         type=positive,
-        help="of ours (256, or twice what the largest parameter has, if that is more)",
+        help="as in a run with our Muon (default: three times the buffers of the largest "
+        "parameter, at least 256)",
     )
     group.add_argument(
         "--muon-tp-mode",
         choices=["duplicated", "blockwise"],
         default="duplicated",
-        help="of upstream-layerwise: gather over TP and orthogonalize on each TP rank, or each TP "
-        "rank's slice by itself (%(default)s)",
+        help="for upstream-layerwise: duplicated gathers over TP and orthogonalizes on every TP "
+        "rank, blockwise orthogonalizes each TP rank's slice by itself (%(default)s)",
     )

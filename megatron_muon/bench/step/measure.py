@@ -1,9 +1,9 @@
-"""A rank's part in ``megatron-muon bench step``: rows take turns, a step each, round by round.
+"""A rank's part in ``megatron-muon bench step``: in each round every row takes one step.
 
-Only one row is in memory at a time: before its turn a row's storage is given back to it and filled,
-weights and gradients from one stretch of noise that is the same for every row, optimizer state with
-zeros; after it, it is freed. So every step is a first one, from the same weights, and every row of
-ours must end it with the same bits.
+Memory holds one row at a time. Before its turn a row's storage is allocated and filled: weights and
+gradients with noise that is the same for every row, optimizer state with zeros. After its turn the
+storage is freed. So every step is a first step from the same weights, and all rows of our Muon with
+the same iteration must end it with the same bits.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class StepJob:
     """The task of the measurement; the same for every rank.
 
     Attributes:
-        flags: those of the model and its ranks, see ``flags``.
-        rows: in the order of the table.
-        rounds: in which each row takes one timed step.
-        traces: folder for a Chrome trace of a step of each row, of rank 0.
+        flags: flags of the model and its ranks, see ``flags.model_flags``.
+        rows: rows in the order of the table.
+        rounds: number of rounds, with one timed step of each row.
+        traces: folder for a Chrome trace of rank 0's step of each row, or None.
     """
 
     flags: Namespace
@@ -52,14 +52,14 @@ class Measured:
     """The measurements of one row on one rank.
 
     Attributes:
-        times: each round's.
-        counted: counts of one step, and of one reduction of gradients before it.
-        exchange_rounds: rounds in a step of ours, over its optimizers.
-        ns_flops_once: flops of the pipeline stage, each matrix once; on one rank of each stage.
-        state_bytes: fp32 main parameters and optimizer state.
-        peak_bytes: the peak in a step, on top of what was there before.
+        times: times of each round's step.
+        counted: counts of one step, and bytes of the reduction of gradients before it.
+        exchange_rounds: rounds of our exchange in a step, summed over its optimizers.
+        ns_flops_once: flops of the pipeline stage with each matrix once; on its first rank, else 0.
+        state_bytes: bytes of fp32 main parameters and optimizer state.
+        peak_bytes: peak bytes in a step, minus the bytes before it.
         weights: checksum of the model's weights after a step.
-        lines: those that ours prints about itself.
+        lines: lines that our Muon prints when it is built.
     """
 
     times: list[Times] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Measured:
 
 
 def measure(job: StepJob) -> list[Measured]:
-    """Every row's figures on this rank; torch's world is up, Megatron's groups are not."""
+    """Measurements of every row on this rank; torch's world is up, Megatron's groups are not."""
     device = _start_megatron(job.flags)
     noise = torch.empty(NOISE, device=device)
     generator = torch.Generator(device).manual_seed(1)
@@ -101,7 +101,7 @@ def measure(job: StepJob) -> list[Measured]:
 
 
 def _say(text: str) -> None:
-    """To the terminal, since a large model takes minutes."""
+    """Print progress on rank 0, since a large model takes minutes."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
@@ -128,7 +128,7 @@ class _Contender:
             _name_part(built.optimizer, name, watch)
 
     def park(self) -> None:
-        """Free all that its turn needs."""
+        """Free the storage that the row only needs in its turn."""
         self._optimizer.zero_grad()
         storages = {}
         for tensor in self._tensors():
@@ -141,7 +141,7 @@ class _Contender:
 
     @torch.no_grad()
     def wake(self) -> None:
-        """Have it again, as before a first step, and wait for all ranks."""
+        """Allocate and fill the row's storage as before a first step, and wait for all ranks."""
         for storage, size in self._parked:
             storage.resize_(size)
         self._parked = []
@@ -164,7 +164,7 @@ class _Contender:
         return times
 
     def count(self) -> None:
-        """A step, and the reduction of gradients before it, counted; it is the first one."""
+        """Count a step, the row's first, and the bytes of the reduction of gradients before it."""
         self.wake()
         reduced = count(self._watch, self._reduce_gradients)
         counted = count(self._watch, self._step)
@@ -177,13 +177,13 @@ class _Contender:
         self.park()
 
     def weigh(self) -> None:
-        """The peak of a step, which is not the first one."""
+        """Measure the peak memory of a step after the first."""
         self.wake()
         self.measured.peak_bytes = peak_bytes(self._noise.device, self._step)
         self.park()
 
     def trace(self, file: Path) -> None:
-        """Chrome trace of such a step."""
+        """Write rank 0's Chrome trace of a step."""
         activities = [ProfilerActivity.CPU]
         if self._noise.is_cuda:
             activities.append(ProfilerActivity.CUDA)
@@ -213,7 +213,7 @@ class _Contender:
                 chunk.finish_grad_sync()
 
     def _params(self) -> Iterator[tuple[str, Any]]:
-        """By a key that is the same in all rows, and on all ranks that have the same elements."""
+        """Parameters by a key that is the same in all rows and on all ranks with the elements."""
         from megatron.core import parallel_state as ps
 
         places = f"stage {ps.get_pipeline_model_parallel_rank()}"
@@ -239,7 +239,7 @@ class _Contender:
         yield from _states(self._optimizer)
 
     def _fill(self, flat: Tensor, key: str, start: int) -> None:
-        """With the noise of a parameter, from its element ``start`` on."""
+        """Fill ``flat`` with the noise of parameter ``key``, from its element ``start`` on."""
         at = (zlib.crc32(key.encode()) + start) % NOISE
         done = 0
         while done < flat.numel():
@@ -251,21 +251,20 @@ class _Contender:
         value = 0
         for _, param in self._params():
             flat = param.data.contiguous().view(-1).view(torch.uint8)
-            # a copy: what numpy has seen of a storage can no longer be resized
+            # a copy, since a storage that numpy has seen can no longer be resized
             value = zlib.crc32(flat.to("cpu", copy=True).numpy(), value)
         return value
 
 
 def _trim() -> None:
-    """Have the C library give freed memory back to other ranks; glibc keeps it where it is asked
-    for often."""
+    """Return freed memory to the system for other ranks; glibc may keep it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _name_part(optimizer: Any, name: str, watch: Stopwatch) -> None:
-    """A method of Megatron's becomes a part of the step, which has no timer of its own."""
+    """Time a method of Megatron's as a part of the step, since it has no timer of its own."""
     method = getattr(optimizer, name)
 
     def named() -> Any:
@@ -276,7 +275,7 @@ def _name_part(optimizer: Any, name: str, watch: Stopwatch) -> None:
 
 
 def _main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
-    """(parameter, what the optimizer updates of it, the element of the parameter it begins at)."""
+    """(parameter, its fp32 main shard, the parameter's element at which the shard begins)."""
     from megatron_muon.mcore.shards import owned_shards
 
     for part in _parts(optimizer):
@@ -300,7 +299,7 @@ def _states(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:
-    """The optimizers of a chain, and of chains in it."""
+    """The optimizers of a chain, also of nested chains."""
     for part in optimizer.chained_optimizers:
         if hasattr(part, "chained_optimizers"):
             yield from _parts(part)
@@ -309,7 +308,7 @@ def _parts(optimizer: Any) -> Iterator[Any]:
 
 
 def _flops_once(optimizer: Any) -> int:
-    """Flops of the stage's matrices on its first rank; 0 on others and for a row without a plan."""
+    """Flops of the stage's matrices on its first rank; 0 on others, and for rows without a plan."""
     return sum(
         sum(part.muon.plan.ns_flops())
         for part in _parts(optimizer)
@@ -318,5 +317,5 @@ def _flops_once(optimizer: Any) -> int:
 
 
 def checksums_agree(rows: Sequence[Sequence[Measured]]) -> bool:
-    """Whether rows, each by rank, have the same weights after a step."""
+    """Whether all rows (each a sequence by rank) have the same weights after a step."""
     return len({tuple(measured.weights for measured in ranks) for ranks in rows}) == 1

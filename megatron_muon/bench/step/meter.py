@@ -1,6 +1,6 @@
-"""A step's cost, seen from outside: time by part, bytes on the wire, flops, peak memory.
+"""Measuring a step from outside: time by part, bytes sent, flops, peak memory.
 
-The same eyes look at every optimizer, so that no row is measured by its own meter.
+Every optimizer is measured in the same way, none by a meter of its own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 PARAM_GATHER = "params-all-gather"
-# Bytes sent inside a part of the step are of this kind; anywhere else they are "norm": the gradient
-# norm and the votes of all ranks, a few bytes.
+# The kind of bytes that a part of the step sends. Bytes outside these parts are "norm": a few bytes
+# for the gradient norm and the votes of all ranks.
 KINDS = {
     "muon-gather": "gather",
     "muon-scatter": "scatter",
@@ -38,9 +38,9 @@ class Times:
     """Times of one step on one rank.
 
     Attributes:
-        ms: from its begin to its end.
-        parts_ms: by part, without the parts inside the part; ``rest`` is in none.
-        ns_cpu_ms: processor time of this thread in Newton-Schulz; on a GPU it means nothing.
+        ms: milliseconds from begin to end.
+        parts_ms: milliseconds by part, without the parts inside it; ``rest`` is outside all parts.
+        ns_cpu_ms: processor time of this thread in Newton-Schulz; meaningless on a GPU.
     """
 
     ms: float
@@ -49,10 +49,10 @@ class Times:
 
 
 class Stopwatch:
-    """Megatron's ``Timers``, as far as optimizers call them: ``watch(name).start()``, ``.stop()``.
+    """Stands in for Megatron's ``Timers``: optimizers call ``watch(name).start()`` and ``.stop()``.
 
-    On a GPU begins and ends are CUDA events of the current stream, read after the step, so that
-    nothing waits for them; and a part's time is what its kernels take there.
+    On a GPU begins and ends are CUDA events of the current stream, which are read after the step:
+    nothing waits for them, and a part's time is the time of its kernels on that stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of the step."""
+        """Within it is a part of the step, named ``name``."""
         self.mark(name, begins=True)
         try:
             yield
@@ -133,15 +133,19 @@ class _Timer:
 
 @dataclass
 class Counted:
-    """Of one step on one rank: bytes sent to other ranks by kind, and floating-point operations
-    of matrix products by torch's counter, 2 per multiply-add."""
+    """Counts of one step on one rank.
+
+    Attributes:
+        sent_bytes: bytes sent to other ranks, by kind.
+        flops: flops of matrix products by torch's counter, 2 per multiply-add.
+    """
 
     sent_bytes: dict[str, int] = field(default_factory=dict)
     flops: int = 0
 
 
 def count(watch: Stopwatch, step: Callable[[], None]) -> Counted:
-    """Run a step and count it. It is several times as slow as without."""
+    """Run a step and count its bytes and flops; this takes several times as long as the step."""
     wire = _Wire(watch)
     with FlopCounterMode(display=False) as flops, wire:
         step()
@@ -150,11 +154,12 @@ def count(watch: Stopwatch, step: Callable[[], None]) -> Counted:
 
 
 class _Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what each collective sends from this rank to others.
+    """Counts the bytes that each collective sends from this rank to others.
 
-    An all-to-all counts by its sizes. The others count as bandwidth-optimal algorithms, whatever
-    the backend does. With n ranks a gather sends its part n - 1 times, a broadcast all it has n - 1
-    times, a reduction of equal parts (n - 1) / n of all, an all-reduce twice that.
+    An all-to-all counts by its sizes, other collectives as by bandwidth-optimal algorithms,
+    whatever the backend does. With n ranks an all-gather sends this rank's part n - 1 times, a
+    reduce-scatter (n - 1) / n of its input, an all-reduce twice that; a broadcast sends the root's
+    tensor n - 1 times.
     """
 
     def __init__(self, watch: Stopwatch) -> None:
@@ -206,9 +211,9 @@ def _bytes(tensors: Any) -> int:
 
 
 def peak_bytes(device: torch.device, step: Callable[[], None]) -> int:
-    """The most that a step has allocated at once, on top of what there was before it.
+    """Peak bytes that a step has allocated at once, on top of the bytes before it.
 
-    On the CPU by every allocation and release of torch's allocator, in order.
+    On the CPU the peak follows from every allocation and release of torch's allocator, in order.
     """
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,21 +1,21 @@
 """Algorithm 1 of the paper (arXiv 2502.16982) over Megatron's shards, as a row of the benchmark.
 
 Every rank that holds a piece of a matrix gathers the whole matrix, orthogonalizes it, and keeps its
-own piece of the direction. Buckets go one after another, each with one collective over DP and one
-over TP; momentum, kernel, dtype and update are those of ``DistributedMuon``, so that what differs
-is who does what.
+own piece of the direction. Buckets follow one another, each with one collective over DP and one
+over TP. Momentum, kernels, dtype and update are those of ``DistributedMuon``: only the division of
+work between ranks differs.
 
 Let p be the number of DP ranks that hold a piece of a matrix, counted on one TP rank, and t the
-number of TP ranks that the matrix is split over (1 where they hold replicas). Then rank r
+number of TP ranks that split it (1 where they hold replicas). A rank
 
-- sends ``itemsize × Σ over its pieces of (elements × (p - 1))`` bytes over DP, kind ``dp_gather``;
-- sends ``itemsize × Σ over the matrices it has a piece of of (rows × cols / t × (t - 1))`` bytes
-  over TP, kind ``tp_gather``;
-- does ``Σ over the same matrices of ns_flops(rows, cols)``.
+- sends ``itemsize × Σ elements × (p - 1)`` bytes over DP, summed over its pieces (``dp_gather``);
+- sends ``itemsize × Σ rows × cols / t × (t - 1)`` bytes over TP, summed over the matrices of its
+  pieces (``tp_gather``);
+- computes ``Σ ns_flops(rows, cols)`` over the same matrices.
 
-All ranks together do ``Σ over matrices of p × (TP ranks) × ns_flops``, where ours do each once. The
-proof of concept (NVIDIA/Megatron-LM#1428) sends more over DP: whole buckets, embeddings included,
-to every rank.
+All ranks together compute ``Σ p × (TP ranks) × ns_flops`` over matrices; with ``DistributedMuon``
+each matrix is computed once. The proof of concept (NVIDIA/Megatron-LM#1428) sends more over DP:
+whole buckets, embeddings included, to every rank.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class BucketRoutes:
     """A rank's part in one bucket.
 
     Attributes:
-        parameters: the bucket's parameters that it has a piece of.
-        matrices: the ones that it orthogonalizes.
-        slices: of those of them that TP splits, each TP rank's segments, in the same order.
-        kept: its own pieces.
-        send_to, receive_from: segments by DP rank.
-        silent: no rank of its DP group sends anything.
+        parameters: indices of the bucket's parameters of which the rank has a piece.
+        matrices: indices of the matrices that it orthogonalizes.
+        slices: each TP rank's segments of those matrices that TP splits, in the same order.
+        kept: segments that the rank holds.
+        send_to, receive_from: segments to send or receive, by DP rank.
+        silent: whether no rank of its DP group sends anything.
     """
 
     parameters: tuple[int, ...]
@@ -67,8 +67,8 @@ def routes(plan: ExchangePlan, rank: int) -> list[BucketRoutes]:
     """The routes of every bucket, in the same order on all ranks.
 
     Args:
-        plan: the stage's; its homes and rounds do not matter here.
-        rank: its number in the stage.
+        plan: exchange plan of the stage; its homes and rounds do not matter here.
+        rank: number of the rank in the stage.
     """
     ep, tp, dp = place(plan, rank)
     buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -127,7 +127,7 @@ def _bucket(
 
 
 def _in_order(segment: Segment) -> tuple[int, int]:
-    """The same order on all TP ranks."""
+    """A sort key with the same order on all TP ranks."""
     return segment.parameter, segment.elements.start
 
 
@@ -143,12 +143,12 @@ class PaperMuon(DistributedMuon):
 
     @staticmethod
     def take_over(muon: DistributedMuon, dist_opt: Any, rank: int, tp_group: Group) -> None:
-        """Turn a ``DistributedMuon`` that has been built into one.
+        """Turn a built ``DistributedMuon`` into a ``PaperMuon``.
 
         Args:
-            muon: inside ``dist_opt``.
+            muon: the Muon inside ``dist_opt``.
             dist_opt: Megatron's DistributedOptimizer, whose DP group is used.
-            rank: its number in the stage.
+            rank: number of the rank in the stage.
             tp_group: the TP group of the parameters in ``dist_opt``.
         """
         muon.__class__ = PaperMuon
@@ -179,7 +179,7 @@ class PaperMuon(DistributedMuon):
     def _moved(
         self, elementwise: Elementwise, shards: Shards, runs: Sequence[Segment]
     ) -> dict[int, Tensor]:
-        """Each parameter's piece to orthogonalize, by parameter."""
+        """Advance momentum; return the elements to orthogonalize of each parameter's piece."""
         held = list(dict.fromkeys(segment.parameter for segment in runs))
         dtype = travel_dtype(self.config)
         pieces = {index: torch.empty_like(shards[index].grad, dtype=dtype) for index in held}
@@ -227,7 +227,7 @@ class PaperMuon(DistributedMuon):
         elementwise.apply_updates(params, directions, factors, decays)
 
     def _gather(self, bucket: BucketRoutes, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The whole matrices of a bucket that this rank has a piece of, in staging order."""
+        """Whole matrices of a bucket, for those with a piece on this rank, in staging order."""
         local = self.own.pieces
 
         def own(segment: Segment) -> Tensor:

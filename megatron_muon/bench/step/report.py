@@ -1,4 +1,4 @@
-"""Text and JSON of ``megatron-muon bench step`` once its ranks have measured."""
+"""Text and JSON of ``megatron-muon bench step``, from its ranks' measurements."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def report(
     """Print the tables and write the files.
 
     Args:
-        given: the command's own arguments.
-        argv: all arguments.
-        flags: those of the model and its ranks.
-        task: the one that was run.
-        ranks: for each rank, its measurements of each row.
+        given: values of the command's own flags.
+        argv: all arguments of the command.
+        flags: flags of the model and its ranks.
+        task: the task that the ranks ran.
+        ranks: each rank's measurements of each row.
 
     Returns:
-        The exit status: 0, or 1 where rows that must end a step with the same weights do not.
+        The exit status: 0, or 1 where rows that must end a step with the same weights did not.
 
     Raises:
         OSError: a file cannot be written.
@@ -61,15 +61,15 @@ def report(
     if all(same for _, same in verdicts):
         return 0
     print(
-        "megatron-muon bench step: error: rows of Muon that differ only in who does what have "
-        "ended a step with other weights, so the figures above are not of the same work",
+        "megatron-muon bench step: error: rows of Muon with the same iteration ended a step with "
+        "different weights, so the figures above are not of the same work",
         file=sys.stderr,
     )
     return 1
 
 
 def _write(given: Namespace, result: dict[str, Any]) -> None:
-    """The files that are asked for; an error names the flag."""
+    """Write the files that flags ask for; an error names the flag."""
     if given.json is not None:
         with _named_error(f"--json {given.json}"):
             given.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -115,10 +115,11 @@ def _print_tables(
 def weights_verdicts(rows: Sequence[Row], lines: Sequence[table.Line]) -> list[tuple[str, bool]]:
     """Whether rows with the same Newton-Schulz iteration end a step with the same weights.
 
-    Upstream's rounds otherwise, so it is in no such set; the rows on ``auto`` are one of their own.
+    Rows on ``auto`` are compared with each other only. Upstream's row is not compared: it rounds
+    differently.
 
     Returns:
-        For each set of two rows or more a line to print, and whether they do.
+        For each set of two or more rows: a line to print, and whether the weights are the same.
     """
     sets: dict[str, list[table.Line]] = {}
     for row, line in zip(rows, lines, strict=True):
@@ -135,8 +136,11 @@ def weights_verdicts(rows: Sequence[Row], lines: Sequence[table.Line]) -> list[t
 
 
 def run_of(argv: Sequence[str], flags: Namespace, task: Task) -> dict[str, Any]:
-    """What was measured on what, for the JSON: ``bucket_elements`` close a bucket of the rows that
-    have several; ``model`` is as Megatron has it, sizes in elements."""
+    """The measurement's arguments, model, machine and versions, for the JSON.
+
+    A bucket of the rows with several buckets is closed at ``bucket_elements``; with
+    ``--ddp-num-buckets`` their number is in ``buckets`` instead. ``model`` has Megatron's settings.
+    """
     with megatron_is_quiet():
         model = transformer_config(flags, ranks_of(flags))
     names = ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")

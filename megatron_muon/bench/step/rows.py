@@ -1,8 +1,8 @@
-"""The optimizers that ``megatron-muon bench step`` compares, each over a model of its own.
+"""The optimizers that ``megatron-muon bench step`` compares, each with its own copy of the model.
 
-All have the same weights and gradients, the same decay, Nesterov and number of Newton-Schulz steps,
-and a step ends with the updated parameters on every rank: Megatron's all-gather is in it, as it is
-without ``--overlap-param-gather``.
+All have the same weights, gradients, weight decay, Nesterov setting and number of Newton-Schulz
+steps. A step ends with the updated parameters on every rank: it includes Megatron's all-gather, as
+a run without ``--overlap-param-gather`` does.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron_muon.config import MuonConfig
 Kind = Literal["adamw", "muon", "paper", "upstream"]
 TpMode = Literal["duplicated", "blockwise"]
 
-# A fifth of a layer is what Megatron's buckets of 40 M elements have of Llama-3-8B's layers.
+# Megatron's buckets of 40 M elements hold about a fifth of a layer of Llama-3-8B.
 BUCKETS_PER_LAYER = 5
-# The norm is taken but no gradient scaled: a norm summed in another order has other last bits, and
-# rows could no longer be held to each other bit by bit.
+# The norm is computed, but no gradient is clipped: rows sum the norm in different orders, so its
+# last bits differ, and clipped rows could not be compared bit by bit.
 NO_CLIP = 1e9
 
 
@@ -29,11 +29,12 @@ class Row:
     """An optimizer to measure.
 
     Attributes:
-        name: in the table and in JSON.
-        kind: the kind of optimizer.
-        config: ours, and of the numbers that others have too.
-        buckets: Megatron's stock ones, as with ``--overlap-grad-reduce``; else one a buffer.
-        tp_mode: upstream's ``muon_tp_mode``.
+        name: name in the table and in JSON.
+        kind: kind of optimizer.
+        config: settings of our Muon; other optimizers take those that they have, too.
+        buckets: whether buckets are Megatron's stock ones, as with ``--overlap-grad-reduce``; else
+            a buffer has one.
+        tp_mode: ``muon_tp_mode`` of Megatron's own Muon.
     """
 
     name: str
@@ -47,14 +48,14 @@ def rows(config: MuonConfig, names: list[str], exchanges: list[str], tp_mode: Tp
     """The rows to measure.
 
     Args:
-        config: ours.
-        names: names among ``flags.ROWS``; no other row is made, but for ``exchanges``.
-        exchanges: further rows of muon-contiguous: ``none`` of rounds (all matrices in one), or
-            ``naive``, every parameter a round of its own.
-        tp_mode: upstream's.
+        config: settings of our Muon.
+        names: names of rows, out of ``flags.ROWS``.
+        exchanges: further rows of muon-contiguous: ``none`` puts all matrices into one round,
+            ``naive`` gives every parameter a round of its own.
+        tp_mode: ``muon_tp_mode`` of Megatron's own Muon.
 
     Returns:
-        Rows with the standard iteration first, those on ``auto`` after them.
+        The rows: first those with the standard iteration, then those on ``auto``.
     """
     from megatron_muon.mcore.params.bucket_layout import takes_layouts
 
@@ -87,10 +88,9 @@ def _on_auto(row: Row) -> Row:
 
 
 def bucket_elements(flags: Namespace) -> int:
-    """Elements from which on a stock bucket is closed, if no flag says otherwise.
+    """Number of elements at which a stock bucket is closed, if no flag says otherwise.
 
-    Megatron's 40 M elements would be one bucket of a model this size, which is not what a large
-    one has.
+    With Megatron's 40 M elements a small model would have one bucket, unlike a large one.
     """
     hidden = int(flags.hidden_size)
     ffn = int(flags.ffn_hidden_size or 4 * hidden)

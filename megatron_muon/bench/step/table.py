@@ -11,9 +11,9 @@ from megatron_muon.bench.step.measure import Measured
 from megatron_muon.bench.step.meter import EXCHANGE, NEWTON_SCHULZ, PARAM_GATHER, Times
 
 UPSTREAM = "upstream-layerwise"
-OTHERS = ("adamw", "muon-paper", UPSTREAM)  # no row of theirs is on auto
+OTHERS = ("adamw", "muon-paper", UPSTREAM)  # rows without a variant on auto
 AGAINST = ("adamw", "muon-contiguous", "muon-paper", UPSTREAM)
-AUTO = "-auto"  # ends the name of a row of ours whose iteration is chosen by shape
+AUTO = "-auto"  # suffix of our rows whose iteration is chosen by shape
 _EXCHANGED = ("gather", "scatter", "dp_gather", "tp_gather")
 _HEADER = (
     "row",
@@ -32,11 +32,11 @@ _HEADER = (
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row over all ranks, which a round is over for when the last one is done.
+    """A row over all ranks; a round lasts until the slowest rank is done.
 
     Attributes:
-        name: the row's.
-        ranks: each rank's measurements.
+        name: name of the row.
+        ranks: measurements of each rank.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Line:
         return [max(t.ms for t in times) for times in self._rounds()]
 
     def ungathered_ms(self) -> list[float]:
-        """The same without what each rank spends in the all-gather of parameters."""
+        """``steps_ms`` without each rank's time in the all-gather of parameters."""
         return [
             max(t.ms - t.parts_ms.get(PARAM_GATHER, 0.0) for t in times) for times in self._rounds()
         ]
 
     def parts_ms(self, *names: str) -> float:
-        """Median over rounds of what the parts take on the rank where they take longest."""
+        """Milliseconds of these parts on the rank where they take longest, median over rounds."""
         return statistics.median(
             max(sum(t.parts_ms.get(name, 0.0) for name in names) for t in times)
             for times in self._rounds()
@@ -71,7 +71,7 @@ class Line:
         }
 
     def sent_bytes(self) -> dict[str, list[int]]:
-        """By kind, of each rank."""
+        """Bytes that each rank sends, by kind."""
         kinds = {kind for rank in self.ranks for kind in rank.counted.sent_bytes}
         return {
             kind: [rank.counted.sent_bytes.get(kind, 0) for rank in self.ranks]
@@ -82,7 +82,7 @@ class Line:
         return [rank.counted.flops for rank in self.ranks]
 
     def ns_cpu_ms_per_gflop(self) -> float | None:
-        """Processor time of Newton-Schulz over all ranks and rounds, by its flops."""
+        """Processor ms of Newton-Schulz per Gflop, over all ranks and rounds; None without any."""
         flops = sum(self.ns_flops()) * len(self.ranks[0].times)
         spent = sum(t.ns_cpu_ms for rank in self.ranks for t in rank.times)
         return spent / flops * 1e9 if flops else None
@@ -92,18 +92,22 @@ class Line:
 
 
 def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]) -> dict[str, Any]:
-    """Times in ms; ``step_ms`` of the slowest rank in each round, ``exchange_ms`` and
-    ``newton_schulz_ms`` medians of the rank where they take longest; lists are by rank.
+    """All figures for JSON: times in ms; lists of bytes and flops are by rank.
 
-    Kinds of ``sent_bytes``: ``gather`` and ``scatter`` are our exchange; ``dp_gather`` and
-    ``tp_gather`` gather matrices in others; ``param_gather`` is of updated parameters; ``norm`` of
-    the gradient norm and votes; ``grad_reduce`` of gradients, which is before the step and not in
-    its time. ``peak_bytes`` are on top of what there was before the step. ``rounds_ms`` are the
-    steps that ``step_ms`` and the printed ratios, one of each round, are medians of, and
-    ``rounds_ungathered_ms`` the same without the all-gather of parameters;
-    ``newton_schulz_cpu_ms_per_gflop`` is processor time over all ranks and rounds, None where there
-    is no Newton-Schulz; ``exchange_rounds`` those of our exchange in a step on the rank with most,
-    dense and experts' together, 0 for other optimizers. ``run`` says what was measured on what.
+    - ``step_ms``: the slowest rank's step, over rounds.
+    - ``exchange_ms``, ``newton_schulz_ms``: on the rank where they take longest, median of rounds.
+    - ``sent_bytes``, by kind: ``gather`` and ``scatter`` are our exchange; ``dp_gather`` and
+      ``tp_gather`` gather matrices in other optimizers; ``param_gather`` gathers updated
+      parameters; ``norm`` is for the gradient norm and votes; ``grad_reduce`` reduces gradients,
+      before the step and not in its time.
+    - ``ns_flops_once``: flops of all stages if each matrix is orthogonalized once.
+    - ``peak_bytes``: the peak in a step, minus the bytes before it.
+    - ``rounds_ms``: a step per round, from which ``step_ms`` and the printed ratios follow.
+    - ``rounds_ungathered_ms``: the same without the all-gather of parameters.
+    - ``newton_schulz_cpu_ms_per_gflop``: over all ranks and rounds; None without Newton-Schulz.
+    - ``exchange_rounds``: rounds of our exchange per step on the rank with most, dense and experts'
+      together; 0 for other optimizers.
+    - ``run``: the arguments, model, machine and versions of the measurement.
     """
     once = _flops_once(lines)
     return {
@@ -135,12 +139,12 @@ def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]
 
 
 def _flops_once(lines: Sequence[Line]) -> int:
-    """Flops of all stages, from the plan of any row of ours with the standard iteration."""
+    """Flops of all stages with each matrix once, by the plans of our row with the most flops."""
     return max((sum(rank.ns_flops_once for rank in line.ranks) for line in lines), default=0)
 
 
 def as_text(lines: Sequence[Line]) -> str:
-    """The table, and what each row is to others."""
+    """The table, then the ratios of each row to others."""
     cells = [_HEADER, *(_cells(line) for line in lines)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADER))]
     table = [
@@ -180,7 +184,8 @@ def _mb(count: int) -> str:
 
 
 def _ratios(lines: Sequence[Line]) -> list[str]:
-    """Each row to those of ``AGAINST``, twice where rows of ours on ``auto`` are there."""
+    """Ratios of each row to those of ``AGAINST``; if our rows on ``auto`` are there, a second
+    block has them in place of our others."""
     equal = [line for line in lines if not line.name.endswith(AUTO)]
     text = _block("step time to others', the same Newton-Schulz iteration in all rows:", equal)
     if len(equal) < len(lines):
@@ -191,7 +196,7 @@ def _ratios(lines: Sequence[Line]) -> list[str]:
 
 
 def _block(title: str, lines: Sequence[Line]) -> list[str]:
-    """Ratios under a title; those to upstream's also without the gather of parameters."""
+    """Ratios under a title; ratios to upstream's row also without the gather of parameters."""
     names = {line.name for line in lines}
     against = [name + AUTO if name + AUTO in names else name for name in AGAINST]
     ratios = _ratios_to(lines, against, Line.steps_ms)
@@ -206,7 +211,7 @@ def _block(title: str, lines: Sequence[Line]) -> list[str]:
 def _ratios_to(
     lines: Sequence[Line], against: Sequence[str], steps_of: Callable[[Line], list[float]]
 ) -> list[str]:
-    """Medians of the rounds' ratios, and their range."""
+    """A line per row: median and range of the rounds' ratios to each of ``against``."""
     by_name = {line.name: steps_of(line) for line in lines}
     width = max((len(name) for name in by_name), default=0)
     text = []
@@ -227,32 +232,34 @@ def notes(lines: Sequence[Line], *, broadcasts: bool) -> list[str]:
 
     Args:
         lines: the rows.
-        broadcasts: its gather of parameters is made of broadcasts for this benchmark.
+        broadcasts: whether broadcasts replace its gather of parameters in this benchmark.
     """
     if not any(line.name == UPSTREAM for line in lines):
         return []
     sentences = [
-        f'{UPSTREAM}: coefficients "simple" as the other rows, where its own default is "quintic", '
-        "which is as many products"
+        f'{UPSTREAM}: coefficients "simple" as in the other rows; its own default, "quintic", '
+        "needs as many products"
     ]
     if broadcasts:
         sentences.append(
-            f"{UPSTREAM}: its gather of parameters, of unequal parts, is made of broadcasts that "
-            "are under way together, since gloo has none of such parts; the other rows' too"
+            f"{UPSTREAM}: concurrent broadcasts replace its gather of parameters, since gloo "
+            "cannot gather unequal parts; the other rows' gather is made of broadcasts, too"
         )
     return sentences
 
 
 def kernel_text(lines: Sequence[Line]) -> str:
-    """Processor time of Newton-Schulz by its flops, which should not differ between rows of ours;
-    where a rank has several threads it is that of one of them. Empty where no row has any."""
+    """Processor time of Newton-Schulz per Gflop, equal in our rows up to noise; empty without any.
+
+    Where a rank has several threads, the time of one of them counts.
+    """
     times = [(line.name, line.ns_cpu_ms_per_gflop()) for line in lines]
     parts = [f"{name} {ms:.2f}" for name, ms in times if ms is not None]
     return f"\nNewton-Schulz, processor ms per Gflop: {', '.join(parts)}" if parts else ""
 
 
 def parts_text(lines: Sequence[Line]) -> str:
-    """Where each row's step goes: mean over ranks, ms, and share of the sum."""
+    """Parts of each row's step: ms as the mean over ranks, and share of the sum."""
     text = []
     for line in lines:
         parts = line.mean_parts_ms()

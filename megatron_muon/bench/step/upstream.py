@@ -1,14 +1,14 @@
 """Megatron's own Muon over whole parameters as a row of the benchmark.
 
-Built as Megatron-LM builds it by default (``LayerWiseDistributedOptimizer``): of core 0.16 and 0.17
-as ``--optimizer dist_muon`` does, later as ``--optimizer muon --use-distributed-optimizer``, which
-lays buffers out so that shards cut no matrix, pads them, and leaves the rest to a
-DistributedOptimizer. Its parts are named for the watch, and it runs the coefficients of the other
-rows: its flag for them came with 0.17.
+Its ``LayerWiseDistributedOptimizer`` is built as Megatron-LM does by default: in core 0.16 and 0.17
+with ``--optimizer dist_muon``, later with ``--optimizer muon --use-distributed-optimizer``. The
+latter lays out and pads buffers so that shards cut no matrix, and leaves other parameters to a
+DistributedOptimizer. Functions of the step are wrapped so that the stopwatch times its parts. It
+runs the coefficients of the other rows, by a wrapper since its flag for them came with 0.17.
 
-gloo has no all-gather of unequal parts, which a step of 0.16 and 0.17 ends with: there each part is
-broadcast, all of them under way together, as NCCL does it, and as ``megatron_muon.cpu`` gathers the
-equal parts that Megatron's DistributedOptimizer ends its step with.
+In 0.16 and 0.17 a step ends with an all-gather of unequal parts, which gloo lacks. There the parts
+are broadcast concurrently, as NCCL does it, and as ``megatron_muon.cpu`` gathers the equal parts of
+Megatron's DistributedOptimizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.patches import replaced
 
 _TP_GATHER = "muon-tp_gather"
-# The version that Megatron's pyproject.toml asks for, by the minor version of core.
+# Versions of Emerging-Optimizers in Megatron's pyproject.toml, by the minor version of core.
 _PACKAGES = {16: "0.1", 17: "0.1", 18: "0.2", 19: "0.2", 20: "0.3"}
 
 
@@ -38,7 +38,7 @@ def why_no_upstream(flags: Namespace) -> str | None:
     """Why Megatron's own Muon cannot be measured here; None where it can.
 
     Args:
-        flags: those of the model and its ranks.
+        flags: flags of the model and its ranks.
     """
     name, version = megatron_version()
     wanted = _PACKAGES.get(version[1])
@@ -77,22 +77,22 @@ def why_no_upstream(flags: Namespace) -> str | None:
 
 
 def _muon_module() -> Any:
-    """Megatron's module that has its Muon and calls ``newton_schulz_tp``."""
+    """The module of Megatron's own Muon, which calls ``newton_schulz_tp``."""
     name = "emerging_optimizers" if lays_out_buffers() else "muon"
     return importlib.import_module(f"megatron.core.optimizer.{name}")
 
 
 def lays_out_buffers() -> bool:
-    """Whether it shards by a layout of the grad buffers, as from core 0.18 on."""
+    """Whether Megatron's own Muon shards by a layout of grad buffers: from core 0.18 on."""
     return megatron_version()[1] >= (0, 18)
 
 
 def layouts(chunks: Sequence[Any], ddp_config: Any) -> list[dict[str, Any]]:
-    """Its layout of each chunk's buffers, as arguments of Megatron's DDP.
+    """The layout of each chunk's buffers, as arguments for Megatron's DDP.
 
     Args:
-        chunks: the model's, not in their DDP yet; their parameters are marked.
-        ddp_config: Megatron's, with one bucket a buffer.
+        chunks: chunks of the model, not wrapped in DDP yet; their parameters get a mark.
+        ddp_config: Megatron's DDP config, with one bucket per buffer.
     """
     from megatron.core import parallel_state as ps
 
@@ -153,7 +153,7 @@ def upstream_optimizer(row: Row, chunks: Sequence[Any], timers: Any) -> Any:
     return optimizer
 
 
-# Its all-gather of parameters: the names in 0.16 and 0.17, and later.
+# Method names of its all-gather of parameters: in 0.16 and 0.17, and later.
 _GATHERS = ("allgather_params", "start_param_sync_for_bucket_group_subset")
 
 
@@ -162,7 +162,7 @@ def _name_gather(optimizer: Any, name: str, timers: Any) -> None:
 
 
 def _named(step: Callable[[], Any], row: Row, timers: Any) -> Callable[[], Any]:
-    """Its ``step`` with its parts under ours' names, and the coefficients of ``row``."""
+    """``step`` with its parts timed by the names of our Muon's, and with ``row``'s coefficients."""
 
     def named_step() -> Any:
         with _parts(row, timers):
@@ -173,10 +173,10 @@ def _named(step: Callable[[], Any], row: Row, timers: Any) -> Callable[[], Any]:
 
 @contextmanager
 def _parts(row: Row, timers: Any) -> Iterator[None]:
-    """Within it the functions that upstream calls by name are timed, and unequal parts broadcast.
+    """Within it functions of the step are timed, and unequal parts are broadcast over gloo.
 
-    ``newton_schulz_tp`` gathers over TP and then calls ``newton_schulz``: what the second does not
-    take of the first is the gather.
+    ``newton_schulz_tp`` gathers over TP, then calls ``newton_schulz``: the time of the first
+    without the second is that of the gather.
     """
     utils = importlib.import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")
     muon = _muon_module()
@@ -191,7 +191,7 @@ def _parts(row: Row, timers: Any) -> Iterator[None]:
 
 
 def _with_coefficients(function: Callable[..., Any], coefficients: Any) -> Callable[..., Any]:
-    """``newton_schulz_tp`` with another set than Megatron's; both packages name sets alike."""
+    """``newton_schulz_tp`` with a given coefficient set; both packages use the same names."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **(kwargs | {"coefficient_type": coefficients}))
