@@ -156,7 +156,7 @@ def test_other_weights_are_exit_status_1_after_all_is_written(
     said = capsys.readouterr()
     assert f"{other}: NOT the same" in said.out
     assert len(said.err.splitlines()) <= 2  # and that upstream's row is left out
-    assert "have ended a step with other weights" in said.err
+    assert "ended a step with different weights" in said.err
     assert len(json.loads(file.read_text())["rows"]) == 6
 
 
