@@ -58,7 +58,7 @@ def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
 
     Args:
         world: number of ranks.
-        asked_by, fewer: for the error: flags that gave ``world``, and flags for fewer ranks.
+        asked_by, fewer: texts for the error: flags that gave ``world``, and flags for fewer ranks.
 
     Raises:
         ValueError: there are fewer GPUs than ranks.

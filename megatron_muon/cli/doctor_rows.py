@@ -196,7 +196,7 @@ def _hooks_on_the_cpu() -> Check:
 
 
 def _plain_command(checkout: Path) -> Check:
-    """What `torchrun pretrain_gpt.py --optimizer muon --use-distributed-optimizer` would run."""
+    """The Muon that plain `torchrun pretrain_gpt.py --optimizer muon ...` would start."""
     patched = False
     with contextlib.suppress(PatchError, OSError):
         patched = patch_tree.look(checkout, any_version=True).state == "patched"

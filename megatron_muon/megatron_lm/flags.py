@@ -123,7 +123,7 @@ def muon_config(args: Namespace) -> MuonConfig:
     """The settings that parsed flags ask for.
 
     Args:
-        args: from a parser that ``add_flags`` completed; ``tensor_model_parallel_size`` and
+        args: result of a parser that ``add_flags`` completed; ``tensor_model_parallel_size`` and
             ``expert_tensor_parallel_size`` are read, too.
 
     Raises:

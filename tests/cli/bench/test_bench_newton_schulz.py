@@ -170,7 +170,7 @@ def test_cans_has_no_restarts_by_the_method(capsys: pytest.CaptureFixture[str]) 
     assert not SETS["cans"].restarts
     assert main(["bench", "newton-schulz", "--find-restarts", "--coefficients", "cans"]) == 0
     method, found = capsys.readouterr().out.split("cans, 5 steps: ")
-    assert "unstable near rank 1 even in float64 has no list" in method
+    assert "unstable near rank 1, even in float64, gets no list" in method
     assert found.startswith("none, unstable near rank 1") and "1e+57" in found
     assert found.endswith("(as recorded)\n")
     for name, steps in PAIRS:
