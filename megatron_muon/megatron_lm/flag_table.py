@@ -208,7 +208,7 @@ FLAGS = (
         "--muon-ns-iteration",
         "how the polynomials are computed: standard, gram (on the short side's Gram matrix, with "
         "less work where a matrix is not square) or auto, by shape; gram's rounding error is up to "
-        f"twice standard's in bf16 and fp16, up to 8 times in fp32; {_OURS}; default auto on a GPU "
+        f"twice standard's in bf16 and fp16, up to 3 times in fp32; {_OURS}; default auto on a GPU "
         "where restarts are known for the coefficients, steps and dtype, else standard",
         choices=get_args(NsIteration),
     ),

@@ -1,33 +1,33 @@
-"""``megatron-muon bench newton-schulz --find-restarts``: restart lists of the Gram iteration.
+"""``megatron-muon bench newton-schulz --find-restarts``: where the Gram iteration has to restart.
 
-The method. A set that is unstable near rank 1, even in float64, gets no list in any dtype. Near
-rank 1 the largest singular value is the norm: 1 before X is rounded, up to 1 + 2⁻⁸ after it. A set
-is unstable if, in float64 and without headroom, its polynomials take a value between these to more
-than 5 % above their maximum on values up to 1. Headroom may save the standard iteration, but not
-this one: it covers the rounding of X, while the rounding of the square of X grows from step to
-step.
+The method. A set that is unstable near rank 1 even in float64 has no list in any dtype. There the
+largest singular value is the norm, 1 until X is rounded and up to 1 + 2⁻⁸ after that; a set is
+unstable if its polynomials make of a value between these, in float64 and without headroom, more
+than 5 % above the most that they make of values up to 1. Headroom, with which the standard
+iteration may do even so, does not count: it is for the rounding of X, and what rounding does to the
+square of X grows from step to step.
 
-For any other set and number of steps every list of restarts is tried, the shortest first. The
-matrices are 96 × 96, 64 × 256 and 40 × 120: with condition numbers 1 to 1e8; of rank 1, 4 and half
-the rows; of rank 1 plus singular values of 1e-1 to 1e-5; with eight equal rows plus noise of 1e-1
-or 1e-2; Gaussian. (All ones is left out: all of its entries round alike, so for every list there is
-a size at which 16 bits move the result far, though not out of the band.)
-A list is accurate if on each matrix
+For any other set and a number of steps every list of restarts is tried, the shortest first, on
+matrices of 96 × 96, 64 × 256 and 40 × 120: condition numbers 1 to 1e8, rank 1, 4 and half the rows,
+rank 1 with 1e-1 to 1e-5 beside it, eight rows alike but for 1e-1 and 1e-2, Gaussian. (All ones is
+left out: all of its entries round alike, so there is a size for every list at which 16 bits move it
+far, though not out of the band.)
+A list is accurate if on each
 
 - the error, in Frobenius norm and relative to the exact polynomials of the singular values, is at
-  most ``_TIMES`` the standard iteration's in the same dtype (twice in 16 bits, 8 times in fp32), or
-  ``_ALLOWED`` if that is more, and
-- the largest singular value is at most 5 % above the larger of the exact and standard's.
+  most twice the standard iteration's in the same dtype, or ``_ALLOWED`` where that is more, and
+- the largest singular value is at most 5 % above the larger of the exact and standard's;
 
-Standard's figure is the worst of three: with X as it is, and scaled up and down by one rounding
-unit of the dtype. Some polynomials are so steep at 1 that one unit changes the result by half.
+standard's is the worst of three, with X as it is and scaled by one unit of the dtype's rounding up
+and down, since some polynomials are so steep at 1 that one unit changes the result by half.
 
-Among the shortest accurate lists, the one with the smallest worst error, as a fraction of the
-allowed error, is taken. The recorded list stays if its worst error is at most 5 % larger: the order
-of sums, which depends on the CPU, changes errors by as much. Lists with more restarts than half the
-steps are not tried, since they save nothing. Square matrices in fp32 also serve an X in 16 bits,
-with a list of their own that is accurate for bf16 and fp16. An X in fp32 shows the error of these
-matrices alone: there the list may have twice standard's error, or ``_SQUARES_ALLOWED``.
+Of the shortest accurate lists the one with the smallest worst error, as a fraction of what is
+allowed, is taken, or the recorded one where its worst error is at most 5 % larger: another order of
+sums, as another CPU has it, moves errors by as much. In 16 bits a list with more restarts than half
+the steps is none. Who asks for fp32 asks for accuracy, so there any list will do that leaves out
+one product with the long side: at least one segment of two steps. Square matrices in fp32 also
+serve X in 16 bits, with a list of their own, accurate for bf16 and fp16. An X in fp32 shows what
+these squares alone lose: there the list may have twice standard's error, or ``_SQUARES_ALLOWED``.
 """
 
 from __future__ import annotations
@@ -52,22 +52,21 @@ from megatron_muon.orthogonalize.matmul import Products, torch_dtype
 from megatron_muon.orthogonalize.newton_schulz import gram_iteration, normalize, standard_iteration
 
 _SHAPES = ((96, 96), (64, 256), (40, 120))
-# In bf16 16 rounding units, a fifth of simple's distance to the polar factor; in fp32 about the
-# standard iteration's own error, which is 1e-6 to 1e-5 on most inputs. Squares of singular values
-# lose more to rounding: with less than 8 times, simple would have no list in fp32.
-_ALLOWED: dict[NsDtype, float] = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-17}
-_TIMES: dict[NsDtype, float] = {"bf16": 2.0, "fp16": 2.0, "fp32": 8.0}
+# In bf16 and fp32 16 units of the dtype's rounding: a fifth of what simple leaves to a polar
+# factor, and about the least error that the standard iteration has in fp32.
+_ALLOWED: dict[NsDtype, float] = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-20}
+_TIMES = 2.0
 _SQUARES_ALLOWED = 2.0**-10  # well below one unit of bf16
 _NUDGE: dict[NsDtype, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 _TOP = 1.05
-_SAME = 1.05  # ratio of worst errors up to which lists count as equally good
+_SAME = 1.05  # of worst errors
 
 NONE = Restarts(bf16=None, fp16=None, fp32=None, fp32_squares=None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """One input: X, its products, the exact result, the allowed error and largest value."""
+    """One input: X as iterations take it, the exact result, the allowed error and largest value."""
 
     x: Tensor
     products: Products
@@ -77,7 +76,7 @@ class _Trial:
 
 
 def find_restarts(name: CoefficientName, steps: int) -> Restarts:
-    """The restart lists of a coefficient set, in the form of ``coefficients``."""
+    """The lists of a coefficient set, as ``coefficients`` has them."""
     if why_unstable(name, steps) is not None:
         return NONE
     return Restarts(
@@ -89,12 +88,12 @@ def find_restarts(name: CoefficientName, steps: int) -> Restarts:
 
 
 def recorded(name: CoefficientName, steps: int) -> Restarts:
-    """The lists in ``coefficients``; ``NONE`` if it has none for this set and number of steps."""
+    """What ``coefficients`` has; a pair that it has not is one without lists."""
     return SETS[name].restarts.get(steps, NONE)
 
 
 def why_unstable(name: CoefficientName, steps: int) -> str | None:
-    """Why the polynomials are unstable near rank 1 in float64, in words; None if they are not."""
+    """In words, where the polynomials are unstable near rank 1 in float64; None where not."""
     published = schedule(name, steps, "fp32")  # fp32 has no headroom
     within, above = (
         float(
@@ -113,7 +112,7 @@ def why_unstable(name: CoefficientName, steps: int) -> str | None:
 def _shortest(
     name: CoefficientName, steps: int, kind: str, dtypes: Sequence[NsDtype]
 ) -> tuple[int, ...] | None:
-    """The list for the field ``kind`` of ``Restarts``, accurate for X in each of ``dtypes``."""
+    """The list of one field of ``Restarts``, accurate for X in each of ``dtypes``."""
     kept = getattr(recorded(name, steps), kind)
     trials = {dtype: list(_trials(schedule(name, steps, dtype), dtype, kind)) for dtype in dtypes}
     most = steps - 2 if kind == "fp32" else steps // 2
@@ -160,8 +159,7 @@ def _trials(steps: tuple[Triple, ...], dtype: NsDtype, kind: str) -> Iterator[_T
 
 
 def _worst(trials: Sequence[_Trial], parts: tuple[tuple[Triple, ...], ...], stop: float) -> float:
-    """The largest error as a fraction of the allowed one; ``inf`` if that is above ``stop`` or a
-    singular value is too large."""
+    """The largest error as a fraction of what is allowed; ``inf`` where a value is too large."""
     worst = 0.0
     for trial in trials:
         made = gram_iteration(trial.x, parts, trial.products).double()
