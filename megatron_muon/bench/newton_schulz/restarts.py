@@ -1,33 +1,34 @@
 """``megatron-muon bench newton-schulz --find-restarts``: where the Gram iteration has to restart.
 
-The method. A set that is unstable near rank 1 even in float64 has no list in any dtype. There the
-largest singular value is the norm, 1 until X is rounded and up to 1 + 2⁻⁸ after that; a set is
-unstable if its polynomials make of a value between these, in float64 and without headroom, more
-than 5 % above the most that they make of values up to 1. Headroom, with which the standard
-iteration may do even so, does not count: it is for the rounding of X, and what rounding does to the
-square of X grows from step to step.
+The method. A set that is unstable near rank 1, even in float64, gets no list in any dtype. Near
+rank 1 the largest singular value is the norm: 1 before X is rounded, up to 1 + 2⁻⁸ after it. A set
+is unstable if, in float64 and without headroom, its polynomials take a value between these to more
+than 5 % above their maximum on values up to 1. Headroom may save the standard iteration, but not
+this one: it covers the rounding of X, while the rounding of the square of X grows from step to
+step.
 
-For any other set and a number of steps every list of restarts is tried, the shortest first, on
-matrices of 96 × 96, 64 × 256 and 40 × 120: condition numbers 1 to 1e8, rank 1, 4 and half the rows,
-rank 1 with 1e-1 to 1e-5 beside it, eight rows alike but for 1e-1 and 1e-2, Gaussian. (All ones is
-left out: all of its entries round alike, so there is a size for every list at which 16 bits move it
-far, though not out of the band.)
+For any other set and number of steps every list of restarts is tried, the shortest first. The
+matrices are 96 × 96, 64 × 256 and 40 × 120: with condition numbers 1 to 1e8; of rank 1, 4 and half
+the rows; of rank 1 plus singular values of 1e-1 to 1e-5; with eight equal rows plus noise of 1e-1
+or 1e-2; Gaussian. (All ones is left out: all of its entries round alike, so for every list there is
+a size at which 16 bits move the result far, though not out of the band.)
 A list is accurate if on each
 
 - the error, in Frobenius norm and relative to the exact polynomials of the singular values, is at
   most twice the standard iteration's in the same dtype, or ``_ALLOWED`` where that is more, and
 - the largest singular value is at most 5 % above the larger of the exact and standard's;
 
-standard's is the worst of three, with X as it is and scaled by one unit of the dtype's rounding up
-and down, since some polynomials are so steep at 1 that one unit changes the result by half.
+Standard's figure is the worst of three: with X as it is, and scaled up and down by one rounding
+unit of the dtype. Some polynomials are so steep at 1 that one unit changes the result by half.
 
-Of the shortest accurate lists the one with the smallest worst error, as a fraction of what is
-allowed, is taken, or the recorded one where its worst error is at most 5 % larger: another order of
-sums, as another CPU has it, moves errors by as much. In 16 bits a list with more restarts than half
-the steps is none. Who asks for fp32 asks for accuracy, so there any list will do that leaves out
-one product with the long side: at least one segment of two steps. Square matrices in fp32 also
-serve X in 16 bits, with a list of their own, accurate for bf16 and fp16. An X in fp32 shows what
-these squares alone lose: there the list may have twice standard's error, or ``_SQUARES_ALLOWED``.
+Among the shortest accurate lists, the one with the smallest worst error, as a fraction of the
+allowed error, is taken. The recorded list stays if its worst error is at most 5 % larger: the order
+of sums, which depends on the CPU, changes errors by as much. In 16 bits lists with more restarts
+than half the steps are not tried. Whoever asks for fp32 asks for accuracy, so there any list counts
+that leaves out one product with the long side: at least one segment of two steps. Square matrices
+in fp32 also serve an X in 16 bits, with a list of their own that is accurate for bf16 and fp16. An
+X in fp32 shows the error of these matrices alone: there the list may have twice standard's error,
+or ``_SQUARES_ALLOWED``.
 """
 
 from __future__ import annotations
