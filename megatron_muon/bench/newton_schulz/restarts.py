@@ -12,11 +12,11 @@ matrices are 96 × 96, 64 × 256 and 40 × 120: with condition numbers 1 to 1e8;
 the rows; of rank 1 plus singular values of 1e-1 to 1e-5; with eight equal rows plus noise of 1e-1
 or 1e-2; Gaussian. (All ones is left out: all of its entries round alike, so for every list there is
 a size at which 16 bits move the result far, though not out of the band.)
-A list is accurate if on each
+A list is accurate if on each matrix
 
 - the error, in Frobenius norm and relative to the exact polynomials of the singular values, is at
   most twice the standard iteration's in the same dtype, or ``_ALLOWED`` where that is more, and
-- the largest singular value is at most 5 % above the larger of the exact and standard's;
+- the largest singular value is at most 5 % above the larger of the exact and standard's.
 
 Standard's figure is the worst of three: with X as it is, and scaled up and down by one rounding
 unit of the dtype. Some polynomials are so steep at 1 that one unit changes the result by half.
