@@ -1,1 +1,1 @@
-"""The step of Distributed Muon on a rank: tensors, and every collective."""
+"""The step of Distributed Muon on one rank: tensors, and every collective."""

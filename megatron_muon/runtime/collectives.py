@@ -8,8 +8,8 @@ While the optimizers are built: votes and numbers over the world; numbers over t
 creates its communicator; ``split_world`` once where there are several optimizer instances, and once
 where nothing trains on some ranks.
 
-Saving and loading vote. ``all_gather_texts`` words an error, compares names where patterns decide,
-and puts a checkpoint's digest together.
+Saving and loading vote. ``all_gather_texts`` spreads the text of an error, compares parameter names
+where patterns route them, and puts a checkpoint's digest together.
 
 Only ``megatron-muon bench`` calls ``all_gather_flat`` and ``start_all_to_all``; it and Megatron on
 a CPU call ``start_broadcasts``.
@@ -29,18 +29,18 @@ from torch.profiler import record_function
 
 Group = dist.ProcessGroup
 
-# Errors of this rank's own device, which surface wherever the host looks next. torch 2.4 has the
-# first in torch.cuda, 2.8 is the first to have the second.
+# Errors of this rank's own device. They surface at the host's next call, whatever it is, so they
+# are not the collective's. torch 2.4 has the first in torch.cuda; the second is new in 2.8.
 _OWN_FAULT = (torch.cuda.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError))
 
 
 class PhaseError(RuntimeError):
-    """A collective did not come about: another rank was stopped or killed, or raised."""
+    """A collective failed: most often another rank was stopped or killed, or raised an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Messages that are under way; what is sent and received is kept until ``wait``."""
+    """Messages that are under way, and references to their buffers until then."""
 
     name: str
     group: Group
@@ -68,12 +68,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The messages of one rank in an exchange: only those who have something to share take part.
+    """The messages of one rank in an exchange, none of them empty.
 
     Attributes:
-        group: over which they go.
-        messages: in the order in which they are started.
-        received: elements that come in all.
+        group: the process group.
+        messages: all messages, in the order in which they are started.
+        received: number of elements that the rank receives in all.
     """
 
     group: Group
@@ -88,15 +88,15 @@ class Route:
         sent_to: Sequence[tuple[int, int]],
         received_from: Sequence[tuple[int, int]],
     ) -> Route:
-        """Consecutive runs of one buffer to peers, of another from peers.
+        """Messages that send consecutive runs of one buffer, and fill another one likewise.
 
-        They are started by distance, so that not all ranks begin with the same one.
+        They start in the order of distance between ranks, so that ranks begin with different peers.
 
         Args:
-            group: the exchange's.
+            group: the process group of the exchange.
             world: ``world_ranks(group)``.
-            rank: this rank of the group.
-            sent_to, received_from: ``(rank of the group, elements)`` of others, in buffer order.
+            rank: this rank's number in the group.
+            sent_to, received_from: ``(rank of the group, elements)`` by peer, in buffer order.
         """
 
         def messages(counts: Sequence[tuple[int, int]], is_sent: bool) -> list[_Placed]:
@@ -122,24 +122,24 @@ def _turn(placed: _Placed) -> tuple[int, bool]:
 
 
 def world_ranks(group: Group) -> list[int]:
-    """The ranks of the world that are in a group, in its order; no communication."""
+    """The world ranks of a group, in its order; no communication."""
     return list(dist.get_process_group_ranks(group))
 
 
 def start_messages(name: str, sent: Tensor, route: Route) -> Pending | None:
     """Start to send runs of ``sent``, and to receive.
 
-    torch's own all-to-all posts a send and a receive to every rank, empty ones too (over NCCL since
-    2.14), so that each is a barrier of the group; gloo's goes from rank to rank and takes four
-    times as long.
+    torch's own all-to-all is not used: with NCCL 2.14 or later it posts a send and a receive to
+    every rank, even empty ones, so each call is a barrier of the group. With gloo it goes from rank
+    to rank and takes four times as long.
 
     Args:
-        name: the phase, in errors and traces.
+        name: name of the phase, for errors and traces.
         sent: ``(n,)``.
         route: the messages.
 
     Returns:
-        None where this rank has no message.
+        The messages under way; None where this rank has none.
     """
     if not route.messages:
         return None
@@ -172,10 +172,10 @@ def _start_messages(sent: Tensor, received: Tensor, route: Route) -> list[dist.W
 def start_all_to_all(
     name: str, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], group: Group
 ) -> Pending:
-    """Send consecutive runs of ``sent`` to the group's ranks in order.
+    """Start to send consecutive runs of ``sent`` to the group's ranks in order.
 
     Args:
-        name: the phase, in errors and traces.
+        name: name of the phase, for errors and traces.
         sent: ``(sum(sent_sizes),)``.
         sent_sizes, received_sizes: elements for and from each rank of the group; 0 is fine.
         group: all its ranks call this together, and wait in the order of the calls.
@@ -197,7 +197,7 @@ def start_all_to_all(
 
 
 def all_gather_flat(name: str, mine: Tensor, group: Group) -> list[Tensor]:
-    """Every rank's ``mine``, ``(n,)`` with one n, in the order of the group."""
+    """Every rank's ``mine``, ``(n,)`` with the same n, in the order of the group."""
     flat = mine.new_empty(mine.numel() * group.size())
     with _named(name, group):
         dist.all_gather_into_tensor(flat, mine, group=group)
@@ -213,18 +213,19 @@ class Broadcasts:
     works: Sequence[dist.Work]
 
     def wait(self) -> bool:
-        """True once all are done, as ``dist.Work`` says it."""
+        """Wait for all of them; True, as ``dist.Work.wait`` returns it."""
         with _named(self.name, self.group, "wait"):
             return all([work.wait() for work in self.works])
 
 
 def start_broadcasts(name: str, tensors: Sequence[Sequence[Tensor]], group: Group) -> Broadcasts:
-    """Start to fill ``parts[r]`` of each of ``tensors`` with rank r's values. NCCL does the same
-    for an all-gather of unequal parts, which gloo refuses.
+    """Start to fill part r of each of ``tensors`` with rank r's values.
+
+    torch does the same over NCCL for an all-gather of unequal parts, which gloo refuses.
 
     Args:
-        name: the phase, in errors and traces.
-        tensors: each in parts of any size, one per rank.
+        name: name of the phase, for errors and traces.
+        tensors: the parts of each tensor, of any size, one per rank.
         group: all its ranks call this together.
     """
     with _named(name, group):
@@ -238,11 +239,11 @@ def start_broadcasts(name: str, tensors: Sequence[Sequence[Tensor]], group: Grou
 
 
 def any_rank(name: str, flag: Tensor, group: Group | None) -> bool:
-    """True on every rank of the group if ``flag``, a bool scalar, is True on one.
+    """True on every rank of the group if ``flag`` is True on one.
 
     Args:
-        name: the phase.
-        flag: on the device that the group communicates from.
+        name: name of the phase, for errors and traces.
+        flag: bool scalar on the device that the group communicates from.
         group: all its ranks call this together; None for the world.
     """
     vote = flag.to(torch.int32)
@@ -254,10 +255,12 @@ def any_rank(name: str, flag: Tensor, group: Group | None) -> bool:
 def all_gather_numbers(
     numbers: Sequence[int], group: Group | None, device: torch.device
 ) -> list[list[int]]:
-    """Every rank's ``numbers`` (64-bit, equally many on all ranks), in the order of the group.
+    """Every rank's ``numbers``, in the order of the group.
 
     Args:
-        group: None for the world.
+        numbers: 64-bit integers, equally many on all ranks.
+        group: all its ranks call this together; None for the world.
+        device: the device that the group communicates from.
     """
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -267,7 +270,7 @@ def all_gather_numbers(
 
 
 def all_gather_texts(text: str, group: Group | None) -> list[str]:
-    """Every rank's ``text``, in the order of the group; None is the world."""
+    """Every rank's ``text``, in the order of the group; None for the world."""
     texts: list[object] = [None] * dist.get_world_size(group)
     with _named("muon/error", group):
         dist.all_gather_object(texts, text, group=group)
@@ -275,7 +278,7 @@ def all_gather_texts(text: str, group: Group | None) -> list[str]:
 
 
 def world_rank(rank: int, group: Group | None) -> int:
-    """The rank in the world of a group's rank; no communication."""
+    """The world rank of a group's rank; no communication."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
@@ -284,8 +287,8 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
 
     Args:
         color: integers, equally many on all ranks.
-        like: the new groups have its timeout.
-        device: the one that the groups communicate from.
+        like: a group whose timeout the new groups get.
+        device: the device that the groups communicate from.
     """
     timeout = like._get_backend(device).options._timeout
     members: dict[tuple[int, ...], list[int]] = {}
@@ -300,20 +303,20 @@ def split_world(color: Sequence[int], like: Group, device: torch.device) -> Grou
 
 
 def in_megatrons(name: str, group: Group | None) -> AbstractContextManager[None]:
-    """Within it a collective of Megatron's own is marked and its failure named, as ours are.
+    """A context that marks a collective of Megatron's own in traces, and names it if it fails.
 
     Args:
         name: the name for Megatron's operation.
-        group: over which.
+        group: its process group; None for the world.
     """
     return _named(name, group)
 
 
 @contextmanager
 def _named(name: str, group: Group | None, part: str = "collective") -> Iterator[None]:
-    """Mark the collective in traces, and say which it was where it fails.
+    """Mark the collective in traces, and name it in the error if it fails.
 
-    gloo raises where another rank is gone or the timeout has passed; NCCL's watchdog ends the
+    gloo raises where another rank is gone or the timeout has passed. NCCL's watchdog ends the
     process instead, and logs the collective by its sequence number.
     """
     try:

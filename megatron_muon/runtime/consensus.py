@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a rank stands in its stage; for experts, in the expert groups of it."""
+    """A rank's place in its stage; for experts, in the stage's expert groups."""
 
     ep_rank: int
     ep_size: int
@@ -45,10 +45,10 @@ def agree_on_grid(
     """The stage's ranks by their coordinates, once all of them describe the same plan.
 
     Args:
-        coordinates: this rank's.
+        coordinates: this rank's coordinates.
         description: the plan's inputs, one per line (``agreed.description``).
-        group: the stage.
-        device: where the group's collectives want their tensors.
+        group: process group of the stage.
+        device: the device that the group communicates from.
 
     Returns:
         The ranks of the group, each in its place.
@@ -65,11 +65,11 @@ def agree_on_grid(
 
 
 def agree_everywhere(description: Sequence[str], device: torch.device) -> None:
-    """Stop where two ranks of the world describe something differently.
+    """Raise an error on every rank of the world if two ranks have different descriptions.
 
     Args:
         description: the lines that must be the same on all ranks.
-        device: where the world's collectives want their tensors.
+        device: the device that the world communicates from.
 
     Raises:
         PlanMismatchError: on every rank; names the first line that differs.
@@ -81,9 +81,10 @@ def agree_everywhere(description: Sequence[str], device: torch.device) -> None:
 
 
 def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """The result of ``act``, or the error that it raises, of whatever type.
+    """``(result of act, None)``, or ``(None, the error that it raises)``.
 
-    Only what asks a process to end goes through. torch's CheckpointException is no Exception.
+    It catches BaseException, since torch's CheckpointException is no Exception. Only exceptions
+    that ask the process to end pass through.
     """
     try:
         return act(), None
@@ -94,16 +95,16 @@ def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def together(act: Callable[[], T], group: Group | None, device: torch.device) -> T:
-    """The result of ``act`` on every rank of the group; an error on one rank ends all of them.
+    """The result of ``act`` on every rank of the group; an error on one rank stops all of them.
 
     Args:
-        act: communicates nothing, or votes by itself before all else.
+        act: does not communicate, or begins with a vote of its own.
         group: all its ranks call this together; None for the world.
-        device: where the group's collectives want their tensors.
+        device: the device that the group communicates from.
 
     Raises:
-        BaseException: the error of ``act`` here.
-        RuntimeError: on the other ranks; quotes the first.
+        BaseException: the error of ``act`` on this rank.
+        RuntimeError: on ranks without an error; quotes the first one.
     """
     result, error = attempt(act)
     raise_together(error, group, device)
@@ -113,11 +114,11 @@ def together(act: Callable[[], T], group: Group | None, device: torch.device) ->
 def raise_together(error: BaseException | None, group: Group | None, device: torch.device) -> None:
     """Raise on every rank of the group if one has an error: its own, or one that quotes the first.
 
-    Without a process group, or in one of a single rank, there is nobody else to tell.
+    Without a process group, or in one of a single rank, it does not communicate.
 
     Raises:
         BaseException: ``error`` where there is one.
-        RuntimeError: on the other ranks.
+        RuntimeError: on the other ranks; quotes the first error.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error is not None:
@@ -132,7 +133,7 @@ def raise_quoting(error: BaseException | None, group: Group | None) -> NoReturn:
 
     Raises:
         BaseException: ``error`` where there is one.
-        RuntimeError: on the other ranks; quotes the first.
+        RuntimeError: on the other ranks; quotes the first error.
     """
     texts = collectives.all_gather_texts("" if error is None else _text(error), group)
     if error is not None:
@@ -142,7 +143,7 @@ def raise_quoting(error: BaseException | None, group: Group | None) -> NoReturn:
 
 
 def _text(error: BaseException) -> str:
-    """Never empty; with the type where the words alone, as those of a KeyError, say little."""
+    """The error's words, never empty; with its type where the words alone say little (KeyError)."""
     words, worded = str(error), isinstance(error, (ValueError, RuntimeError, TypeError, OSError))
     return words if worded and words else f"{type(error).__name__}: {words}"
 
@@ -151,13 +152,13 @@ def grid_of(every: Sequence[Coordinates]) -> RankGrid:
     """The ranks of a stage by their coordinates.
 
     Args:
-        every: the descriptions of ranks 0, 1, … of the stage.
+        every: the coordinates of ranks 0, 1, … of the stage.
 
     Returns:
         Each rank in its place.
 
     Raises:
-        PlanMismatchError: they are not one rank for each place.
+        PlanMismatchError: a place has no rank, or more than one.
     """
     ep_size, tp_size, dp_size = every[0].ep_size, every[0].tp_size, every[0].dp_size
     ranks = {(c.ep_rank, c.tp_rank, c.dp_rank): rank for rank, c in enumerate(every)}
@@ -183,7 +184,7 @@ def _words(description: Sequence[str]) -> list[int]:
 
 
 def _first_difference(texts: Sequence[str], whose: str) -> str:
-    """The error about descriptions that are not all alike, the same text on every rank."""
+    """The error's text about descriptions that are not all alike, the same on every rank."""
     reference = texts[0].split("\n")
     for rank, text in enumerate(texts):
         for theirs, ours in itertools.zip_longest(text.split("\n"), reference):
@@ -213,5 +214,5 @@ def _both(theirs: str | None, ours: str | None, rank: int, whose: str) -> str:
 
 
 def _value(line: str | None, name: str) -> str:
-    """The value in a line with that name; another line is shown whole."""
+    """The value in a line that begins with ``name``; any other line as it is."""
     return "nothing more" if line is None else line.removeprefix(f"{name}: ")

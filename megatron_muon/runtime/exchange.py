@@ -1,8 +1,8 @@
-"""Moving what the plan says: pieces to their homes, directions back.
+"""The exchange that a plan describes: pieces go to their homes, directions come back.
 
-Each round is one gather and one scatter over the stage: a message from every rank to every other
-one that it shares a matrix with. Each is started and, with other work in between, finished. A
-rank's Python and launches depend on its own messages, not on the number of ranks.
+Each round has one gather and one scatter over the stage: each is a message from every rank to every
+other one that it shares a matrix with. Other work runs between its start and its finish. A rank's
+Python and launches depend on its own messages, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Meter:
     """Counts of this rank's last step, made where the work is done, not from the plan.
 
     Attributes:
-        steps: Muon steps so far.
-        matrices: matrices orthogonalized.
+        steps: number of Muon steps so far.
+        matrices: number of matrices orthogonalized.
         ns_flops: Newton-Schulz floating-point operations, 2 per multiply-add.
-        gather_bytes: sent to homes.
-        scatter_bytes: sent back from this home.
+        gather_bytes: bytes sent to homes.
+        scatter_bytes: bytes of directions sent to pieces.
     """
 
     steps: int = 0
@@ -42,7 +42,7 @@ class Meter:
 
     @property
     def sent_bytes(self) -> int:
-        """All that this rank sent to others for Muon."""
+        """All bytes that this rank sent to others for Muon."""
         return self.gather_bytes + self.scatter_bytes
 
     def start_step(self) -> None:
@@ -55,10 +55,11 @@ class Leaving:
     """This rank's part of a round before it is gathered.
 
     Attributes:
-        runs: for each run that is held here, the slice that takes its momentum; None for a replica.
+        runs: for each run that is held here, the slice of ``kept`` or ``sent`` that takes its
+            momentum; None for a replica.
         moves: takes 1 for each moving run that has a gradient, else 0.
-        kept: the runs that are home already, in staged order.
-        sent: the message with the others.
+        kept: buffer of the runs that are home already, in staged order.
+        sent: the message with the other runs.
     """
 
     runs: list[Tensor | None]
@@ -74,7 +75,7 @@ class Gathering:
     Attributes:
         kept: see ``Leaving``.
         moves: 1 for each kept run that has a gradient, else 0.
-        pending: None where nothing comes and nothing goes.
+        pending: the messages under way; None where this rank has none.
     """
 
     kept: Tensor
@@ -84,12 +85,12 @@ class Gathering:
 
 @dataclass(slots=True)
 class Staged:
-    """The matrices of a round whose home a rank is.
+    """The matrices of a round whose home this rank is.
 
     Attributes:
-        elements: flat, each in staging order, in the order of ``alike``.
-        moves: bool, for each matrix: a gradient of it is not zero in this step.
-        alike: the matrices, by layout.
+        elements: flat, each matrix in staging order, in the order of ``alike``.
+        moves: bool, for each matrix: whether it has a gradient that is not zero in this step.
+        alike: the matrices, grouped by layout.
     """
 
     elements: Tensor
@@ -117,12 +118,12 @@ class Exchange:
         plan: this rank's part of the exchange plan.
         matrices: all matrices of the stage.
         group: process group of the stage.
-        dtype: of the elements that travel.
-        device: where matrices are assembled.
+        dtype: dtype of the elements that travel.
+        device: the device that matrices are assembled on.
         meter: counts the bytes sent.
 
     Attributes:
-        rounds: one after another, what this rank does in each.
+        rounds: this rank's part of each round, in order.
     """
 
     def __init__(
@@ -151,8 +152,8 @@ class Exchange:
     def connect(self) -> int:
         """Send one element to every peer and take one from each; every rank of the stage calls it.
 
-        NCCL makes a connection, and takes memory for it, when two ranks first share a message: now,
-        before the step in which memory is fullest.
+        NCCL makes a connection, and takes memory for it, at the first message between two ranks:
+        here, and not in the middle of a step, where memory use is highest.
 
         Returns:
             The number of peers.
@@ -170,12 +171,12 @@ class Exchange:
 
 
 class RoundExchange:
-    """One round for one rank; all that is the same in every step is made once.
+    """One round for one rank; everything that is the same in every step is made once.
 
     Args:
         table: this rank's part of the round.
-        gather: how pieces go to their homes.
-        scatter: how directions come back.
+        gather: messages that take pieces to their homes.
+        scatter: messages that take directions back.
         like: a tensor of the dtype in which elements travel, on the device of the matrices.
         meter: counts the bytes sent.
     """
@@ -196,7 +197,7 @@ class RoundExchange:
         self._like, self._meter = like, meter
 
     def leaving(self) -> Leaving:
-        """Where the round's runs are to be written, before ``start_gather``."""
+        """New buffers, into which the round's runs must be written before ``start_gather``."""
         table = self.table
         kept, sent = self._empty(sum(table.kept_sizes)), self._empty(sum(table.sent_sizes))
         sent_parts = split_with_sizes(sent, table.sent_sizes)
@@ -212,11 +213,11 @@ class RoundExchange:
     def start_gather(self, leaving: Leaving) -> Gathering:
         """Start to bring every matrix of the round to its home.
 
-        A message has, after the elements, a 1 or a 0 for each of its runs: whether there is a
-        gradient that is not zero.
+        After its elements, a message has a 1 for each of its runs whose gradient is not all zero,
+        and a 0 for each other run.
 
         Args:
-            leaving: the round's runs and whether they move, written.
+            leaving: the buffers of ``leaving``, with the runs and ``moves`` written.
         """
         table, moves = self.table, leaving.moves
         if table.sent_flags:
@@ -228,7 +229,7 @@ class RoundExchange:
     def finish_gather(self, gathering: Gathering) -> Staged:
         """The matrices of the round whose home this rank is."""
         table = self.table
-        received = _received(gathering)  # what was sent is gone by now
+        received = _received(gathering)  # frees the sent message before the next buffer is made
         elements, moves = gathering.kept, gathering.moves
         if received is not None and table.received_flags:
             moves = torch.cat([moves, received.index_select(0, self._received_flags)])
@@ -253,7 +254,8 @@ class RoundExchange:
         """Start to send the round's directions to the ranks that hold pieces of its matrices.
 
         Args:
-            staged: the result of ``finish_gather``, whose elements now are directions; emptied.
+            staged: the result of ``finish_gather``, whose elements are directions by now. It is
+                emptied.
         """
         kept, sent = self._leaving(staged.taken())
         pending = collectives.start_messages("muon/scatter", sent, self._scatter)
@@ -261,7 +263,7 @@ class RoundExchange:
         return Scattering(kept, pending)
 
     def _leaving(self, staged: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Directions of runs that are held here, and the message with the others."""
+        """Directions of the runs that are held here, and the message with all others."""
         table = self.table
         parts = split_with_sizes(staged, table.staged_sizes)
         if not table.directions_to:  # all are held here
@@ -274,7 +276,7 @@ class RoundExchange:
         return kept, sent
 
     def finish_scatter(self, scattering: Scattering) -> list[Tensor]:
-        """For each run that is held here, its directions, ``(n,)``."""
+        """The directions of each run that is held here, ``(n,)``."""
         parts, scattering.kept = scattering.kept, []
         received = _received(scattering)
         if received is not None:
@@ -286,7 +288,7 @@ class RoundExchange:
 
 
 def _received(moving: Gathering | Scattering) -> Tensor | None:
-    """The received elements, once they are here; the sent ones are released."""
+    """Wait for the received elements, and release the sent ones; None without messages."""
     pending, moving.pending = moving.pending, None
     return None if pending is None else pending.wait()
 

@@ -1,12 +1,12 @@
-"""Momentum and update by one fused kernel each, where triton is there: CUDA's elementwise work.
+"""Elementwise work on CUDA with triton: one fused kernel for momentum, one for the update.
 
-Each is one launch for all runs of a round, through a table of their addresses, and makes the bits
-that ``update.Foreach`` makes: products and sums are rounded one by one. It reads and writes 14 and
-10 bytes an element in place of 50 and 34, counted with bf16 messages, and takes no scratch memory.
+Each is one launch for all runs of a round, through a table of their addresses. It makes the same
+bits as ``update.Foreach``, since each product and each sum rounds by itself. With bf16 messages the
+two read and write 14 and 10 bytes per element, foreach 50 and 34. They take no scratch memory.
 
-Kernels are operations of ``torch.ops.megatron_muon``, so that whoever watches torch's dispatch sees
-every tensor that they read or write. No GPU has run them yet: ``try_elementwise`` compares them
-with foreach, bit by bit, before a run's first step.
+Kernels are operations of ``torch.ops.megatron_muon``, so a watcher of torch's dispatch sees every
+tensor that they read or write. No GPU has run them yet: ``try_elementwise`` compares them with
+foreach, bit by bit, before a run's first step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.runtime.update import Elementwise, Foreach
 from megatron_muon.setting_names import named
 
-_BLOCK = 2048  # elements; as fused_kernels has it, which imports triton
+_BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs triton
 _KNOWN = (torch.float32, torch.bfloat16)
 _LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -77,12 +77,12 @@ def _apply_updates(
 
 
 def _index(tensor: Tensor) -> int:
-    """The number of its CUDA device; -1, which changes nothing, on a CPU."""
+    """The number of the tensor's CUDA device; on a CPU -1, which selects no device."""
     return tensor.get_device() if tensor.is_cuda else -1
 
 
 def _nothing(*args: object) -> None:
-    """On the meta device."""
+    """The kernel on the meta device."""
 
 
 for _name, _kernel in (("advance_momentum", _advance_momentum), ("apply_updates", _apply_updates)):
@@ -94,8 +94,8 @@ for _name, _kernel in (("advance_momentum", _advance_momentum), ("apply_updates"
 class Fused:
     """An ``update.Elementwise`` for one list of runs, whose tables stay on the device.
 
-    A table is made anew where an address or a size is not the last call's. It goes to the device
-    from pinned memory without a wait of the host; torch keeps that memory until it is there.
+    A table is made anew where an address or a size differs from the last call's. It is copied to
+    the device from pinned memory, and the host does not wait; torch keeps that memory until then.
     """
 
     def __init__(self) -> None:
@@ -167,12 +167,13 @@ class _Table:
         """``(rows, run of each block)``.
 
         Args:
-            lists: parallel; the first has no None.
-            places: a row between the first blocks and the addresses.
+            lists: parallel lists of tensors; the first has no None.
+            places: numbers for a row between the first blocks and the addresses; None for no row.
             rounded: for each list, whether it may be in bf16.
 
         Raises:
-            ValueError: tensors are not of one size or dtype, or not contiguous.
+            ValueError: a list has several dtypes or one that is not allowed, a tensor's size
+                differs from its run's, or a tensor is not contiguous.
         """
         sizes = [0 if tensor is None else tensor.numel() for tensor in lists[0]]
         numbers = [] if places is None else [places]
@@ -211,31 +212,31 @@ def _check(tensors: Sequence[Tensor | None], sizes: Sequence[int], in_bf16: bool
 
 
 def _on_device(table: Tensor, device: torch.device) -> Tensor:
-    """A copy from pinned memory: neither this one nor the kernel after it is waited for."""
+    """A copy on the device, from pinned memory, so that the host waits for nothing."""
     if device.type == "cpu":
         return table
     return table.pin_memory().to(device, non_blocking=True)
 
 
-# --- which one a run has --------------------------------------------------------------------------
+# --- the choice of a run --------------------------------------------------------------------------
 
 _WAY_OUT = f"set {named('elementwise')} foreach: torch's operations on lists take its place"
 
 
 def elementwise_on(device: torch.device, config: MuonConfig) -> Callable[[], Elementwise]:
-    """Makes a round's elementwise operations: ``Fused`` on CUDA where triton is installed."""
+    """``Fused`` on CUDA where triton is installed and ``elementwise`` is auto; else ``Foreach``."""
     wanted = config.elementwise == "auto" and device.type == "cuda"
     return Fused if wanted and has_triton() else Foreach
 
 
 @cache
 def has_triton() -> bool:
-    """Whether triton is installed; that it works is ``try_elementwise``'s to find out."""
+    """Whether triton is installed; ``try_elementwise`` finds out whether it works."""
     return importlib.util.find_spec("triton") is not None
 
 
 def said_of_elementwise(device: torch.device, config: MuonConfig) -> str:
-    """The log's words for how the elementwise work is done."""
+    """The log's words for the elementwise operations in use."""
     if elementwise_on(device, config) is Fused:
         return "fused kernels (triton)"
     missing = device.type == "cuda" and config.elementwise == "auto"
@@ -246,14 +247,14 @@ def try_elementwise(device: torch.device, config: MuonConfig) -> None:
     """Compile the fused kernels, where they would be used, and compare them with foreach.
 
     Raises:
-        RuntimeError: they do not compile or run, or other bits come out; with the way out.
+        RuntimeError: they do not compile or run, or make other bits; names the way out.
     """
     if elementwise_on(device, config) is Foreach:
         return
     try:
         made, expected = (_trial(kind, device, config) for kind in (Fused(), Foreach()))
         differ = not all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
-    except Exception as error:  # whatever it is: triton calls two compilers
+    except Exception as error:  # of any type: triton calls two compilers
         raise RuntimeError(
             "the fused kernels of momentum and update do not run: "
             f"{type(error).__name__}: {error}. Install a release of triton that fits this GPU and "
@@ -267,7 +268,7 @@ def try_elementwise(device: torch.device, config: MuonConfig) -> None:
 
 
 def _trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[Tensor]:
-    """All results of two steps with a run at an odd offset, a whole block and a run of zeros."""
+    """All results of two steps, with runs at odd offsets, whole blocks and a gradient of zeros."""
     sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
     elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)
     values = [torch.sin(factor * elements).float().to(device) for factor in (1, 3, 5)]

@@ -1,12 +1,12 @@
-"""Triton's source of the two fused kernels. Only ``fused`` imports it, and only for a launch.
+"""The triton source of the two fused kernels. Only ``fused`` imports it, and only for a launch.
 
 Both take a table of addresses, so that one launch does a whole list of runs of any sizes at any
 offsets. A block does ``BLOCK`` elements of one run. Whole blocks of runs that begin at multiples of
 16 bytes are read and written 16 bytes at a time, others element by element.
 
-Each product and each sum is rounded by itself: launches pass ``enable_fp_fusion=False``, which
-triton has since 2.2 (triton-lang/triton#2495), against its default until 3.8 at least. Casts to
-bf16 are ``cvt.rn``. Triton's interpreter is not exact here: it cuts bf16 off in place of rounding.
+Each product and each sum is rounded by itself: launches pass ``enable_fp_fusion=False``. Triton has
+it since 2.2 (triton-lang/triton#2495); its default is True until 3.8 at least. Casts to bf16 are
+``cvt.rn``. Triton's interpreter truncates to bf16 in place of rounding, so its bits differ.
 
 No GPU has run these kernels yet. ``test_fused`` runs them in triton's interpreter and
 reads the PTX that triton makes of them.
@@ -42,11 +42,11 @@ def momentum_kernel(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """M ← μM + G; what is orthogonalized of it; and whether a gradient is not zero.
+    """M ← μM + G; copy the input of Newton-Schulz; note runs whose gradient is not all zero.
 
-    Rows, each of ``runs`` numbers: sizes, first blocks, places in ``moves`` (-1: none), addresses
-    of momentum buffers, of gradients, and of what the run is written to (0: nothing). All blocks of
-    a run that find a gradient write the same 1, so their order does not matter.
+    ``rows`` has rows of ``runs`` numbers: sizes, first blocks, places in ``moves`` (-1: none), and
+    addresses of momentum buffers, of gradients and of the copies (0: none). All blocks of a run
+    that find a gradient write the same 1, so their order does not matter.
     """
     block = tl.program_id(0)
     run = tl.load(run_of_block + block)
@@ -87,7 +87,7 @@ def _advance(
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block; above 0 if a gradient in it is not zero."""
+    """Do one block; the result is above 0 if a gradient in it is not zero."""
     at = start + tl.arange(0, BLOCK)
     if WHOLE:
         g = tl.load(grad + at)
@@ -124,8 +124,8 @@ def update_kernel(
 ):
     """W ← keep·W - factor·direction.
 
-    Rows: sizes, first blocks, addresses of main parameters and of directions. ``factors`` has
-    ``runs`` factors, then ``runs`` times what a weight keeps: 1 - lr·λ.
+    ``rows`` has rows of ``runs`` numbers: sizes, first blocks, addresses of main parameters and of
+    directions. ``factors`` has a factor for each run, then a ``keep`` for each: 1 - lr·λ.
     """
     block = tl.program_id(0)
     run = tl.load(run_of_block + block)

@@ -17,8 +17,8 @@ from megatron_muon.runtime.round import Round, Shard, Shards, Work
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, Foreach
 
-# The momentum lives under Adam's name of a first moment, with no second one: fused Adam classes
-# refuse to save or load a state by a name that they do not know.
+# The momentum has the key of Adam's first moment, and there is no second one: fused Adam classes
+# refuse to save or load a state under a key that they do not know.
 MOMENTUM_KEY = "exp_avg"
 
 ParamGroups = Sequence[Mapping[str, Any]]
@@ -28,24 +28,27 @@ State = Mapping[Tensor, dict[str, Tensor]]
 class DistributedMuon:
     """The Muon part of a distributed optimizer on one rank.
 
-    Ownership: fp32 main parameters and momentum buffers are flat shards, held by whoever holds
-    the shard in Megatron; a whole matrix exists only at its home, between gather and scatter.
+    Main parameters and momentum buffers are flat fp32 shards on the rank that holds the shard in
+    Megatron. A whole matrix exists only at its home, between gather and scatter.
 
     Args:
         config: the settings.
         plan: the stage's exchange plan.
-        own: this rank's part of it.
-        exchange: runs the plan for it.
+        own: this rank's part of the plan.
+        exchange: moves this rank's pieces and directions.
         main_params: for each parameter of the plan that has a piece here, its flat fp32 shard.
-        meter: counts what is done.
+        meter: counts the work done.
         phase: names the parts of a step.
-        elementwise: makes a round's elementwise operations.
+        elementwise: makes the elementwise operations of a round, once per round.
 
     Attributes:
         elementwise: see above.
-        rounds: a step's rounds, one after another.
-        start_next: begins the step of the optimizer that comes after this one, while the last
-            directions travel; None where there is none.
+        rounds: the rounds of a step, in order.
+        start_next: starts the next optimizer's step while the last directions travel; None where
+            there is no next one.
+
+    Raises:
+        ValueError: ``main_params`` do not have the sizes of the plan's pieces.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class DistributedMuon:
 
     @torch.no_grad()
     def start(self, groups: ParamGroups, state: State) -> None:
-        """Begin a step: its first round travels until ``step``, which is called with the same."""
+        """Start the first round of a step, ahead of ``step`` with the same arguments."""
         self.meter.start_step()
         self._started = shards = dict(self._shards(groups, state))
         for first in _travelling(self.rounds[:1]):
@@ -97,13 +100,13 @@ class DistributedMuon:
         """Update Muon's parameters and AdamW's. Every rank of the stage calls it.
 
         While a round is orthogonalized, the next one is gathered, and the directions of the one
-        before go back. A round that is all at home is begun and ended in its turn, since nothing
-        of it has to travel and its memory is not needed before.
+        before go back. A round with no message on this rank starts and finishes in its own turn, so
+        that it takes no memory before.
 
         Args:
             groups: Megatron's parameter groups; ``lr`` and ``weight_decay`` are read.
             state: holds each Muon shard's momentum under ``MOMENTUM_KEY``.
-            step_adamw: updates all that Muon does not own.
+            step_adamw: updates the parameters that Muon does not own.
         """
         if self._started is None:
             self.start(groups, state)
@@ -147,12 +150,12 @@ class DistributedMuon:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A round at work, and its neighbours whose messages travel meanwhile; each has one or none.
+    """A round at work, and the neighbours whose messages travel meanwhile.
 
     Attributes:
-        round: the one at work.
-        coming: the next one, whose pieces go to their homes.
-        going_back: the one before, whose directions go back.
+        round: the round at work.
+        coming: the next round, whose pieces go to their homes; empty where it has no message.
+        going_back: the round before, whose directions go back; empty where it has no message.
     """
 
     round: Round

@@ -1,7 +1,7 @@
-"""The one way in which this package replaces what is not its own: recorded, and undone in reverse.
+"""Replacement of attributes of other packages: recorded, and undone in reverse order.
 
-``Patches`` sets everything that is set in Megatron or torch, for a run or within a ``with``. So
-``undo()`` leaves every module and class with the very objects that it had.
+Every attribute that is set in Megatron or torch, for a run or within a ``with``, goes through
+``Patches``. So ``undo()`` leaves every module and class with the same objects as before.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ _ABSENT = object()
 
 
 class MissingTargetError(RuntimeError):
-    """A symbol to replace is not there: this torch or Megatron has another shape."""
+    """A symbol to replace is not there: this version of torch or Megatron is not supported."""
 
 
 @dataclass
 class Patches:
-    """Everything changed so far. ``undo()`` puts it back, the last change first.
-
-    ``changed`` lists (owner, attribute, the owner's own value before), the value being ``ABSENT``
-    where the owner itself had no such attribute (it was inherited, or did not exist).
+    """All changes so far. ``undo()`` puts everything back, the last change first.
 
     Attributes:
-        by: which part of this package replaces it, for errors.
+        by: the part of this package that makes the changes, for errors.
+        changed: (owner, attribute, the owner's own value before). The value is ``ABSENT`` where the
+            owner itself had no such attribute: it was inherited, or did not exist.
     """
 
     by: str = "megatron_muon"
@@ -50,7 +49,7 @@ class Patches:
         self.add(owner, name, value)
 
     def add(self, owner: Any, name: str, value: Any) -> None:
-        """``set`` that also makes an attribute which is not there."""
+        """Like ``set``, but the attribute may be missing."""
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
         self.changed.append((owner, name, before))
@@ -60,23 +59,24 @@ class Patches:
             self._stack.callback(setattr, owner, name, before)
 
     def set_existing(self, owner: Any, name: str, value: Any) -> None:
-        """``set`` where this version has the attribute, nothing otherwise.
+        """Like ``set``, but does nothing where this version lacks the attribute.
 
-        Only for what some versions are known to lack because they do not need it.
+        Only for attributes that some versions are known to lack because they do not need them.
         """
         if hasattr(owner, name):
             self.set(owner, name, value)
 
     def everywhere(self, name: str, old: Any, new: Any, within: str = "") -> None:
-        """Replace ``old`` in every module that has it under ``name``, by import too.
+        """Replace ``old`` in every module that has it under ``name``, imported or its own.
 
-        On undo every module that has ``new`` then gets ``old``: also one that imported ``new``
-        meanwhile. Where it goes by another name it is not found, and ``new`` must pass the call on.
+        Undo gives ``old`` to every module that then has ``new``, also one that imported it in the
+        meantime. A reference under another name is not found, so after the undo ``new`` must pass
+        calls on to ``old``.
 
         Args:
-            name: the name that the modules have it under.
+            name: the name in those modules.
             old, new: the object and its replacement.
-            within: the modules' names begin with this.
+            within: only modules whose names begin with this.
         """
         _swap(name, old, new, within)
         self._stack.callback(_swap, name, new, old, within)
@@ -86,7 +86,7 @@ class Patches:
         self._stack.callback(callback)
 
     def undo(self) -> None:
-        """Put everything back. Twice is once."""
+        """Put everything back; a second call does nothing."""
         self._stack.close()
         self.changed.clear()
 
@@ -100,7 +100,7 @@ def _swap(name: str, old: Any, new: Any, within: str) -> None:
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Within it a module or class has these in place of those of its attributes that it has."""
+    """A context in which a module or class has these attributes; ones that it lacks are skipped."""
     patches = Patches()
     try:
         for name, value in attributes.items():
@@ -113,14 +113,14 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 def around(
     original: Callable[..., Any], wrapper: Callable[..., Any], is_on: Callable[[], bool]
 ) -> Any:
-    """A function in the place of ``original`` that calls ``wrapper(original, ...)``.
+    """A function that calls ``wrapper(original, ...)``, with the signature of ``original``.
 
-    It has the signature of ``original``. A caller that keeps it beyond the undo gets ``original``.
+    A caller that keeps it after the undo calls ``original`` by it.
 
     Args:
         original: the function to wrap.
-        wrapper: takes ``original``, then what that takes.
-        is_on: False once the wrapping is undone.
+        wrapper: takes ``original``, then its arguments.
+        is_on: returns False once the wrapping is undone.
     """
 
     @functools.wraps(original)
@@ -133,12 +133,12 @@ def around(
 
 
 def turn_into(built: Any, subclass: type) -> None:
-    """Give an object that is built already another class: its methods are that class's from now on.
+    """Change the class of an object that exists already, and with it its methods.
 
-    The one change that ``uninstall()`` leaves: a built optimizer goes on as what it has become.
+    This is the one change that ``uninstall()`` leaves: an optimizer keeps its new class.
 
     Args:
-        built: whatever Megatron has made.
-        subclass: a subclass of the class that Megatron made it of.
+        built: an object that Megatron made.
+        subclass: a subclass of its class.
     """
     built.__class__ = subclass

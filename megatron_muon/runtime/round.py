@@ -43,13 +43,13 @@ Shards = Mapping[int, Shard]  # by the parameter's index in the plan
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Common parts of a rank's rounds.
+    """Settings and tools that all rounds of a rank share.
 
     Attributes:
         config: the settings.
-        scales: factor of each matrix of the plan, per unit of lr.
-        scratch: elements that one batch of the iteration may have (``rounds.scratch_limit``).
-        meter: counts what is done.
+        scales: scale of each matrix of the plan, per unit of lr (``update_scale``).
+        scratch: elements of scratch memory for one batch (``rounds.scratch_limit``).
+        meter: counts the work done.
         phase: names the parts of a step.
     """
 
@@ -74,8 +74,8 @@ class Round:
 
     Args:
         exchange: moves its pieces and directions.
-        work: the common parts of all rounds.
-        elementwise: makes its elementwise operations.
+        work: settings and tools of all rounds.
+        elementwise: does momentum and update.
     """
 
     def __init__(self, exchange: RoundExchange, work: Work, elementwise: Elementwise) -> None:
@@ -86,11 +86,11 @@ class Round:
 
     @property
     def travels(self) -> bool:
-        """This rank sends or receives something in it."""
+        """This rank sends or receives something in this round."""
         return self._table.travels
 
     def start(self, shards: Shards) -> None:
-        """Advance the momentum of its shards, and send them to the homes of their matrices."""
+        """Advance the momentum of the shards, and send it to the homes of their matrices."""
         with self._work.phase("muon/momentum"):
             leaving = self._exchange.leaving()
             self._advance_momentum(shards, leaving)
@@ -119,7 +119,7 @@ class Round:
             self._scattering = self._exchange.start_scatter(staged)
 
     def finish(self, shards: Shards) -> None:
-        """Wait for the directions of its shards, and update these."""
+        """Wait for the directions of the shards, and update the shards."""
         scattering, self._scattering = self._scattering, None
         assert scattering is not None, "a round whose directions were not sent"
         with self._work.phase("muon/scatter"):
@@ -139,10 +139,10 @@ class Round:
         )
 
     def _orthogonalize_alike(self, alike: Alike, elements: Tensor, moves: Tensor) -> None:
-        """Matrices of one layout, in batches; zero where a matrix has no gradient in this step.
+        """Orthogonalize matrices of one layout in batches; one without a gradient becomes zero.
 
-        Momentum alone would move such a matrix by a whole update for ever, since Newton-Schulz
-        takes its scale away: an expert without tokens, a layer that is frozen part-way.
+        Newton-Schulz removes the momentum's scale. So without this, momentum alone would move such
+        a matrix by a whole update in every step: an expert without tokens, a layer frozen part-way.
         """
         like, count, work = alike.like, len(alike.matrices), self._work
         most = at_once_on(elements.device, work.config, like.rows, like.cols, work.scratch)

@@ -15,11 +15,11 @@ TIMER_LOG_LEVEL = 2  # of Megatron's --timing-log-level: a timer there waits for
 
 
 def phases(timers: Callable[[], Any]) -> Phase:
-    """Makes a context manager per phase, e.g. ``with phase("muon/gather")``.
+    """A function that makes a context manager per phase, e.g. ``with phase("muon/gather")``.
 
     Args:
-        timers: gives Megatron's ``Timers``, or None where the run has none. Phases appear in them
-            as ``muon-gather`` from ``TIMER_LOG_LEVEL`` on.
+        timers: returns Megatron's ``Timers``, or None where the run has none. At
+            ``TIMER_LOG_LEVEL`` and above they show a phase as ``muon-gather``.
     """
 
     @contextmanager

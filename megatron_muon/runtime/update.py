@@ -1,9 +1,9 @@
 """Elementwise work on local shards: momentum before the exchange, the update after it.
 
-Here by torch's operations on lists, each one call for many tensors, of at most
-``ELEMENTS_AT_ONCE``, for which there is scratch memory; ``fused`` has kernels that make the same
-bits. Every operation is elementwise and rounds once, so a result does not depend on where a shard
-is cut: a fused multiply-add may round differently in a kernel's vector body and in its tail.
+Here it is done by torch's operations on lists, one call for many tensors with at most
+``ELEMENTS_AT_ONCE``, which bounds scratch memory; ``fused`` has kernels that make the same bits.
+Every operation rounds once, so results do not depend on where a shard is cut. Fused multiply-adds
+are not used: one may round differently in a kernel's vector body and in its tail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE
 
 
 class Elementwise(Protocol):
-    """The elementwise operations on one rank's runs of a round, in every step."""
+    """The elementwise operations on one rank's runs of one round, for every step."""
 
     def advance_momentum(
         self,
@@ -33,15 +33,15 @@ class Elementwise(Protocol):
         momentum: float,
         nesterov: bool,
     ) -> None:
-        """M ← μM + G in place, and what is orthogonalized of it (arXiv 2502.16982, Algorithm 1).
+        """M ← μM + G in place, and copy the input of Newton-Schulz (arXiv 2502.16982, Algorithm 1).
 
         Args:
-            momentum_buffers: each ``(n,)`` fp32, updated.
-            grads: like them, reduced and clipped.
-            into: like them, in the dtype that travels: takes G + μM, or M with ``nesterov`` off.
-                None where another rank sends it.
-            moves: ``(len(moving),)``: takes 1 for a gradient that is not all zero, else 0.
-            moving: the numbers of the runs that it is about.
+            momentum_buffers: M of each run, ``(n,)`` fp32; updated.
+            grads: G of each run, ``(n,)``, reduced and clipped.
+            into: for each run, ``(n,)`` in the dtype that travels: takes G + μM, or M with
+                ``nesterov`` off. None for a replica, whose elements another rank sends.
+            moves: ``(len(moving),)``: takes 1 for a run whose gradient is not all zero, else 0.
+            moving: numbers of the runs that ``moves`` is about, in its order.
             momentum: μ.
             nesterov: see ``into``.
         """
@@ -56,15 +56,16 @@ class Elementwise(Protocol):
         """W ← (1 - lr·λ)W - update, in place (eq. 4; the decay is decoupled and unscaled).
 
         Args:
-            params: each ``(n,)`` fp32, of main parameters.
-            directions: like them, in the dtype that travels; in fp32 they may be overwritten.
+            params: main parameters of each run, ``(n,)`` fp32.
+            directions: of each run, ``(n,)`` in the dtype that travels; in fp32 they may be
+                overwritten.
             factors: the factor of each direction: lr times its matrix's scale.
-            decays: lr·λ of each.
+            decays: lr·λ of each run.
         """
 
 
 class Foreach:
-    """By torch's operations on lists, on any device."""
+    """Torch's operations on lists, on any device."""
 
     def advance_momentum(
         self,
@@ -118,7 +119,7 @@ def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
     Args:
         rows, cols: outputs and inputs of the whole matrix, not of a rank's slice.
         config: ``matched_adamw_rms`` and ``scale_mode`` are read. With ``spectral``, the former is
-            the root mean square that an update of a full-rank matrix then has.
+            the root mean square of an update of a full-rank matrix, per unit of lr.
     """
     squares = {
         "spectral": max(rows, cols),
@@ -129,7 +130,7 @@ def update_scale(rows: int, cols: int, config: MuonConfig) -> float:
 
 
 def _in_fp32(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies in fp32; the tensors themselves where they are that already."""
+    """Copies in fp32; the tensors themselves where they are in fp32 already."""
     if tensors[0].dtype == torch.float32:
         return tensors
     sizes = [tensor.numel() for tensor in tensors]
@@ -140,9 +141,9 @@ def _in_fp32(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _at_once(*lists: Sequence[Tensor]) -> Iterator[tuple[list[int], tuple[list[Tensor], ...]]]:
-    """Parallel lists in parts of at most ``ELEMENTS_AT_ONCE``, with the number of each tensor.
+    """Parts of parallel lists, with at most ``ELEMENTS_AT_ONCE`` each, and their tensors' numbers.
 
-    A tensor that has more is cut.
+    A larger tensor is cut.
     """
     numbers: list[int] = []
     some: tuple[list[Tensor], ...] = tuple([] for _ in lists)
