@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _require_core() -> None:
-    """Say how to get megatron.core where there is none, in place of a bare ModuleNotFoundError."""
+    """Raise an error that says how to get megatron.core, where there is none."""
     from megatron_muon.presence import require_core
 
     require_core()
@@ -49,21 +49,21 @@ def install(config: MuonConfig | None = None) -> None:
     """Make ``optimizer='muon'`` mean Distributed Muon in the Megatron of this process.
 
     Modules that have imported ``get_megatron_optimizer`` by name get the plugin's. A reference that
-    is kept elsewhere, in a local variable say, stops with an error that says so. A second call
-    changes nothing; with a config it replaces the settings of optimizers built from then on.
+    is kept elsewhere, in a local variable say, raises an error that says so when it is called. A
+    second ``install`` only sets the config of optimizers built from then on, if it has one.
 
     Args:
         config: the settings; Moonlight's where None on the first call.
 
     Raises:
         ModuleNotFoundError: there is no megatron.core; says how to get one.
-        SeamError: this Megatron lacks a symbol that the plugin relies on, or has another shape of
-            it; names it.
+        SeamError: this Megatron lacks a symbol that the plugin relies on, or has it in another
+            form; names the symbol.
         TypeError: ``config`` is no MuonConfig.
         NotImplementedError: ``align_shards`` with a Megatron that takes no layout (before 0.18).
     """
     _require_core()
-    if "megatron_muon.mcore.install" not in sys.modules:  # whose import takes names of Megatron's
+    if "megatron_muon.mcore.install" not in sys.modules:  # its import needs names of Megatron's
         from megatron_muon.mcore.seams.rows import check_hooks
 
         check_hooks()
@@ -89,18 +89,18 @@ def uninstall() -> None:
 def reading_adamw(
     optimizer: Any, momentum: Literal["momentum", "fresh"]
 ) -> AbstractContextManager[None]:
-    """Within it Muon loads a checkpoint of AdamW's. Every rank of the world enters it.
+    """A context in which Muon loads a checkpoint of AdamW's. Every rank of the world enters it.
 
-    Load the model first: at the end main parameters are compared with it.
+    Load the model first: at the end, main parameters are compared with it.
 
     Args:
         optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
-        momentum: ``momentum`` starts Muon's momentum as exp_avg / (1 - β1), by the checkpoint's β1;
-            ``fresh`` starts it at zero.
+        momentum: ``momentum`` starts Muon's momentum as exp_avg / (1 - β1), with the checkpoint's
+            β1; ``fresh`` starts it at zero.
 
     Raises:
         ValueError: main parameters do not round to the model's; names one.
-        RuntimeError: on ranks that have no error themselves when another has.
+        RuntimeError: another rank has an error, and this one has none.
     """
     _require_core()
     from megatron_muon.mcore.interop.switch import reading_adamw as reading
@@ -109,10 +109,10 @@ def reading_adamw(
 
 
 def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:
-    """Within it Muon loads a checkpoint of Megatron's own Muon. Every rank of the world enters it.
+    """A context in which Muon loads a checkpoint of Megatron's own Muon; all ranks enter it.
 
     Main parameters, momentum and AdamW's state go on at any topology. Load the model first: at the
-    end main parameters are compared with it.
+    end, main parameters are compared with it.
 
     Args:
         optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
@@ -122,7 +122,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContext
     Raises:
         ValueError: the folder has no such checkpoint, or main parameters do not round to the
             model's; names what is wrong.
-        RuntimeError: on ranks that have no error themselves when another has.
+        RuntimeError: another rank has an error, and this one has none.
     """
     _require_core()
     from megatron_muon.mcore.interop.switch import reading_megatron_muon as reading
@@ -131,7 +131,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContext
 
 
 def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[None]:
-    """Within it AdamW loads a checkpoint of this plugin's Muon. Every rank of the world enters it.
+    """A context in which AdamW loads a checkpoint of this plugin's Muon; all ranks enter it.
 
     Args:
         optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='adam'`` with the
@@ -139,8 +139,8 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
         folder: the folder of one iteration, saved by this plugin.
 
     Raises:
-        ValueError: the checkpoint lacks something; names what.
-        RuntimeError: on ranks that have no error themselves when another has.
+        ValueError: the checkpoint lacks something; names it.
+        RuntimeError: another rank has an error, and this one has none.
     """
     _require_core()
     from megatron_muon.mcore.interop.adamw_after_muon import reading_muon as reading
@@ -156,7 +156,7 @@ def meter(optimizer: Any) -> Meter:
         optimizer: the result of ``get_megatron_optimizer`` for ``optimizer='muon'``.
 
     Raises:
-        TypeError: it is not Muon's.
+        TypeError: the optimizer is not Muon's.
     """
     _require_core()
     from megatron_muon.mcore.install import meter as meter_of

@@ -1,6 +1,6 @@
 """Coefficient sets of the Newton-Schulz iteration, as published: plain numbers with their sources.
 
-A set is a list of triples (a, b, c), one a step: X ← aX + (bA + cA²)X with A = XXᵀ, which takes
+A set is a list of triples (a, b, c), one per step: X ← aX + (bA + cA²)X with A = XXᵀ, which takes
 every singular value σ to aσ + bσ³ + cσ⁵.
 """
 
@@ -21,8 +21,8 @@ Given = Coefficients | Triple
 After = Literal["cycle", "repeat_last", "refuse"]
 NsDtype = Literal["bf16", "fp16", "fp32"]
 
-# The tables that NVIDIA's Emerging-Optimizers took these sets from the papers into, and where it
-# says what follows a list's last triple (get_coefficient_iterator, newton_schulz).
+# NVIDIA's Emerging-Optimizers has these sets in its tables. It also defines the steps after a
+# list's last triple (get_coefficient_iterator, newton_schulz).
 _EMERGING = (
     "https://github.com/NVIDIA-NeMo/Emerging-Optimizers/blob/"
     "fd7729267109a8848709e9406bf19e53e970c3f4/emerging_optimizers/orthogonalized_optimizers/"
@@ -31,14 +31,13 @@ _EMERGING = (
 
 
 class Restarts(NamedTuple):
-    """After which steps the Gram iteration begins anew.
+    """The steps after which the Gram iteration restarts, by dtype.
 
     None: no list that saves products with the long side keeps the standard iteration's accuracy,
     within a factor of two (`megatron-muon bench newton-schulz --find-restarts` prints the method).
 
     Attributes:
-        bf16, fp16: X and the square matrices are in it.
-        fp32: X and the square matrices are in it.
+        bf16, fp16, fp32: X and the square matrices are in this dtype.
         fp32_squares: X is in 16 bits, the square matrices are in fp32, as on most CPUs.
     """
 
@@ -54,18 +53,18 @@ class CoefficientSet:
 
     Attributes:
         triples: (a, b, c) of each step.
-        after: coefficients of steps beyond the list's end: the list again from its start, its last
-            triple again, or nothing: the list is for that many steps and no other number.
-        source: paper or post, and where the numbers stand.
-        steps: the number that the set is made for.
-        interval: singular values, of a matrix of Frobenius norm 1, that ``steps`` steps bring into
-            ``band``. Where the source names its interval it is that; else the widest one for the
-            band that the source aims at (tests hold both).
+        after: steps beyond the list's end. ``cycle`` takes the list again from its start,
+            ``repeat_last`` its last triple again, ``refuse`` allows no other number of steps.
+        source: the paper or post, and the place of the numbers in it.
+        steps: the number of steps that the set is made for.
+        interval: (smallest, largest) singular value, of a matrix of Frobenius norm 1, that
+            ``steps`` steps bring into ``band``. It is the source's interval if there is one, else
+            the widest for the band that the source aims at (tests hold both).
         band: (smallest, largest) absolute value that the interval is brought to, in exact
             arithmetic.
-        headroom: in bf16 and fp16 each polynomial's argument is divided by it.
-        restarts: by number of steps, as `megatron-muon bench newton-schulz --find-restarts` found
-            them; other numbers of steps have not been tested.
+        headroom: divisor of each polynomial's argument in bf16 and fp16.
+        restarts: restarts by number of steps, as found by `megatron-muon bench newton-schulz
+            --find-restarts`; other numbers of steps have not been tested.
     """
 
     triples: tuple[Triple, ...]
@@ -119,8 +118,8 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         },
     ),
     "polar_express": CoefficientSet(
-        # The paper's list for [1e-3, 1], each argument divided by 1.01 as its Algorithm 1 has it
-        # against rounding; the eighth triple, (15/8, -10/8, 3/8), is where the list converges to.
+        # The paper's list for [1e-3, 1]. As in its Algorithm 1, arguments are divided by 1.01
+        # against rounding. The list converges to the eighth triple, (15/8, -10/8, 3/8).
         triples=(
             (8.2051, -22.9019, 16.4607),
             (4.0664, -2.8612, 0.5184),
@@ -155,17 +154,17 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         steps=5,
         interval=(1e-3, 1.0),
         band=(0.88, 1.12),
-        # Each polynomial climbs steeply out of its interval (1.004 goes to 1e57), and rounding in
-        # 16 bits gets there: so there is room, as Polar Express's authors leave it, and a band of
-        # (0.85, 1.12). Near rank 1, where the largest value is the norm, it is unstable even in
-        # float64, and no room is known to be enough for the Gram iteration, whose rounding grows
-        # from step to step: no restarts.
+        # Each polynomial climbs steeply outside its interval (1.004 goes to 1e57), and rounding in
+        # 16 bits gets there. So there is headroom, as Polar Express's authors leave it, and the
+        # band is (0.85, 1.12). Near rank 1, where the largest value is the norm, the set is
+        # unstable even in float64. No headroom is known to be enough for the Gram iteration, whose
+        # rounding errors grow from step to step, so there are no restarts.
         headroom=1.01,
     ),
     "aol": CoefficientSet(
-        # In the source an almost-orthogonal scaling comes first; here, as in Emerging-Optimizers,
-        # the Frobenius norm does. The first polynomial is negative above 0.884, so the direction of
-        # a singular value that large, of a matrix of nearly rank 1, is turned round.
+        # The source begins with an almost-orthogonal scaling; here, as in Emerging-Optimizers, the
+        # matrix is divided by its Frobenius norm. The first polynomial is negative above 0.884, so
+        # it reverses a singular vector with such a value, which a matrix of nearly rank 1 has.
         triples=(
             (4.0098, -7.0585, 2.4635),
             (3.4585, -5.5479, 2.5959),
@@ -220,8 +219,8 @@ def canonical(value: object) -> Coefficients:
     """A set's name, or the triples of a custom list; a triple by itself is a list of one.
 
     Args:
-        value: a name, a triple, or a tuple of triples. Simple's triple is that set, so that
-            settings saved before sets had names are what they were.
+        value: a name, a triple, or a tuple of triples. The triple of ``simple`` becomes that name,
+            so that settings saved before sets had names stay equal.
 
     Raises:
         TypeError: it is none of these.
@@ -245,9 +244,9 @@ def canonical(value: object) -> Coefficients:
 
 
 def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
-    """(a, b, c) of each of ``steps`` steps. A custom list that is too short starts over.
+    """(a, b, c) of each step, in bf16 and fp16 with the set's headroom.
 
-    In bf16 and fp16 with the set's headroom.
+    A custom list that is too short starts over.
 
     Raises:
         ValueError: the set is for another number of steps only.
@@ -293,7 +292,7 @@ def parse(text: str) -> Coefficients:
 
 
 def spelled(given: Given) -> str:
-    """The text that ``parse`` reads as these."""
+    """The text that ``parse`` reads as these coefficients."""
     coefficients = canonical(given)
     if isinstance(coefficients, str):
         return coefficients

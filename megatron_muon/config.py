@@ -30,12 +30,12 @@ class MuonConfig:
     lr and weight decay are not here: they come from Megatron's parameter groups, step by step.
 
     Attributes:
-        matched_adamw_rms: root mean square that every matrix's update gets, per unit of lr: the
-            direction is multiplied by ``matched_adamw_rms * sqrt(max(rows, cols))`` of the whole
-            matrix (eq. 4). AdamW's updates have 0.2 to 0.4 in the paper, so that its rate is one to
-            start from, seldom the best (docs/switching_and_tuning.md). With another ``scale_mode``
-            it is that mode's factor.
-        scale_mode: the factor of a direction, times ``matched_adamw_rms``, by the names of
+        matched_adamw_rms: root mean square of every matrix's update, per unit of lr. The direction
+            is multiplied by ``matched_adamw_rms * sqrt(max(rows, cols))`` of the whole matrix
+            (eq. 4). In the paper AdamW's updates have 0.2 to 0.4, so AdamW's lr is one to start
+            from, but seldom the best (docs/switching_and_tuning.md). With another ``scale_mode``,
+            this is only a factor.
+        scale_mode: scale of a direction, which ``matched_adamw_rms`` multiplies, by the names of
             NVIDIA's Emerging-Optimizers; rows are a matrix's outputs, cols its inputs.
             ``spectral``: sqrt(max(rows, cols)), Moonlight's; ``unit_rms_norm``: sqrt(rows / cols);
             ``shape_scaling``: sqrt(max(1, rows / cols)).
@@ -44,46 +44,47 @@ class MuonConfig:
         ns_steps: Newton-Schulz iterations, at most 100; the paper found 10 no better than 5.
         ns_coefficients: (a, b, c) of each step's X ← aX + (bA + cA²)X with A = XXᵀ: the name of a
             published set (``coefficients``), one triple for every step, or a tuple of triples,
-            which starts over where ns_steps are more.
-        ns_iteration: ``standard``, or ``gram``, the same polynomials of the short side's square: a
-            fraction of the work where a matrix is not square. ``auto``: by shape. Rounding costs
+            which starts over if ``ns_steps`` is larger.
+        ns_iteration: ``standard``; or ``gram``, the same polynomials of the short side's square,
+            which is less work unless a matrix is square; or ``auto``, by shape. Rounding costs
             gram up to twice standard's error in bf16 and fp16, up to 3 times in fp32.
             ``coefficients`` lists the sets and numbers of steps for which gram is known to be
-            accurate; others are refused. None: ``auto`` on a GPU where it is known,
-            ``standard`` elsewhere and on a CPU (``iteration.iteration_of``).
-        ns_dtype: the dtype of Newton-Schulz. Matrices travel in bf16 (in fp32 with fp32).
-            Products accumulate in fp32 and round once, in each (on CUDA parts of a sum may be added
-            in it, where ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` and
-            its like for fp16 are set, as they are by default); fp32 is never TF32.
-            fp16 is finer than bf16 but ends at 6e-8 of a matrix's norm, where smaller entries
-            become zero.
-        ns_batch: most matrices of one shape that a home orthogonalizes at once on CUDA, in a round:
-            single small ones leave most of a GPU idle. None: as many as take 1.5 × the largest
-            matrix's memory beside themselves, or 512 MiB in 16 bits if that is more. A batch's
+            accurate; with others, gram and auto are refused. None: ``auto`` on a GPU where gram is
+            known to be accurate, else ``standard`` (``iteration.iteration_of``).
+        ns_dtype: the dtype of Newton-Schulz. Matrices travel in bf16 (in fp32 with fp32). Products
+            accumulate in fp32 and round once; fp32 is never TF32. On CUDA, parts of a sum may be
+            added in 16 bits where
+            ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` or its fp16
+            counterpart is set, as both are by default. fp16 is finer than bf16, but entries below
+            6e-8 of a matrix's norm become zero.
+        ns_batch: most matrices of one shape that a home orthogonalizes together, on CUDA and in one
+            round; a single small one leaves most of a GPU idle. None: as many as fit into scratch
+            memory of 1.5 × the largest matrix, or of 512 MiB in 16 bits if that is more. A batch's
             products may round otherwise than one matrix's. So with any value but 1 the last bits
             depend on the layout; torch's deterministic mode takes one at a time. No effect on CPU.
         elementwise: how momentum and update are computed. ``auto``: one fused kernel each on CUDA
-            where triton is installed, else torch's operations on lists; ``foreach``: always those.
-            The same bits come out.
-        weight_decay_all_params: decay RMSNorm gammas and biases too, and whatever else an override
-            gives ``wd_mult`` 0. Off, as in Megatron; the paper (appendix D) recommends it for long
+            where triton is installed, else torch's operations on lists; ``foreach``: always torch's
+            operations. Both make the same bits.
+        weight_decay_all_params: decay all parameters, also RMSNorm gammas, biases and others with a
+            ``wd_mult`` of 0. Off, as in Megatron; the paper (appendix D) recommends it for long
             runs. It holds for ``optimizer='adam'`` as well, so that Muon and AdamW are compared
-            with the same decay; no other setting does.
+            with the same decay.
         split_qkv: orthogonalize the Q, K and V parts of a fused QKV weight as three matrices.
         muon_include, muon_exclude: patterns of parameter names (``fnmatch``: ``*``, ``?``, ``[]``)
-            that overrule the routing: Muon's even so (2-D weights only), AdamW's even so. Names are
-            Megatron's, with layers and experts numbered over all pipeline stages and as on the
-            first EP rank; ``megatron-muon routes`` prints them.
-        homes: which rank orthogonalizes a matrix. ``balanced`` keeps the rank that holds most of
-            it unless that rank's work would pass 1.05 × the ideal or the largest matrix's, if that
-            is more; up to 1.10 × where it would be done later elsewhere (module ``homes``).
-            ``local`` always keeps it.
-        rank_tflops: speed of Newton-Schulz on a rank, 10¹² flop/s; homes depend on it, nothing
-            else. A setting and never measured by a run, so that every rank and every restart has
-            the same homes; ``megatron-muon bench speeds`` measures. 400 is an assumption for an
-            H100 in bf16: 40 % of the 989 that its data sheet has for dense products.
+            that overrule the routing. ``muon_include`` gives parameters to Muon (2-D weights only),
+            ``muon_exclude`` to AdamW. Names are Megatron's, with layers numbered over all pipeline
+            stages and experts as on the first EP rank; ``megatron-muon routes`` prints them.
+        homes: the choice of the rank that orthogonalizes a matrix. ``balanced`` keeps the rank that
+            holds most of it unless its work would pass 1.05 × max(ideal, largest matrix); up to
+            1.10 × that, if another rank would end later (module ``homes``). ``local`` always keeps
+            it.
+        rank_tflops: speed of Newton-Schulz on a rank, 10¹² flop/s. Only homes depend on it. A run
+            never measures it, so that every rank and every restart has the same homes;
+            ``megatron-muon bench speeds`` does. 400 is an assumption for an H100 in bf16: 40 % of
+            the 989 that its data sheet has for dense products.
         link_gbytes: speed of the exchange, 10⁹ bytes/s that a rank sends and as many that it
-            receives; as rank_tflops. 40 is an assumption for a 400 Gbit/s port (50 GB/s) a rank.
+            receives. As with ``rank_tflops``, only homes depend on it, and no run measures it. 40
+            is an assumption for a 400 Gbit/s port (50 GB/s) per rank.
         round_bytes: cap on a rank's buffers for one round of the exchange; a single larger
             parameter may pass it. A step takes twice as much, in the three rounds that are under
             way, and the scratch memory of Newton-Schulz (``ns_batch``). None: three times the
@@ -91,8 +92,8 @@ class MuonConfig:
             other's large matrices. Smaller rounds take less memory.
         align_shards: order parameters within Megatron's buckets so that shards cut few of them; for
             models that are wrapped in DDP after ``install``, and from core 0.18 on.
-        checkpoint_digest: write size and checksum of every file of a checkpoint into its folder,
-            and check them, and that the model is the same, before one is loaded (``files.digest``).
+        checkpoint_digest: write sizes and checksums of a checkpoint's files into its folder. Before
+            a load, check them, and that the model is the same (``files.digest``).
 
     Raises:
         TypeError: a setting is of the wrong kind.
@@ -147,7 +148,7 @@ class MuonConfig:
                 _require_count(name, getattr(self, name))
 
 
-_MOST_STEPS = 100  # singular values are where they end long before; each step has a triple
+_MOST_STEPS = 100  # singular values settle long before; a schedule has a triple for each step
 _SWITCHES = (
     *("nesterov", "weight_decay_all_params", "split_qkv", "align_shards", "checkpoint_digest"),
 )
@@ -176,7 +177,7 @@ def _require_count(name: str, value: object, most: int | None = None) -> None:
 
 
 def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, object]:
-    """The settings that a run may take: a CPU without bf16 instructions has fp32 squares."""
+    """The restarts that a run may need: a CPU without bf16 instructions has fp32 squares."""
     own = getattr(lists, config.ns_dtype)
     return own, own if config.ns_dtype == "fp32" else lists.fp32_squares
 

@@ -1,4 +1,4 @@
-"""Whether there is a megatron.core; pip installs none unless it is asked for one."""
+"""The check for megatron.core, which pip installs only with the extra ``core``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class CoreNotFoundError(ModuleNotFoundError):
 
 
 def has_core() -> bool:
-    """Whether Python would find megatron.core; nothing of it is imported."""
+    """Whether Python would find megatron.core, without importing it."""
     if sys.modules.get(_NAME) is not None:
         return True
     try:
         return importlib.util.find_spec(_NAME) is not None
-    except ModuleNotFoundError:  # not even a megatron
+    except ModuleNotFoundError:  # there is no package megatron either
         return False
 
 
 def require_core() -> None:
-    """Stop where there is no megatron.core.
+    """Raise an error where there is no megatron.core.
 
     Raises:
-        CoreNotFoundError: names both ways to have one.
+        CoreNotFoundError: names both ways to get one.
     """
     if not has_core():
         raise CoreNotFoundError(f"there is no {_NAME}: {WAY_OUT}", name=_NAME)

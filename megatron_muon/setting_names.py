@@ -1,4 +1,4 @@
-"""How messages name a setting: by its field of MuonConfig and by its flag of Megatron-LM's."""
+"""Names of settings in messages: the field of MuonConfig and the flag in Megatron-LM."""
 
 from __future__ import annotations
 

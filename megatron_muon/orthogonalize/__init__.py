@@ -1,1 +1,1 @@
-"""Newton-Schulz: which iteration a matrix gets, its products, and what they round to."""
+"""Newton-Schulz: the choice of an iteration for a matrix, its products, and their rounding."""

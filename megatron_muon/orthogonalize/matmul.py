@@ -1,4 +1,4 @@
-"""The matrix products of Newton-Schulz, and what they round to, in one place.
+"""The matrix products of Newton-Schulz, and their rounding, in one place.
 
 A product accumulates in fp32, takes its linear term in the same pass and rounds once. The matmul of
 CUDA does that by itself, and in bf16 that of a CPU with bf16 instructions. (Where CUDA cuts a
@@ -33,8 +33,8 @@ _TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
 }
 # (left, right, linear, beta, alpha, out)
 SymmetricKernel = Callable[[Tensor, Tensor, Tensor | None, float, float, Tensor | None], Tensor]
-_KERNEL_ROWS = 512  # of a trial
-_KERNEL_CAPABILITY = (9, 0)  # Hopper; every release that has the kernel has it from there on
+_KERNEL_ROWS = 512  # of the trial product
+_KERNEL_CAPABILITY = (9, 0)  # Hopper: every release that has the kernel supports it from there on
 
 
 def torch_dtype(ns_dtype: NsDtype) -> torch.dtype:
@@ -48,11 +48,11 @@ def travel_dtype(config: MuonConfig) -> torch.dtype:
 
 
 class KernelError(RuntimeError):
-    """A kernel library is installed and does not work; with what it said, and the way out."""
+    """A kernel library is installed and does not work; quotes its error, names the way out."""
 
     @classmethod
     def of(cls, error: Exception) -> KernelError:
-        """The error about its ``error``."""
+        """The error that quotes the library's ``error``."""
         return cls(
             "quack-kernels is installed, for the symmetric products of Newton-Schulz, and fails: "
             f"{type(error).__name__}: {error}. Install a release of it that fits this GPU and "
@@ -65,11 +65,11 @@ class Products:
     """Products on one device, each rounded.
 
     Attributes:
-        dtype: products are rounded to it; that of the iterates.
-        squares: the Gram iteration's square matrices are rounded to it.
-        held: matrices are held and multiplied in it.
-        blocked: symmetric products are made up to the diagonal, by panels, and mirrored.
-        kernel: a library's symmetric product; None: torch's matmul.
+        dtype: the dtype of iterates, to which products are rounded.
+        squares: the dtype to which the Gram iteration's square matrices are rounded.
+        held: the dtype in which matrices are held and multiplied.
+        blocked: whether symmetric products are made in panels up to the diagonal, and mirrored.
+        kernel: a library's symmetric product; None for torch's matmul.
     """
 
     dtype: torch.dtype
@@ -79,19 +79,19 @@ class Products:
     kernel: SymmetricKernel | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        """An fp32 matrix, rounded to ``dtype``, as products take it."""
+        """An fp32 matrix rounded to ``dtype`` and held in ``held``, as products take it."""
         return x.to(self.dtype).to(self.held)
 
     def rounded(self, x: Tensor) -> Tensor:
-        """A product, in place, rounded to ``dtype`` where the product has not done that itself."""
+        """Round a product to ``dtype`` in place, unless the product has done so itself."""
         return x if self.dtype == self.held else x.copy_(x.to(self.dtype))
 
     def of_squares(self) -> Products:
-        """The same, rounded to ``squares``."""
+        """The same products, rounded to ``squares``."""
         return replace(self, dtype=self.squares)
 
     def plain(self) -> Products:
-        """The same, all symmetric products whole but a library's."""
+        """The same products without panels; a library's kernel stays in use."""
         return replace(self, blocked=False)
 
     def product(
@@ -123,10 +123,11 @@ class Products:
         """``beta·X + alpha·SX``, or XS where X is tall.
 
         Args:
-            square: S, symmetric, of the short side of ``x``.
+            square: S, symmetric, with the size of the short side of ``x``.
             x: X.
-            beta: None: without the linear term.
-            out: is not ``x``.
+            beta: factor of the linear term; None for no such term.
+            alpha: factor of the product.
+            out: takes the result; not ``x``.
         """
         left, right = (x, square) if x.size(-2) > x.size(-1) else (square, x)
         if beta is None:
@@ -148,7 +149,7 @@ class Products:
         alpha: float = 1.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``product`` where the result is known to be symmetric, ``linear`` too."""
+        """``product`` where the result and ``linear`` are known to be symmetric."""
         if self.kernel is not None and fits_kernel(*left.shape[-2:]):
             return self.rounded(self.kernel(left, right, linear, beta, alpha, out))
         if self.blocked and left.dim() == 2 and len(panels(left.size(0))) > 1:
@@ -158,7 +159,7 @@ class Products:
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for it (AVX512_BF16, AMX) and torch's kernels use them."""
+    """Whether this CPU has bf16 instructions (AVX512_BF16, AMX) and torch's kernels use them."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     has_avx512_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # since torch 2.5
@@ -169,7 +170,7 @@ def multiplies_bf16() -> bool:
 
 
 def plan_device(device: torch.device) -> Device:
-    """A device as plans know it; all but CPUs are taken for CUDA's.
+    """The kind of a device, for plans; all devices but CPUs count as CUDA's.
 
     Raises:
         KernelError: a kernel library is installed and cannot be imported.
@@ -191,9 +192,9 @@ def products_on(device: torch.device, ns_dtype: NsDtype) -> Products:
 
 @contextmanager
 def fp32_is_fp32(device: torch.device) -> Iterator[None]:
-    """Within it, products of fp32 are made in fp32, whatever the process allows others.
+    """A context in which fp32 products are made in fp32, whatever the process allows elsewhere.
 
-    It sets what the host reads when it starts a product, so a GPU is not waited for.
+    It sets an option that the host reads when it starts a product, so the host waits for no GPU.
     """
     backend: Any = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
     matmul: Any = getattr(backend, "matmul", None)
@@ -214,10 +215,10 @@ def fp32_is_fp32(device: torch.device) -> Iterator[None]:
 
 
 def try_products(device: torch.device, ns_dtype: NsDtype) -> None:
-    """Make a product with the library's kernel, where there is one, before a step needs it.
+    """Make products with the library's kernel, where there is one, before a step needs it.
 
     Raises:
-        KernelError: it is installed and does not work.
+        KernelError: the library is installed and does not work.
     """
     try:
         products = products_on(device, ns_dtype)
@@ -228,7 +229,7 @@ def try_products(device: torch.device, ns_dtype: NsDtype) -> None:
             torch.cuda.synchronize(device)
     except KernelError:
         raise
-    except Exception as error:  # whatever it is: a compiler of its own is in it
+    except Exception as error:  # of any type: the library has a compiler of its own
         raise KernelError.of(error) from error
 
 
@@ -292,7 +293,7 @@ def _quack() -> SymmetricKernel | None:
         alpha: float,
         out: Tensor | None,
     ) -> Tensor:
-        alone = left.dim() == 2  # it takes batches
+        alone = left.dim() == 2  # gemm_symmetric takes only batches
         tensors = (left, right, linear, out)
         a, b, c, d = (x if x is None or not alone else x[None] for x in tensors)
         made: Tensor = gemm_symmetric(a, b, C=c, out=d, alpha=alpha, beta=beta)

@@ -34,8 +34,8 @@ from megatron_muon.orthogonalize.matmul import (
     travel_dtype,
 )
 
-_EXPONENT = 0x7F800000  # bits of an fp32 number
-_SMALLEST = 2.0**-126  # normal fp32 number
+_EXPONENT = 0x7F800000  # exponent bits of an fp32 number
+_SMALLEST = 2.0**-126  # smallest normal fp32 number
 
 
 def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
@@ -56,19 +56,20 @@ def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
 
 
 def orthogonalize_at_once(matrices: Sequence[Tensor], config: MuonConfig) -> list[Tensor]:
-    """The directions of matrices of one shape, each product one of a batch.
+    """The directions of matrices of one shape, made together by batched products.
 
-    A batch's products may round otherwise than those of one matrix; of one it is ``orthogonalize``.
+    A batch's products may round otherwise than those of a single matrix. For a single matrix the
+    result is that of ``orthogonalize``.
 
     Args:
         matrices: each ``(rows, cols)``, on one device.
-        config: as there.
+        config: see ``orthogonalize``.
 
     Returns:
-        Each ``(rows, cols)`` in ``matmul.travel_dtype``.
+        Directions, each ``(rows, cols)`` in ``matmul.travel_dtype``.
 
     Raises:
-        ValueError: they are not 2-D or not of one shape.
+        ValueError: there are none, or they are not 2-D or not of one shape.
     """
     shapes = {tuple(matrix.shape) for matrix in matrices}
     if any(len(shape) != 2 for shape in shapes):
@@ -91,17 +92,17 @@ def orthogonalize_staged(
     column_parts: int = 1,
     column_blocks: int = 1,
 ) -> None:
-    """Matrices of one shape in staging order become their directions, in place.
+    """Turn matrices of one shape in staging order into their directions, in place.
 
     The iterates alternate between two places. The matrices' own memory is one of them, so only one
     more is needed, and memory for the short side's squares.
 
     Args:
-        staged: ``(k·rows·cols,)`` in ``matmul.travel_dtype``: k matrices, each of which has its
-            column parts one after another (``plan.Matrix``).
+        staged: ``(k·rows·cols,)`` in ``matmul.travel_dtype``: k matrices, each with its column
+            parts one after another (``planning.segments``).
         moves: ``(k,)`` bool; where it is False the direction is zero.
         config: the settings whose names begin with ``ns_`` are read.
-        rows, cols, column_parts, column_blocks: of each matrix.
+        rows, cols, column_parts, column_blocks: layout of each matrix (``segments.Matrix``).
     """
     width = cols // (column_parts * column_blocks)
     cut = staged.view(-1, column_parts, rows, column_blocks, width)
@@ -113,18 +114,20 @@ def orthogonalize_staged(
 def takes_batches(device: torch.device) -> bool:
     """Whether matrices of one shape go through the iteration together.
 
-    A CPU takes one at a time, and so does torch's deterministic mode: which matrices are at one
-    home in one round depends on the layout.
+    A CPU takes one at a time. So does torch's deterministic mode, since the layout decides which
+    matrices share a batch.
     """
     return not (_is_cpu(device) or torch.are_deterministic_algorithms_enabled())
 
 
 def at_once_on(device: torch.device, config: MuonConfig, rows: int, cols: int, most: int) -> int:
-    """How many matrices of a shape go through the iteration together, at most.
+    """The most matrices of a shape that go through the iteration together.
 
     Args:
-        rows, cols: theirs.
-        most: elements of scratch memory that may be taken where ``ns_batch`` does not say it.
+        device: the device that they are on.
+        config: ``ns_batch`` is read.
+        rows, cols: size of each matrix.
+        most: elements of scratch memory for them where ``ns_batch`` is None.
     """
     if not takes_batches(device):
         return 1
@@ -142,15 +145,15 @@ def _orthogonalize_into(
     memory: Tensor | None = None,
     is_direct: bool = False,
 ) -> None:
-    """The directions of k matrices.
+    """Write the directions of k matrices.
 
     Args:
         out: ``(k, rows, ...)``, whose last dims are a matrix's columns; takes the directions.
-        source: of the same shape, the matrices; may be ``out``.
+        source: the matrices, in the same shape; may be ``out``.
         config: see ``orthogonalize``.
         moves: see ``orthogonalize_staged``.
-        memory: flat; may be written to once ``source`` is read.
-        is_direct: ``memory`` is ``source``, and row-major.
+        memory: flat memory that may be overwritten once ``source`` is read.
+        is_direct: whether ``memory`` is that of ``source``, which is row-major.
     """
     products = products_on(source.device, config.ns_dtype)
     rows, cols = source.size(1), source[0, 0].numel()
@@ -169,7 +172,7 @@ def _orthogonalize_into(
     second: Tensor | None = None
     if memory is not None and memory.element_size() == first.element_size():
         second = memory.view(products.held).view(shape)
-    starts_in_memory = is_direct and iterates % 2 == 0  # so that it ends there
+    starts_in_memory = is_direct and iterates % 2 == 0  # so that the last iterate is there, too
     if starts_in_memory and second is not None:
         first, second = second, first
     into = source if starts_in_memory and second is not None else like_source(first)
@@ -184,7 +187,7 @@ def _orthogonalize_into(
 
 def _iterated(x: Tensor, spare: Tensor | None, config: MuonConfig) -> Tensor:
     products, device = products_on(x.device, config.ns_dtype), plan_device(x.device)
-    alone = x.size(0) == 1  # its products are a matrix's
+    alone = x.size(0) == 1  # products of a single matrix are not batched
     if alone:
         x, spare = x[0], None if spare is None else spare[0]
     with fp32_is_fp32(x.device):
@@ -208,9 +211,9 @@ def _enter(
 
     Args:
         x: ``(k, m, n)`` in ``products.held``.
-        into: ``x`` in the shape of ``source``; ``source`` itself, where they are one memory.
+        into: ``x`` in the shape of ``source``; ``source`` itself, where both share memory.
         source, moves: see ``_orthogonalize_into``.
-        products: of the device.
+        products: products of x's device.
     """
     if _is_cpu(source.device):
         whole = torch.empty_like(x, dtype=torch.float32)
@@ -221,8 +224,8 @@ def _enter(
         return
     dims = tuple(range(1, source.dim()))
     largest = torch.linalg.vector_norm(source, math.inf, dim=dims, keepdim=True).float()
-    # The power of two below it: dividing by that rounds nothing, so the matrix can be held in its
-    # own dtype, and squares of its entries neither over- nor underflow.
+    # The power of two below the largest entry. Dividing by it rounds nothing, so the matrix stays
+    # in its own dtype, and squares of its entries neither over- nor underflow.
     power = (largest.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_min(_SMALLEST)
     source.div_(power)
     dtype = torch.promote_types(source.dtype, torch.float32)
@@ -246,8 +249,8 @@ def normalize(x: Tensor) -> Tensor:
 def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
     """Divide an fp32 matrix by its Frobenius norm, in place; zero stays zero.
 
-    The largest entry is divided out first: squares of entries then neither over- nor underflow, the
-    norm is at least 1, and no epsilon is needed that small gradients could fall under.
+    The largest entry is divided out first. Then squares of entries neither over- nor underflow, and
+    the norm is at least 1, so no epsilon is needed, below which small gradients would vanish.
 
     Args:
         x: ``(m, n)``.
@@ -267,14 +270,14 @@ def standard_iteration(
 ) -> Tensor:
     """Each step: A = XXᵀ, B = bA + cA², X ← aX + BX.
 
-    A tall X has A = XᵀX and X ← aX + XB. On a CPU the products are whole ones, without panels,
-    since other implementations are compared with this one step by step.
+    A tall X has A = XᵀX and X ← aX + XB. On a CPU no product is made in panels, since other
+    implementations are compared with this one step by step.
 
     Args:
         x: ``(m, n)`` in ``products.held``; or ``(k, m, n)``, a batch.
-        steps: (a, b, c) of each.
-        products: of x's device.
-        spare: like ``x``; the iterates are in both by turns. None: each is new.
+        steps: (a, b, c) of each step.
+        products: products of x's device.
+        spare: memory like ``x``; iterates alternate between the two. None: each has new memory.
 
     Returns:
         The last iterate.
@@ -293,15 +296,18 @@ def standard_iteration(
 def gram_iteration(
     x: Tensor, parts: Segments, products: Products, spare: Tensor | None = None
 ) -> Tensor:
-    """The same polynomials of the short side's square, then one product with X per segment.
+    """Apply the same polynomials to the short side's square, and multiply X once per segment.
 
     X is rounded as in the standard iteration, the square matrices to ``products.squares``.
 
     Args:
         x: ``(m, n)`` in ``products.held``; or ``(k, m, n)``, a batch.
         parts: (a, b, c) of each step, in the segments between restarts.
-        products: of x's device.
-        spare: as in ``standard_iteration``.
+        products: products of x's device.
+        spare: see ``standard_iteration``.
+
+    Returns:
+        The last iterate.
     """
     for part in parts:
         squares = _Squares.of(x, spare, len(part))
@@ -315,13 +321,13 @@ def gram_iteration(
 
 @dataclass(slots=True)
 class _Squares:
-    """Memory of a segment's square matrices, each ``(m, m)`` or many.
+    """Memory of a segment's square matrices, each ``(m, m)`` or ``(k, m, m)``.
 
     Attributes:
         gram: R.
         power: P = bR + cR².
         factor: Q.
-        other: Q's next value, then that of R(a + Z).
+        other: Q's next value, then R(a + Z).
     """
 
     gram: Tensor
@@ -333,7 +339,7 @@ class _Squares:
     def of(cls, x: Tensor, spare: Tensor | None, steps: int) -> _Squares:
         """As many as fit are in ``spare``, which is free until X ← QX is written to it.
 
-        Q, which that product reads, is outside of it when the last of ``steps`` is made.
+        That product reads Q, so after the last of ``steps`` Q is outside of ``spare``.
         """
         shape = (*x.shape[:-2], min(x.shape[-2:]), min(x.shape[-2:]))
         numel = math.prod(shape)
@@ -345,7 +351,7 @@ class _Squares:
 
 
 def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) -> Tensor:
-    """Q of one segment: QX is what ``steps`` make of X, given R = XXᵀ in ``squares.gram``."""
+    """Q of one segment, given R = XXᵀ in ``squares.gram``: QX is the result of ``steps`` on X."""
 
     def plus(
         linear: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float, out: Tensor
@@ -354,7 +360,7 @@ def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) ->
 
     gram, factor, other = squares.gram, squares.factor, squares.other
     for step, (a, b, c) in enumerate(steps):
-        # Z = αP; where c is 0 the square is not made, and b is taken into the products.
+        # Z = αP. Where c is 0, the square is not made: P is R, and α is b.
         alpha, p = (b, gram) if c == 0 else (1.0, plus(gram, gram, gram, b, c, squares.power))
         if step == 0:
             products.rounded(torch.mul(p, alpha, out=factor))
