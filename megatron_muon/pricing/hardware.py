@@ -13,12 +13,12 @@ Tiles = tuple[tuple[int, int, float], ...]
 
 
 def _constant(unit: str, *, zero: bool = False, whole: bool = False) -> Any:
-    """A number above 0; ``zero``: or 0; ``whole``: an integer."""
+    """A field for a number above 0; with ``zero`` also 0, with ``whole`` an integer."""
     return field(metadata={"unit": unit, "zero": zero, "whole": whole})
 
 
 def _share() -> Any:
-    """A fraction above 0, at most 1."""
+    """A field for a fraction above 0 and at most 1."""
     return field(metadata={"unit": "share", "zero": False, "whole": False, "most": 1.0})
 
 
@@ -27,40 +27,40 @@ class Hardware:
     """Constants of a GPU, its host and its links; rates per GPU and direction.
 
     Attributes:
-        name: for tables.
+        name: its name in tables.
         dense_tflops: peak of dense products in 16 bits.
         fp32_tflops: peak of products in fp32 without TF32.
         gemm_efficiency: share of the peak that a large product reaches.
-        processors: they work on tiles at the same time; a product takes whole waves of tiles.
+        processors: number of tiles that are worked on at once; a product takes whole waves of them.
         tiles: (rows, cols, share of ``gemm_efficiency``) of the tiles that a product may take.
-        split_efficiency: likewise, of a product with fewer tiles than processors that is cut along
-            its inner dim; it takes ``split_us`` more.
-        split_us: see ``split_efficiency``.
+        split_efficiency: further share for a product that has fewer tiles than processors and is
+            cut along its inner dim.
+        split_us: time that such a cut adds.
         symmetric_ratio: time of a symmetric product with a library's kernel over a plain one's, on
-            the kind of device that has one (``iteration.Device``); 1: none is priced.
+            the kind of device that has one (``iteration.Device``); 1 where none is priced.
         symmetric_rows: least rows of a matrix that such a kernel takes.
-        memory_gbytes: peak of the memory's bandwidth, reads and writes together.
-        memory_efficiency: share of it that elementwise kernels reach.
-        kernel_us: shortest kernel, and the gap before the next.
+        memory_gbytes: peak bandwidth of the memory, reads and writes together.
+        memory_efficiency: share of ``memory_gbytes`` that elementwise kernels reach.
+        kernel_us: time of the shortest kernel, with the gap before the next.
         launch_us: host time from one operation's launch to the next one's.
         phase_us: host time of the Python of each phase of a round.
-        node_gbytes: a link to the GPUs of the same node.
-        node_efficiency: share of it that grouped sends and receives reach.
-        pair_gbytes: at most, between two GPUs of a node.
+        node_gbytes: a GPU's link to the GPUs of its node.
+        node_efficiency: share of ``node_gbytes`` that grouped sends and receives reach.
+        pair_gbytes: limit between two GPUs of a node.
         network_gbytes: a GPU's link to other nodes.
-        network_efficiency: share of it that grouped sends and receives reach.
+        network_efficiency: share of ``network_gbytes`` that grouped sends and receives reach.
         message_us: latency of a grouped send and receive, whatever its bytes.
-        peer_us: more of it for each peer.
+        peer_us: latency that each peer in it adds.
         peer_host_us: host time to enqueue a send or a receive.
-        gpus_per_node: ranks k·n to k·n + n - 1 of a stage share a node.
+        gpus_per_node: n, where ranks k·n to k·n + n - 1 of a stage share a node.
         foreach_elements: most elements that one kernel of a ``torch._foreach`` operation takes.
-        foreach_tensors: likewise, tensors.
+        foreach_tensors: most tensors that it takes.
         host_waits: 1 where the host makes every operation itself, as on a CPU; 0 where it only
             launches them.
-        sources: (constant, where its value comes from).
+        sources: (constant, source of its value).
 
     Raises:
-        ValueError, TypeError: a constant is not a number of its kind; with its name.
+        ValueError, TypeError: a constant is not a number of its kind; names it.
     """
 
     name: str
@@ -100,11 +100,11 @@ class Hardware:
             raise ValueError(f"sources name {unknown[0]!r}, which is no constant")
 
     def with_values(self, values: Mapping[str, Any], source: str) -> Hardware:
-        """The same with other constants.
+        """This hardware with other values of some constants.
 
         Args:
-            values: by name.
-            source: where all of them come from.
+            values: the new values by name.
+            source: the source of all of them.
 
         Raises:
             ValueError, TypeError: a name is not known or a value is not of its kind.
@@ -119,7 +119,7 @@ class Hardware:
         return replace(self, **changed, sources=tuple(known.items()))
 
     def lines(self) -> list[str]:
-        """Every constant, its unit and its source, a line each."""
+        """Every constant with its unit and source, one per line."""
         sources = dict(self.sources)
         return [
             f"{name} {_spelled(getattr(self, name))} {constant.metadata['unit']}"
@@ -151,11 +151,11 @@ def from_json(text: str, source: str, base: Hardware) -> Hardware:
 
     Args:
         text: JSON; all three keys may be missing.
-        source: the source of values for which the file has none.
-        base: has the constants that are not in ``values``.
+        source: the file's name, and the source of values for which the file has none.
+        base: the constants that are not in ``values``.
 
     Raises:
-        ValueError, TypeError: it is not such JSON; with what is wrong.
+        ValueError, TypeError: it is not such JSON; names what is wrong.
     """
     try:
         given = json.loads(text)
@@ -179,7 +179,7 @@ def from_json(text: str, source: str, base: Hardware) -> Hardware:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """A value as JSON or a command line has it, as the field has it."""
+    """A value from JSON or a command line, in the form of its field."""
     if name == "tiles":
         if not isinstance(value, (list, tuple)):
             raise TypeError(f"tiles must be a list of [rows, cols, share], got {value!r}")

@@ -1,7 +1,7 @@
-"""How long kernels take: streams over memory, products, and a batch's Newton-Schulz.
+"""The time of kernels: streams over memory, products, and a batch's Newton-Schulz.
 
-The kernels are those that ``update``, ``newton_schulz`` and ``matmul`` launch on CUDA, by number
-and by bytes; how long each takes follows from ``Hardware`` alone.
+Number and bytes of kernels are those that ``update``, ``newton_schulz`` and ``matmul`` launch on
+CUDA; the time of each follows from ``Hardware`` alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_muon.orthogonalize.iteration import (
 from megatron_muon.pricing.hardware import MICRO, TERA, Hardware
 
 _FP32 = 4  # bytes
-_NORMALISING = 11  # kernels, most of them of one number for each matrix
+_NORMALISING = 11  # kernels, most of them on one number per matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Cost:
         return Cost(self.seconds + other.seconds, self.launches + other.launches)
 
     def times(self, count: int) -> Cost:
-        """The cost of ``count`` of them, one after another."""
+        """The cost of doing this ``count`` times, one after another."""
         return Cost(self.seconds * count, self.launches * count)
 
 
 def stream(hardware: Hardware, nbytes: float, launches: int = 1) -> Cost:
-    """Kernels that read and write so many bytes together."""
+    """The cost of kernels that together read and write ``nbytes``."""
     seconds = nbytes / hardware.memory + launches * hardware.kernel_us * MICRO
     return Cost(seconds, launches)
 
@@ -52,13 +52,13 @@ def stream(hardware: Hardware, nbytes: float, launches: int = 1) -> Cost:
 def foreach(
     hardware: Hardware, elements: int, tensors: int, nbytes: float, operations: int = 1
 ) -> Cost:
-    """``torch._foreach`` operations over lists of tensors.
+    """The cost of ``torch._foreach`` operations over lists of tensors.
 
     Args:
         hardware: the GPU.
-        elements, tensors: in a list.
-        nbytes: bytes that all operations together read and write for an element.
-        operations: their number.
+        elements, tensors: number of elements and of tensors in a list.
+        nbytes: bytes per element that all operations together read and write.
+        operations: number of operations.
     """
     if elements == 0:
         return Cost()
@@ -71,10 +71,10 @@ def foreach(
 def product(
     hardware: Hardware, rows: int, cols: int, inner: int, batch: int = 1, itemsize: int = 2
 ) -> Cost:
-    """A product ``(batch, rows, inner) @ (batch, inner, cols)``, one launch.
+    """The cost of a product ``(batch, rows, inner) @ (batch, inner, cols)``, one launch.
 
-    It takes whole waves of the tiles that suit it best, or is cut along its inner dim where they do
-    not fill the device; never less than its operands take to be read and its result to be written.
+    It takes whole waves of the tiles that are fastest for it. Where they do not fill the device, it
+    may be cut along its inner dim. Reading its operands and writing its result is a lower bound.
     """
     tera = hardware.fp32_tflops if itemsize == _FP32 else hardware.dense_tflops
     rate = tera * TERA * hardware.gemm_efficiency
@@ -101,7 +101,7 @@ def batches(
         rows, cols: the shape.
         count: number of matrices at one home in one round.
         ns_batch: most matrices in a batch; None: as many as have scratch memory.
-        scratch: elements of that (``rounds.scratch_limit``).
+        scratch: elements of scratch memory (``rounds.scratch_limit``).
     """
     most = ns_batch or max(1, scratch // scratch_elements(rows, cols))
     if count // most:
@@ -119,10 +119,10 @@ def newton_schulz(
     config: MuonConfig,
     device: Device = "cuda",
 ) -> Cost:
-    """The orthogonalization of a batch, from the gathered matrices to their directions.
+    """The cost to orthogonalize a batch, from the gathered matrices to their directions.
 
-    On ``cuda_symmetric`` a library makes the symmetric products that it takes. On a CPU it is its
-    flops at the device's rate, one matrix at a time.
+    On ``cuda_symmetric`` a library's kernel makes the symmetric products that it takes. On a CPU
+    the time is that of the flops at the device's rate, one matrix at a time.
     """
     itemsize = 4 if config.ns_dtype == "fp32" else 2
     cost = _normalisation(hardware, batch * rows * cols, itemsize)
@@ -142,7 +142,7 @@ def newton_schulz(
 
 
 def _normalisation(hardware: Hardware, elements: int, itemsize: int) -> Cost:
-    """Largest entry, division by a power of two, norm, division by that; small ones between."""
+    """Largest entry, division by a power of two, norm, division by the norm; small kernels too."""
     return stream(hardware, 6 * itemsize * elements, _NORMALISING)
 
 
@@ -166,13 +166,13 @@ class _Products:
         return cost + self._copy(short * long) + self._product(short, long, short)
 
     def gram_segment(self, squares: list[bool]) -> Cost:
-        """XXᵀ, polynomials of the short side's square, QX; for each step, whether c is not 0."""
+        """XXᵀ, polynomials of it, QX. ``squares`` says for each step whether c is not 0."""
         short, long = self.short, self.long
         cost = self._symmetric(long, linear=False) + self._product(short, long, short)
         plus = self._symmetric(short, linear=True)
         for step, squared in enumerate(squares):
             cost += plus.times(int(squared))
-            if step == 0:  # Q = a + Z: multiplied, and a added to its diagonal
+            if step == 0:  # Q = a + Z: a multiplication, and a is added to the diagonal
                 cost += self._copy(short * short) + stream(self.hardware, 0)
             else:
                 cost += plus
@@ -181,7 +181,7 @@ class _Products:
         return cost
 
     def _symmetric(self, inner: int, *, linear: bool) -> Cost:
-        """A result of ``(short, short)``; a library's kernel takes the linear term with it."""
+        """A product of ``(short, short)``; a library's kernel adds the linear term by itself."""
         plain = self._product(self.short, self.short, inner)
         if self._takes_kernel(inner):
             least = self.hardware.kernel_us * MICRO
@@ -197,5 +197,5 @@ class _Products:
         return product(self.hardware, rows, cols, inner, self.batch, self.itemsize)
 
     def _copy(self, elements: int) -> Cost:
-        """Time of copying the linear term, which ``addmm`` writes its result over."""
+        """The cost of the linear term's copy, over which ``addmm`` writes its result."""
         return stream(self.hardware, 2 * self.itemsize * self.batch * elements)

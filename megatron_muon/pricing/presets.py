@@ -1,4 +1,4 @@
-"""Hardware by name. A value that no document has is an assumption, and says so."""
+"""Hardware by name. The source of a value that no document gives says that it is an assumption."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ H100 = Hardware(
         ("split_efficiency", "assumption"),
         ("split_us", "assumption: the pass that adds the parts"),
         ("symmetric_ratio", _KERNELS),
-        ("symmetric_rows", "products.py: quack's kernel takes more than one tile of 256 rows"),
+        ("symmetric_rows", "iteration.py: quack's kernel takes more than one tile of 256 rows"),
         ("memory_gbytes", f"{_SHEET}: 3.35 TB/s"),
         ("memory_efficiency", "https://mikamirai.com/blog/gpu-memory-bandwidth: 84 % of coalesced"),
         ("kernel_us", "assumption"),

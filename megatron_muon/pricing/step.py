@@ -1,12 +1,12 @@
 """The optimizer's step on stated hardware: every rank and every round of the plans that it runs.
 
-The order is that of ``DistributedMuon.step``: the momentum and the gather of round k + 1 start
-before round k is orthogonalized; the scatter of round k - 1 is finished after it; AdamW's part runs
+The order is that of ``DistributedMuon.step``. The momentum and the gather of round k + 1 start
+before round k is orthogonalized; the scatter of round k - 1 is finished after it. AdamW's part runs
 while the first round travels. A stage with experts runs the step of its dense parameters, then that
-of its experts'.
+of its experts.
 
-Counted are the operations of the optimizers' steps. Gradient reduction, their norm and clipping and
-the all-gather of updated parameters are the same for AdamW and Muon, and not counted.
+Only the optimizers' steps count. The reduction of gradients, their norm and clipping, and the
+all-gather of updated parameters are the same for AdamW and Muon, and do not count.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ MOMENTUM, ADAMW, STAGING = "momentum", "adamw", "staging"
 NEWTON_SCHULZ, UPDATE = "newton_schulz", "update"
 PHASES = (ADAMW, MOMENTUM, STAGING, NEWTON_SCHULZ, UPDATE, WAITING)
 
-# Bytes that elementwise operations read and write for an element, but for the message's own. With
-# fused kernels, momentum: M and G are read, M written; update: W is read and written. Beside the
-# kernel the flags are zeroed and put into the message, and the update's factors go to the device.
+# Bytes per element that elementwise operations read and write, without the message's own. With
+# fused kernels, momentum reads M and G and writes M; the update reads and writes W. Beside the
+# kernel, flags are zeroed and put into the message, and the update's factors go to the device.
 _FUSED_MOMENTUM = 8 + 4, 3  # bytes, launches
 _FUSED_UPDATE = 8, 2
-# With torch's operations on lists, momentum, with Nesterov: μM, + G, a copy times μ, + G, and the
-# cast into the message; then one read of G for its norm. Update: the direction to fp32, times its
-# scale, the decay, the difference. AdamW: W, G and both moments are read, all but G written, by one
-# fused kernel.
+# With torch's operations on lists, momentum with Nesterov is μM, + G, a copy times μ, + G, and the
+# cast into the message; then one read of G for its norm. The update is the direction to fp32, times
+# its scale, the decay, the difference. AdamW is one fused kernel, which reads W, G and both moments
+# and writes all but G.
 _MOMENTUM = {True: (8 + 12 + 8 + 12, 4), False: (8 + 12, 2)}  # bytes, operations without the cast
-_NORM, _FLAGS = 4, 4  # bytes; kernels that say which matrix has a gradient
-_UPDATE = 8 + 8 + 12, 3  # likewise, without the cast
+_NORM, _FLAGS = 4, 4  # bytes; kernels that find out which matrix has a gradient
+_UPDATE = 8 + 8 + 12, 3  # bytes, operations without the cast
 _ADAMW = 16 + 12
 
 
@@ -62,18 +62,18 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step; seconds.
+    """The times of a step, in seconds.
 
     Attributes:
-        seconds: until the last rank has ended it.
-        rounds: the number of each optimizer's.
-        launches: on the rank that has most.
-        newton_schulz_mean, newton_schulz_busiest: over ranks.
-        exposed_mean, exposed_most: over ranks, how long the compute stream waits for messages, and
-            so for ranks that are later.
-        host: until the last rank's host has launched everything.
-        phases: by name, of the rank that has most of it, on its compute stream.
-        by_rank: when each rank has ended its step.
+        seconds: time until the last rank has ended the step.
+        rounds: number of rounds of each optimizer.
+        launches: number of launches on the rank that has most.
+        newton_schulz_mean, newton_schulz_busiest: time of Newton-Schulz, mean and most over ranks.
+        exposed_mean, exposed_most: time that the compute stream waits for messages, and so for
+            later ranks; mean and most over ranks.
+        host: time until the last rank's host has launched everything.
+        phases: by name, time on the compute stream of the rank that has most of the phase.
+        by_rank: time at which each rank has ended its step.
     """
 
     seconds: float
@@ -96,16 +96,17 @@ def price_step(
     device: Device = "cuda",
     experts_early: bool = True,
 ) -> StepTime:
-    """Muon's step of a stage, AdamW's part in it.
+    """The times of a stage's Muon step, AdamW's part included.
 
     Args:
-        optimizers: dense, then experts', in the order that they step in; of as many ranks.
+        optimizers: the dense one, then that of experts, in the order of their steps; all have the
+            same number of ranks.
         config: the settings of the run that made the plans.
-        hardware: every rank's.
-        device: kind of the hardware. On CUDA momentum and update are the fused kernels, as where
-            triton is installed, unless ``config.elementwise`` is ``foreach``.
-        experts_early: the next optimizer's first round is sent before the last scatter of the one
-            before it is waited for.
+        hardware: the hardware of every rank.
+        device: kind of the hardware. On CUDA momentum and update are the fused kernels, as if
+            triton were installed, unless ``config.elementwise`` is ``foreach``.
+        experts_early: whether an optimizer sends its first round before the one before it waits
+            for its last scatter.
     """
     size = _size(optimizers)
     streams = Streams(hardware, size)
@@ -138,12 +139,12 @@ def _adamw_of(hardware: Hardware, elements: Sequence[int], rank: int) -> Cost:
 
 
 def adamw(hardware: Hardware, elements: int) -> Cost:
-    """A fused AdamW over a rank's elements."""
+    """The cost of a fused AdamW over a rank's elements."""
     return foreach(hardware, elements, 1, _ADAMW)
 
 
 class _Steps:
-    """One optimizer's step on all ranks; ``run`` stops twice, where another's may come between."""
+    """One optimizer's step on all ranks. ``run`` yields twice, where another one's work may run."""
 
     def __init__(
         self,
@@ -211,13 +212,13 @@ class _Steps:
         return self._in_chunks(work.held[rank], work.pieces[rank], *more)
 
     def _in_one(self, elements: int, nbytes: int, launches: int) -> Cost:
-        """A fused kernel, and the small launches beside it."""
+        """The cost of a fused kernel and of the small launches beside it."""
         if not elements:
             return Cost()
         return stream(self._hardware, elements * (nbytes + self._itemsize), launches)
 
     def _in_chunks(self, elements: int, tensors: int, nbytes: float, operations: int) -> Cost:
-        """Foreach operations over chunks of equal sizes."""
+        """The cost of foreach operations over chunks of equal sizes."""
         if not elements:
             return Cost()
         chunks = -(-elements // ELEMENTS_AT_ONCE)

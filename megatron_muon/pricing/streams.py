@@ -1,9 +1,9 @@
 """The clocks of all ranks: host, compute stream and communication stream of each.
 
 A host launches operations in the order of the step. The compute stream runs them one after another,
-each not before it is launched. The communication stream runs grouped sends and receives, each not
-before what was launched on the compute stream when it was; it ends once the peers have begun theirs
-and the bytes are through. Only peers that share bytes wait for each other.
+each after its launch. The communication stream runs grouped sends and receives, each after all
+operations that the compute stream was given before it. A group ends once its peers have begun
+theirs and the bytes have arrived. Only peers that share bytes wait for each other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ WAITING = "waiting"  # for messages, on the compute stream
 
 
 class Streams:
-    """Seconds since the begin of the step, by rank, and where they went.
+    """Seconds since the start of the step, by rank, and by phase.
 
     Attributes:
-        host, compute, communication: when each has ended all that it has been given.
-        spent: by phase and rank, seconds of the compute stream; ``WAITING`` is one of them.
-        launches: by rank.
+        host, compute, communication: time at which each ends the work that it has been given.
+        spent: seconds of the compute stream by phase and rank; ``WAITING`` is a phase, too.
+        launches: number of launches by rank.
     """
 
     def __init__(self, hardware: Hardware, size: int) -> None:
@@ -37,21 +37,21 @@ class Streams:
 
     @property
     def ends(self) -> list[float]:
-        """When each rank has ended its step."""
+        """The time at which each rank has ended its step."""
         return [max(clocks) for clocks in zip(self.host, self.compute, strict=True)]
 
     def run(self, phase: str, cost_of: Callable[[int], Cost]) -> None:
-        """A phase on every rank that has work in it."""
+        """Run a phase on every rank that has work in it."""
         for rank in range(len(self.host)):
             cost = cost_of(rank)
             if cost.launches:
                 self._run(phase, rank, cost)
 
     def exchange(self, pairs: Pairs) -> dict[int, float]:
-        """Start a grouped send and receive on every rank that has bytes for one or from one.
+        """Start a grouped send and receive on every rank that sends or receives bytes.
 
         Returns:
-            When each of them has all of its messages.
+            The time at which each of these ranks has all of its messages.
         """
         peers: dict[int, set[int]] = defaultdict(set)
         for sender, receiver in pairs:
@@ -67,7 +67,7 @@ class Streams:
         return {rank: self.communication[rank] for rank in peers}
 
     def wait(self, ends: Mapping[int, float]) -> None:
-        """Have the compute streams wait for messages."""
+        """Let the compute streams wait for messages."""
         waiting = self.spent[WAITING]
         for rank, end in ends.items():
             now = max(self.compute[rank], self.host[rank])
@@ -84,7 +84,7 @@ class Streams:
         if hardware.host_waits:
             end = max(self.compute[rank], self.host[rank]) + cost.seconds
             self.host[rank] = end
-        else:  # the last operation is not over before it is launched and has run
+        else:  # the last operation ends after its launch and its own time
             end = max(
                 max(self.compute[rank], begin + launch) + cost.seconds,
                 self.host[rank] + cost.seconds / cost.launches,
@@ -93,7 +93,7 @@ class Streams:
         self.compute[rank] = end
 
     def _enqueued(self, rank: int, peers: int) -> float:
-        """When the rank's communication stream is ready for a group that is launched now."""
+        """The time at which the rank's communication stream can start a group launched now."""
         hardware = self.hardware
         each = hardware.launch_us + hardware.phase_us + hardware.peer_host_us * peers
         self.host[rank] += each * MICRO
@@ -102,7 +102,7 @@ class Streams:
 
 
 class _Links:
-    """How long the bytes of one exchange take on each rank's links."""
+    """The time of one exchange's bytes on each rank's links."""
 
     def __init__(self, hardware: Hardware, pairs: Pairs) -> None:
         self._hardware = hardware
@@ -120,7 +120,7 @@ class _Links:
             self._pairs_of[receiver].append((sender, kind, count))
 
     def seconds(self, rank: int) -> float:
-        """Time of all its messages: its own links, and its share of each peer's link."""
+        """The time of a rank's messages, by its own links and its share of each peer's link."""
         most = self._own(rank)
         for peer, way, count in self._pairs_of[rank]:
             rate = self._hardware.node_link if way < 2 else self._hardware.network_link

@@ -1,18 +1,18 @@
 """Megatron's own Muon over whole parameters, priced by its rules on the same hardware.
 
-Rules, those of Megatron-LM's ``layer_wise_optimizer.py`` and of Emerging-Optimizers:
+The rules are those of Megatron-LM's ``layer_wise_optimizer.py`` and of Emerging-Optimizers:
 
 - A parameter has one owner among the data-parallel ranks, which steps it on all of its TP ranks.
-- Here owners are balanced by priced time, longest first. Upstream's own follow from where
-  parameters lie in its buffers, in older cores from their sizes in turn: this is kind to it.
+- Here owners are balanced by priced time, longest first, which is in upstream's favour. Its own
+  owners follow from parameters' places in its buffers, in older cores from their sizes.
 - ``duplicated``: the owner's TP ranks gather the matrix in fp32 and each orthogonalizes all of it.
-- ``distributed``: each orthogonalizes its slice and all-reduces the square of the dim that TP does
-  not cut, in each step. The slice of a replicated weight is all of it.
+- ``distributed``: each TP rank orthogonalizes its slice. In each Newton-Schulz step they all-reduce
+  the square of the dim that TP does not cut. The slice of a replicated weight is all of it.
 - One matrix at a time, the standard iteration, torch's products.
 - Momentum and update move as many bytes as ours without fused kernels. AdamW's part is spread
   evenly, at no other cost.
 
-Not counted: gradients are all-reduced whole in place of reduce-scattered.
+Not counted: upstream all-reduces whole gradients, where ours reduce-scatters them.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from megatron_muon.pricing.kernels import Cost, newton_schulz, product, stream
 from megatron_muon.pricing.step import Optimizer, adamw
 
 TpMode = Literal["duplicated", "distributed"]
-_BYTES = 46 + 34  # of an element in momentum and update
+_BYTES = 46 + 34  # per element, in momentum and update
 _FP32, _BF16 = 4, 2
 
 
 def price_layer_wise(
     optimizers: Sequence[Optimizer], config: MuonConfig, hardware: Hardware, mode: TpMode
 ) -> float:
-    """Seconds of its step on the rank that ends last.
+    """Seconds of upstream's step on the rank that ends last.
 
     Args:
-        optimizers: the stage's; their matrices and TP splits are read, not their plans' homes.
-        config: steps and coefficients.
-        hardware: every rank's.
-        mode: how TP ranks share a matrix.
+        optimizers: the stage's optimizers. Their matrices and TP splits are read, not their homes.
+        config: steps, coefficients and dtype are read.
+        hardware: the hardware of every rank.
+        mode: the work of TP ranks that share a matrix.
     """
     settings = replace(config, ns_iteration="standard")
     seconds = 0.0
@@ -97,7 +97,7 @@ def _matrix(
 
 
 def _collective(hardware: Hardware, nbytes: float) -> Cost:
-    """Over TP ranks, which share a node."""
+    """The cost of a collective over TP ranks, which share a node."""
     seconds = nbytes / (hardware.node_gbytes * GIGA * hardware.node_efficiency)
     return Cost(seconds + hardware.message_us * MICRO, 1)
 

@@ -18,13 +18,13 @@ class RoundWork:
 
     Attributes:
         held: elements of the rank's pieces.
-        pieces: their number.
+        pieces: number of these pieces.
         arriving: elements that the rank receives as a home.
-        arrivals: segments that they come in.
-        leaving: elements of the matrices that it orthogonalizes, the rank's own pieces among them.
-        departures: segments that they go in.
-        shapes: how many matrices of each shape it orthogonalizes.
-        gather, scatter: bytes by pair.
+        arrivals: number of segments of these elements.
+        leaving: elements of directions that it makes as a home, those of its own pieces too.
+        departures: number of segments of these elements.
+        shapes: number of matrices of each shape that it orthogonalizes.
+        gather, scatter: bytes by pair of ranks.
     """
 
     held: list[int]
@@ -57,7 +57,7 @@ def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
         if home == rank:
             continue
         work.scatter[home, rank] += elements * plan.itemsize
-        if not segment.replica:  # with an element that says whether it has a gradient
+        if not segment.replica:  # one element more says whether the segment has a gradient
             work.gather[rank, home] += (elements + 1) * plan.itemsize
             work.arriving[home] += elements
             work.arrivals[home] += 1
@@ -78,7 +78,7 @@ def held_elements(plan: ExchangePlan) -> list[int]:
 
 
 def total(counts: Sequence[Sequence[int]]) -> list[int]:
-    """By rank, over several lists."""
+    """The sum of several lists, by rank."""
     return [sum(of_rank) for of_rank in zip(*counts, strict=True)]
 
 
