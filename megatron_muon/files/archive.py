@@ -1,14 +1,14 @@
-"""Reads a file of ``torch.save`` as data: plain objects and CPU tensors, no code from the file.
+"""A reader of ``torch.save`` files as data: plain objects and CPU tensors, no code from the file.
 
 ``torch.load`` with a ``pickle_module`` is not safe. It calls the module's own ``load`` for a file
-that is no zip archive, and ``torch.jit.load`` for a TorchScript archive. This reader takes zip
-archives alone, refuses TorchScript by name, and reads pickles by ``pickles``.
+that is no zip archive, and ``torch.jit.load`` for a TorchScript archive. This reader takes only zip
+archives, refuses TorchScript by name, and reads pickles by ``pickles``.
 
-Tensors are mapped from the file, so they are read when they are used. Every size is compared with
-what the file has before a tensor is made of it.
+Tensors are mapped from the file, so they are read when they are used. Every size is checked against
+the file before a tensor is made.
 
 Source: ``torch/serialization.py`` (``_save``, ``_load``) and ``torch/_utils.py`` at torch 2.13;
-older ones to 1.6 write the same records.
+older versions down to 1.6 write the same records.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,
 }
-# Without the latter a private mapping that may be written to is held against the memory that is
-# free, and a file larger than that cannot be mapped. Python names it from 3.13 on.
+# Without MAP_NORESERVE, a private mapping that may be written to counts against free memory, and a
+# larger file cannot be mapped. Python names the flag from 3.13 on.
 _COPIED = mmap.MAP_PRIVATE | (getattr(mmap, "MAP_NORESERVE", 0x4000) if _IS_LINUX else 0)
 _HEADER = struct.Struct("<4s22xHH")  # of a record: signature, lengths of its name and extra field
 _SIGNATURE = b"PK\003\004"
-_QUANTIZED = "q"  # what dtypes begin with that need more than their elements
+_QUANTIZED = "q"  # prefix of dtypes that need more than their elements
 DTYPES = {
     ("torch", name): dtype for name, dtype in _DTYPES.items() if not name.startswith(_QUANTIZED)
 }
@@ -73,7 +73,7 @@ def load(path: str | os.PathLike[str]) -> Any:
 
 
 def mapped(path: str | os.PathLike[str]) -> memoryview:
-    """A file's bytes; what is written into them stays in memory.
+    """A file's bytes, mapped; writes into them stay in memory.
 
     Raises:
         OSError: it cannot be read.
@@ -90,12 +90,12 @@ def mapped(path: str | os.PathLike[str]) -> memoryview:
 
 
 def load_bytes(data: bytes) -> Any:
-    """As ``load``, of bytes that another archive holds."""
+    """Like ``load``, for bytes that another archive holds."""
     return load_view(memoryview(bytearray(data)))
 
 
 def load_view(view: memoryview) -> Any:
-    """As ``load``, of bytes in memory or in a mapped file, which tensors go on using."""
+    """Like ``load``, for bytes in memory or in a mapped file, which tensors go on using."""
     records = _records(view)
     root = next(iter(records)).split("/", 1)[0]
     pickled = records.get(f"{root}/data.pkl")
@@ -112,7 +112,7 @@ def load_view(view: memoryview) -> Any:
 
 
 class _Window(io.RawIOBase):
-    """A view as ``zipfile`` wants a file; it never allocates more than the view has."""
+    """A view as a file for ``zipfile``; a read never allocates more than the view has."""
 
     def __init__(self, view: memoryview) -> None:
         self._view, self._at = view, 0
@@ -141,7 +141,7 @@ class _Window(io.RawIOBase):
 
 
 def _records(view: memoryview) -> dict[str, memoryview]:
-    """The archive's records by name; only those that are stored as they are, as torch does."""
+    """The archive's records by name. Compressed ones are refused; torch writes none."""
     try:
         with zipfile.ZipFile(_Window(view)) as archive:
             entries = archive.infolist()
@@ -174,7 +174,7 @@ def _record(view: memoryview, entry: zipfile.ZipInfo) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A record's bytes, and what its elements are."""
+    """A record's bytes, and the dtype of its elements."""
 
     data: memoryview
     dtype: torch.dtype
@@ -187,7 +187,7 @@ class _Storages:
         self._records, self._folder = records, folder
 
     def persistent(self, saved: Any) -> _Record:
-        """``("storage", type, key, device, number of elements)``."""
+        """The storage of ``("storage", type, key, device, number of elements)``."""
         if not isinstance(saved, tuple) or len(saved) != 5 or saved[0] != "storage":
             raise ArchiveError("it refers to something that is no storage")
         _, kind, key, _, numel = saved
@@ -215,7 +215,7 @@ def _sizes(numbers: Any) -> tuple[int, ...]:
 def _tensor(
     storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A view of a storage, with all of its elements inside."""
+    """A view of a storage, which must have all of its elements."""
     if not isinstance(storage, _Record):
         raise ArchiveError("a tensor has no storage")
     dtype = storage.dtype if dtype is None else dtype
@@ -251,7 +251,7 @@ def _elements(data: memoryview, dtype: torch.dtype, count: int) -> torch.Tensor:
 
 
 def _rebuild_v2(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
-    """After them: whether it requires a gradient, hooks and metadata, which are not read."""
+    """A tensor; the last arguments (requires_grad, hooks, metadata) are not read."""
     return _tensor(storage, offset, size, stride)
 
 
@@ -271,7 +271,7 @@ def _rebuild_parameter(data: Any, *_: Any) -> Any:
 
 
 def _rebuild_from_type(make: Any, _: Any, args: Any, *__: Any) -> Any:
-    """A tensor with attributes, or of a subclass, whose plain part is kept."""
+    """The plain part of a tensor that has attributes or is of a subclass."""
     maker = _TENSORS.get(make) if isinstance(make, Name) else None
     if maker is None or not isinstance(args, tuple):
         return pickles.Unknown(make if isinstance(make, Name) else Name("", ""))

@@ -3,8 +3,8 @@
 torch.save writes zip archives. Their directories have the CRC-32 of every record, computed as the
 bytes went by; a shard of torch_dist is one such archive after another. The checksum of a file is
 BLAKE2b over all its bytes, but with the CRC-32 of each large record in place of the record. Right
-after a save these come from the directories (``written``), and nothing else is read. Before a load
-they are computed from the bytes.
+after a save these come from the directories (``written``), so large records are not read. Before a
+load they are computed from the bytes.
 
 By chance a change of a record goes unseen once in 2^32 times; one within 32 bits never does. A file
 that is no archive, or changed into none, is hashed whole. This is no protection against intent.
@@ -24,16 +24,16 @@ from typing import BinaryIO
 
 from megatron_muon.files.regular import open_regular
 
-NAME = "crc32+blake2b"  # in front of every checksum
-LARGE = 4096  # bytes from which on a record goes in as its CRC-32
+NAME = "crc32+blake2b"  # prefix of every checksum
+LARGE = 4096  # bytes; a record of this size or more is hashed as its CRC-32
 _CHUNK = 1 << 22  # bytes that are read at once
 _SIGNATURE = b"PK\003\004"
-_HEADER = struct.Struct("<26xHH")  # of a record: the lengths of its name and of what follows it
+_HEADER = struct.Struct("<26xHH")  # of a record: lengths of its name and extra field
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """Bytes ``[start, stop)`` of a file, and their CRC-32 by the archive's directory."""
+    """Bytes ``[start, stop)`` of a file, and their CRC-32 in the archive's directory."""
 
     start: int
     stop: int
@@ -41,11 +41,11 @@ class _Record:
 
 
 def checksum(path: str | os.PathLike[str], *, written: bool = False) -> str:
-    """``crc32+blake2b:`` and 32 hex digits of a file's bytes, on any machine the same.
+    """``crc32+blake2b:`` and 32 hex digits for a file's bytes, the same on any machine.
 
     Args:
-        path: the file's.
-        written: its CRC-32s are right: torch has computed them, and nothing has touched it since.
+        path: the file.
+        written: whether to trust its CRC-32s: torch has just written it, nothing has changed it.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -73,7 +73,7 @@ def _crc(file: BinaryIO, record: _Record) -> int:
 
 
 def _chunks(file: BinaryIO, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes ``[start, stop)``, less where the file has become shorter; each is gone by the next."""
+    """Bytes ``[start, stop)``, fewer if the file is shorter. A chunk is valid until the next."""
     buffer = bytearray(min(_CHUNK, max(0, stop - start)))
     while start < stop:
         file.seek(start)
@@ -85,7 +85,7 @@ def _chunks(file: BinaryIO, start: int, stop: int) -> Iterator[memoryview]:
 
 
 def _large_records(file: BinaryIO, size: int) -> list[_Record]:
-    """Records of the archives that a file ends with, by place; none where it ends otherwise."""
+    """Large records of the archives at a file's end, in the order of places; may be none."""
     records: list[_Record] = []
     stop = size
     while stop:
@@ -98,9 +98,9 @@ def _large_records(file: BinaryIO, size: int) -> list[_Record]:
 
 
 def _archive(file: BinaryIO, stop: int) -> tuple[int, list[_Record]] | None:
-    """Where the archive that ends at ``stop`` starts, and its large records; None for no archive.
+    """The start and the large records of the archive that ends at ``stop``; None for no archive.
 
-    A directory is believed only where it is possible: a damaged one says anything.
+    A directory is used only if its entries are possible: a damaged one may say anything.
     """
     try:
         with zipfile.ZipFile(_Until(file, stop)) as archive:
@@ -127,7 +127,7 @@ def _archive(file: BinaryIO, stop: int) -> tuple[int, list[_Record]] | None:
 
 
 def _header(file: BinaryIO, at: int) -> int:
-    """Bytes of a record's header; 0 where it is none."""
+    """The number of bytes of a record's header; 0 where there is none."""
     if at < 0:
         return 0
     file.seek(at)
@@ -138,12 +138,11 @@ def _header(file: BinaryIO, at: int) -> int:
 
 
 class _NoPlace(OSError):
-    """A place before the start of the file: one too short for the records that zipfile expects, or
-    a damaged directory that names it."""
+    """zipfile seeks a place before the file's start: it is too short, or its directory damaged."""
 
 
 class _Until(io.RawIOBase):
-    """A file up to ``stop``, as zipfile wants one."""
+    """A file up to ``stop``, for zipfile."""
 
     def __init__(self, file: BinaryIO, stop: int) -> None:
         self._file, self._stop, self._at = file, stop, 0

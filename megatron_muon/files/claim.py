@@ -1,8 +1,8 @@
-"""A save's claim on a folder: its name in it, and the lock that it holds meanwhile.
+"""A save's claim on a folder: its name in the folder, and a lock that it holds meanwhile.
 
-All ranks of a job share one lock, an flock of a file in the folder. The kernel takes it back when
-the last of their processes has ended, however it did: what a killed job has left is free. Where a
-file system has no locks, or keeps them to one machine, the marks of ``digest`` still tell.
+All ranks of a job share one lock, an flock of a file in the folder. The kernel releases it when the
+last of their processes ends, also if it is killed. Where a file system has no locks, or none across
+machines, the marks of ``digest`` still show another save.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_muon.files.regular import open_regular, read_regular
 LOCK_NAME = "megatron_muon.lock"
 WAIT = 10.0  # seconds that a save waits for another to end, such as that of a job being killed
 _PAUSE = 0.1  # seconds between two tries
-# Environment variables by which one finds a job again.
+# Environment variables that identify a job.
 _JOB = (
     *("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "JOB_ID"),
     *("KUBERNETES_POD_NAME", "POD_NAME", "TORCHELASTIC_RUN_ID"),
 )
-_MOST = 1 << 16  # bytes of what the lock's file says
+_MOST = 1 << 16  # bytes read of the lock's file, at most
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL}
 
 Save = dict[str, Any]
@@ -52,10 +52,10 @@ def identity() -> Save:
 
 
 def described(save: Mapping[str, Any] | None) -> str:
-    """The save's description, in words.
+    """A save in words.
 
     Args:
-        save: its ``identity``; None where a mark does not say.
+        save: its ``identity``; None where a mark has none.
     """
     if save is None:
         return "a run that left no name"
@@ -78,8 +78,8 @@ def take(folder: Path, save: Save | None, wait: float | None = None) -> BinaryIO
     """Lock a folder against all other jobs; for the one process that begins a save.
 
     Args:
-        folder: is there.
-        save: left in the lock's file for ``holder``; None leaves it as it is.
+        folder: a folder that exists.
+        save: written into the lock's file for ``holder``; None leaves the file as it is.
         wait: seconds to wait for others to end; None for ``WAIT``.
 
     Returns:
@@ -97,7 +97,7 @@ def take(folder: Path, save: Save | None, wait: float | None = None) -> BinaryIO
             if _is_at(file, folder / LOCK_NAME):
                 _leave(file, save)
                 return file
-            file.close()  # the save that ended meanwhile has removed it
+            file.close()  # a save that ended meanwhile has removed the file
         except BlockingIOError:
             file.close()
             if time.monotonic() >= end:
@@ -111,10 +111,10 @@ def take(folder: Path, save: Save | None, wait: float | None = None) -> BinaryIO
 
 
 def share(lock: BinaryIO | None) -> None:
-    """Let the other ranks of the job in.
+    """Make the lock shared, so that the other ranks of the job can ``join``.
 
     Raises:
-        HeldError: another job came in between.
+        HeldError: another job has taken the lock in between.
     """
     if lock is None:
         return
@@ -125,13 +125,13 @@ def share(lock: BinaryIO | None) -> None:
 
 
 def join(folder: Path) -> BinaryIO | None:
-    """Hold the lock, too; for the other ranks of the job, once the first lets them in.
+    """Hold the lock, too; for the other ranks of the job, after the first called ``share``.
 
     Returns:
-        The lock; None where there is none to be held, or none is to be seen from here yet.
+        The lock; None where the file system has none, or this machine does not see its file yet.
 
     Raises:
-        HeldError: another job has it.
+        HeldError: another job has the lock.
     """
     try:
         file = open_regular(folder / LOCK_NAME, "rb+")
@@ -149,7 +149,7 @@ def join(folder: Path) -> BinaryIO | None:
 
 
 def release(lock: BinaryIO | None) -> None:
-    """Give a lock back, also for processes that were forked while it was held."""
+    """Release a lock, also for processes that were forked while it was held."""
     if lock is None or lock.closed:
         return
     with contextlib.suppress(OSError):
@@ -173,7 +173,7 @@ def is_held(folder: Path) -> bool:
 
 
 def holder(folder: Path) -> Save | None:
-    """The holder of the lock, if its file says so: it does right after it was taken."""
+    """The save that the lock's file names. It waits up to 1 s for a holder that just took it."""
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         save = read(folder / LOCK_NAME)
@@ -184,7 +184,7 @@ def holder(folder: Path) -> Save | None:
 
 
 def read(path: Path) -> Save | None:
-    """A save that a file names; None where it names none, or is not there."""
+    """The save that a file names; None where the file names none or is missing."""
     try:
         save = json.loads(read_regular(path, _MOST))
     except (OSError, ValueError, RecursionError):

@@ -1,25 +1,26 @@
-"""The digest of a checkpoint: ``megatron_muon.json`` in its folder, and what is wrong with it.
+"""The digest of a checkpoint, ``megatron_muon.json`` in its folder: writing, reading, checking.
 
 One JSON object:
 
 ==============  ================================================================================
-``format``      2; keys may be added to it, which readers pass over that do not know them
+``format``      2; keys may be added to it, since readers ignore keys that they do not know
 ``complete``    false from before the first file of a save until after the last
 ``wrote``       versions of ``megatron_muon``, ``megatron_core`` and ``torch``; ``world_size``
-``save``        which save wrote it: see ``claim.identity``
+``save``        the save that wrote it: see ``claim.identity``
 ``optimizer``   ``muon``
-``settings``    of MuonConfig
+``settings``    the fields of MuonConfig
 ``vocabulary``  number of tokens before padding, where it is known
-``model``       settings of the model that its parameters' shapes do not tell, by name
+``model``       by name, settings of the model that its parameters' shapes do not show
 ``parameters``  by name, with layers and experts numbered over the whole model: ``shape``, the
                 whole parameter's, and ``optimizer``: ``muon``, ``adamw`` or ``frozen``
 ``files``       by path in the folder: ``size`` in bytes, ``hash`` (``checksum``), and ``holds``,
-                some names of parameters in it, where no file of the checkpoint's says which
+                names of some parameters in it, if no file of the checkpoint lists them
 ``hash``        BLAKE2b of all of the above
 ==============  ================================================================================
 
-While ``complete`` is false there is nothing but it, ``format``, ``wrote`` and ``save``: the mark of
-a save. Two saves into one folder leave a mark with ``other``, the one that was noticed, too.
+While ``complete`` is false the object is the mark of a save: it has only ``complete``, ``format``,
+``wrote``, ``save`` and ``hash``. If two saves write into one folder, their mark also has ``other``,
+the save that was noticed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _ITERATION = re.compile(r"iter_([0-9]{7,})")
 _OWN = re.compile(r"megatron_muon\..*(part\.json|tmp|lock|contested)")  # beside the digest itself
 
 
-_CONTESTED = "megatron_muon.{save}.contested"  # what another save leaves for that one
+_CONTESTED = "megatron_muon.{save}.contested"  # left by another save for this one
 
 
 class DigestError(ValueError):
@@ -68,12 +69,12 @@ class TwoSavesError(RuntimeError):
 
 
 def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> None:
-    """Mark a folder as incomplete; it is made where it is not there.
+    """Mark a folder as incomplete; make it if it is missing.
 
     Args:
-        folder: the checkpoint's.
-        wrote: the same as in the digest.
-        save: which save this is, for ``other_save``.
+        folder: the checkpoint's folder.
+        wrote: ``wrote`` of the digest.
+        save: this save's identity, for ``other_save``.
 
     Raises:
         OSError: it cannot be written.
@@ -81,15 +82,15 @@ def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> N
     folder.mkdir(parents=True, exist_ok=True)
     mark = {"format": FORMAT, "complete": False, "wrote": wrote, "save": save}
     write_text(folder / FILE_NAME, sealed(mark))
-    _clear(folder, LOCK_NAME)  # what a save that was killed has left
+    _clear(folder, LOCK_NAME)  # files that a killed save has left
 
 
 def finish(folder: Path, content: Mapping[str, Any]) -> None:
-    """Mark it as complete.
+    """Mark a folder as complete.
 
     Args:
-        folder: the one that ``begin`` was called with; every file is there.
-        content: all but ``format``, ``complete`` and ``hash``.
+        folder: the folder of ``begin``, with all files.
+        content: the digest without ``format``, ``complete`` and ``hash``.
 
     Raises:
         OSError: it cannot be written.
@@ -99,19 +100,19 @@ def finish(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def contest(folder: Path, save: Save, other: Save | None) -> None:
-    """Mark it as what two saves have written into at once, so that neither makes it complete.
+    """Mark a folder as written by two saves at once, so that neither makes it complete.
 
     Raises:
         OSError: it cannot be written.
     """
-    if other is not None:  # it may be about to write its digest over this mark
+    if other is not None:  # the other save may be about to write its digest over the mark below
         write_text(folder / _CONTESTED.format(save=other["id"]), json.dumps(save))
     mark = {"format": FORMAT, "complete": False, "wrote": {}, "save": save, "other": other}
     write_text(folder / FILE_NAME, sealed(mark))
 
 
 def other_save(folder: Path, save: Save) -> str | None:
-    """Words for another save that has written here since ``begin``; None while the mark is ours."""
+    """Words for another save that has written here since ``begin``; None if there is none."""
     content, problem = _content(folder)
     if content is None:
         return problem or f"its mark, {FILE_NAME}, was removed"
@@ -127,18 +128,18 @@ def other_save(folder: Path, save: Save) -> str | None:
 
 
 def contester(folder: Path, save: Save) -> Save | None:
-    """The save that has left word for this one that it has written into the folder, too."""
+    """The save that left a note for this one: it has written into the folder, too."""
     return claim.read(folder / _CONTESTED.format(save=save["id"]))
 
 
 def saver(folder: Path) -> Save | None:
-    """Which save has marked a folder last, where its mark says so."""
+    """The save that marked a folder last, if its mark names one."""
     content, _ = _content(folder)
     return None if content is None else content["save"]
 
 
 def unfinished(folder: Path) -> Save | None:
-    """The save whose mark is there and that has not come to its end; None for none."""
+    """The save that marked a folder and did not finish; None without one."""
     content, _ = _content(folder)
     return None if content is None or content["complete"] else content["save"]
 
@@ -150,7 +151,7 @@ def _clear(folder: Path, *kept: str) -> None:
 
 
 def read(folder: Path) -> Digest | None:
-    """A folder's digest, None where it has none.
+    """A folder's digest; None where it has none.
 
     Raises:
         DigestError: it is damaged, of another format, or cannot be read.
@@ -162,9 +163,9 @@ def read(folder: Path) -> Digest | None:
 
 
 def _content(folder: Path) -> tuple[Digest | None, str]:
-    """The digest or None, and what is wrong with it; nothing is where there is none.
+    """The digest or None, and the fault of its file in words; ``""`` if it has none or is missing.
 
-    It asks nothing of other folders, so that ``way_out`` may ask it of all of them.
+    It reads no other folder, so that ``way_out`` may call it for every one.
     """
     path = folder / FILE_NAME
     try:
@@ -191,10 +192,10 @@ def _content(folder: Path) -> tuple[Digest | None, str]:
 
 
 def require_complete(folder: Path, digest: Digest) -> None:
-    """Refuse a folder whose save did not come to its end.
+    """Refuse a folder whose save did not finish.
 
     Raises:
-        DigestError: with the way out.
+        DigestError: the save did not finish; names the way out.
     """
     if digest["complete"]:
         return
@@ -221,13 +222,13 @@ def describe(path: Path, checksum: Checksum) -> dict[str, Any]:
 
 
 def fault(folder: Path, name: str, entry: Mapping[str, Any], checksum: Checksum) -> str | None:
-    """The fault of a checkpoint's file, None where it has none.
+    """The fault of a checkpoint's file in words; None where it has none.
 
     Args:
-        folder: the checkpoint's.
-        name: the file's name in it.
+        folder: the checkpoint's folder.
+        name: the file's path in the folder.
         entry: the file's entry in ``files``.
-        checksum: see ``describe``.
+        checksum: function from a path to a checksum.
     """
     path = folder / name
     try:
@@ -240,13 +241,13 @@ def fault(folder: Path, name: str, entry: Mapping[str, Any], checksum: Checksum)
             return f"{path} is damaged: its {size} bytes are not those that were written{later}"
     except FileNotFoundError:
         return f"{path} is missing"
-    except (OSError, ValueError) as error:  # the latter: no file has such a name
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
         return f"{path} cannot be read ({error})"
     return None
 
 
 def _later(folder: Path, path: Path) -> str:
-    """Words for a file that differs from the digest and is newer; empty where it is older."""
+    """Words for a file that differs from the digest, if it is newer; else empty."""
     digest = folder / FILE_NAME
     if path.stat().st_mtime_ns <= digest.stat().st_mtime_ns:
         return ""
@@ -258,7 +259,7 @@ def _later(folder: Path, path: Path) -> str:
 
 
 def shared_out(sizes: Mapping[str, int], count: int) -> list[list[str]]:
-    """Names for each of ``count`` ranks, with about as many bytes each; the same everywhere."""
+    """Names of files for each of ``count`` ranks, of about equal bytes; the same on all ranks."""
     shares: list[list[str]] = [[] for _ in range(count)]
     loads = [0] * count
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -269,7 +270,7 @@ def shared_out(sizes: Mapping[str, int], count: int) -> list[list[str]]:
 
 
 def own_file(name: str) -> bool:
-    """A file of this package's, so none of the checkpoint's."""
+    """Whether a name in a checkpoint's folder is that of a file of this package."""
     return name == FILE_NAME or _OWN.fullmatch(name) is not None
 
 
@@ -277,13 +278,12 @@ def own_file(name: str) -> bool:
 
 
 def complete_iterations(folder: Path) -> list[int]:
-    """Numbers of the complete checkpoints ``iter_N`` in a folder, that have a digest; the last
-    one last. No file is hashed."""
+    """Numbers of the complete checkpoints ``iter_N`` in a folder, sorted; see ``says_complete``."""
     return sorted(number for number, path in _iterations(folder) if says_complete(path))
 
 
 def damaged_iterations(folder: Path) -> list[int]:
-    """Numbers of those ``iter_N`` that have a digest that cannot be read."""
+    """Numbers of the checkpoints ``iter_N`` whose digest cannot be read."""
     return sorted(number for number, path in _iterations(folder) if _content(path)[1])
 
 
@@ -299,7 +299,7 @@ def _iterations(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def iteration_of(name: str) -> int | None:
-    """The number N of a folder's name ``iter_N``, as Megatron writes it; None for another name."""
+    """N of a folder's name ``iter_N`` as Megatron writes it; None for any other name."""
     match = _ITERATION.fullmatch(name)
     if match is None or name != f"iter_{int(match[1]):07d}":
         return None
@@ -307,8 +307,10 @@ def iteration_of(name: str) -> int | None:
 
 
 def says_complete(folder: Path) -> bool:
-    """Whether a folder has an intact digest of a save that came to its end, and all files in the
-    sizes that it says. No file is hashed."""
+    """Whether a folder has an intact digest of a finished save, and all files in their sizes.
+
+    No file is hashed.
+    """
     content, _ = _content(folder)
     if content is None or not content["complete"]:
         return False
@@ -324,7 +326,7 @@ def _size(path: Path) -> int | None:
 
 
 def way_out(folder: Path) -> str:
-    """The way out where a checkpoint cannot be loaded: a sentence. It raises nothing."""
+    """A sentence that names the way out where a checkpoint cannot be loaded; raises nothing."""
     number = iteration_of(folder.name)
     if number is None:
         return "Load another checkpoint"

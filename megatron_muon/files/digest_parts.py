@@ -1,4 +1,4 @@
-"""Parts of a digest: each rank's knowledge of the files that it wrote, until the digest is made."""
+"""Parts of a digest: each rank's description of the files that it wrote, for the whole digest."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NAME = "megatron_muon.{save}.{rank}.part.json"
 
 
 def write_part(folder: Path, save: Save, rank: int, part: Mapping[str, Any]) -> None:
-    """Leave what a rank knows in the folder for the one that makes the digest.
+    """Write a rank's part into the folder, for the rank that makes the digest.
 
     Args:
-        folder: the checkpoint's.
-        save: which save it is of: another's parts may lie beside.
-        rank: in the world.
-        part: JSON.
+        folder: the checkpoint's folder.
+        save: the save that it belongs to; parts of another save may be there, too.
+        rank: world rank.
+        part: JSON; keys that a digest has, too, have its types.
 
     Raises:
         OSError: it cannot be written.
@@ -31,7 +31,7 @@ def write_part(folder: Path, save: Save, rank: int, part: Mapping[str, Any]) -> 
 
 
 def read_part(folder: Path, save: Save, rank: int) -> dict[str, Any] | None:
-    """The part that a rank left in this save, None where it left none.
+    """The part that a rank wrote in this save; None where it wrote none.
 
     Raises:
         OSError: it cannot be read.
@@ -44,7 +44,7 @@ def read_part(folder: Path, save: Save, rank: int) -> dict[str, Any] | None:
 
 
 def read_parts(folder: Path, save: Save) -> Iterator[dict[str, Any]]:
-    """The parts that all ranks left in this save.
+    """The parts that all ranks wrote in this save.
 
     Raises:
         OSError: one cannot be read.
@@ -55,13 +55,13 @@ def read_parts(folder: Path, save: Save) -> Iterator[dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A part whose ``files`` and ``parameters``, where it has them, are a digest's."""
+    """A part, after a check that its keys have the types of a digest's."""
     data = read_regular(path, MOST + 1)
     try:
         part = json.loads(data) if len(data) <= MOST else None
         if isinstance(part, dict):
             checked = completed(part)
             return {key: checked[key] for key in part}
-    except (ValueError, RecursionError):  # the latter: it is nested ever so deeply
+    except (ValueError, RecursionError):  # RecursionError: it is nested too deeply
         pass
     raise ValueError(f"{path} is not what a rank of this save wrote: save again")

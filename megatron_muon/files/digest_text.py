@@ -1,4 +1,4 @@
-"""The text of a digest: JSON that has a hash of itself, and types that its readers can rely on."""
+"""The text of a digest: JSON with a hash of itself, and types that its readers can rely on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def opened(text: str) -> dict[str, Any]:
     """The content of ``sealed``, with ``hash``.
 
     Raises:
-        ValueError: it is no such text. Nested ever so deeply, it is that error, too.
+        ValueError: the text is not one of ``sealed``, or is nested too deeply to be read.
     """
     try:
         content = json.loads(text)
@@ -37,12 +37,12 @@ def opened(text: str) -> dict[str, Any]:
 
 
 def completed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A content with all keys of its format, once what is there has the right types.
+    """A digest's content with all keys of its format, after a check of the types that it has.
 
-    A hash is no protection against intent, so readers must not fail on other types.
+    A hash is no protection against intent, so a digest may have other types despite its hash.
 
     Args:
-        content: a digest's, of the format that is read here.
+        content: the content of a digest of the format that is read here.
 
     Raises:
         ValueError: names the key that is wrong.
@@ -54,7 +54,7 @@ def completed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """A text with escapes for what a terminal or a log would obey; but not for ``kept``."""
+    """A text with characters that a terminal may obey escaped, but for those in ``kept``."""
     return "".join(
         each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
         for each in text
@@ -95,7 +95,7 @@ def _are_files(value: Any) -> bool:
 
 
 def _is_below(name: str) -> bool:
-    """A path that stays in its folder."""
+    """Whether a path stays in its folder."""
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 

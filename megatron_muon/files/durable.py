@@ -1,4 +1,4 @@
-"""Writing small files so that a process may end at any moment."""
+"""Writing small files whole, even if the process ends at any moment."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there with all its text or as it was before, whenever it ends.
+    """Write a file. If the process ends meanwhile, the file has all its text or is as before.
 
     Raises:
         OSError: it cannot be written.
     """
-    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # others may write it, too
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # others may write path, too
     try:
         with beside.open("w") as file:
             file.write(text)
@@ -29,7 +29,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the new name outlasts a loss of power; not every file system lets a folder."""
+    """Make the new name survive a loss of power; not every file system can sync a folder."""
     try:
         number = os.open(folder, os.O_RDONLY)
     except OSError:

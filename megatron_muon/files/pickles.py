@@ -1,4 +1,4 @@
-"""Reads a pickle as data: no byte of it chooses code that runs.
+"""A reader of pickles as data: no byte of a pickle chooses code that runs.
 
 Python's unpickler imports what a pickle names and calls it. This reader imports nothing. A name
 becomes a ``Name``, an object of a class becomes an ``Unknown`` with its arguments and its state.
@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 MOST_BYTES = 1 << 31  # of one pickle; a large run's .metadata has some 10**8
-_KEY_DEPTH = 8  # of tuples in a key; Megatron's keys have one level
+_KEY_DEPTH = 8  # levels of tuples in a key; Megatron's keys have one
 
 
 class PickleError(ValueError):
-    """A pickle that is damaged, or that no torch.save and no Megatron has written."""
+    """A pickle that is damaged, or that neither torch.save nor Megatron has written."""
 
 
 class Name(NamedTuple):
@@ -37,12 +37,12 @@ class Name(NamedTuple):
 
 
 class Unknown:
-    """An object of a class that no maker is for.
+    """An object of a class for which there is no maker.
 
     Attributes:
         name: its class, or the function that would have made it.
         args: the arguments that it would have been made with.
-        state: its attributes, or whatever its class saves; None where there is none.
+        state: its attributes, or whatever its class saves; None where it has no state.
     """
 
     __slots__ = ("args", "name", "state")
@@ -60,7 +60,7 @@ Makers = Mapping[tuple[str, str], Maker]
 
 
 def _plain(make: Callable[[Any], Any]) -> Maker:
-    """A container of the items of another one, which are in the pickle themselves."""
+    """A maker of a container from the items of another one, which the pickle has already."""
 
     def maker(items: Any = ()) -> Any:
         if not isinstance(items, (list, tuple, set, frozenset, bytes)):
@@ -75,7 +75,7 @@ def _hashed(make: Callable[[Any], Any]) -> Maker:
 
 
 def _dict(*args: Any) -> dict[Any, Any]:
-    """An OrderedDict or defaultdict, too; their items follow one by one."""
+    """An empty dict, also for OrderedDict and defaultdict; their items follow one by one."""
     if args and not isinstance(args[0], (Name, type(None))):
         raise PickleError("a dict is made of an object")
     return {}
@@ -119,7 +119,7 @@ PLAIN: Makers = {
     ("builtins", "complex"): _complex,
     ("_codecs", "encode"): _encoded,
 }
-_BUILTINS = {"__builtin__": "builtins"}  # as protocol 2 calls it
+_BUILTINS = {"__builtin__": "builtins"}  # the name in protocol 2
 
 
 def load(
@@ -131,14 +131,15 @@ def load(
     """The object that a pickle holds.
 
     Args:
-        data: the pickle; what follows it is not looked at.
-        makers: by module and name, called with a class's or function's arguments. They must check
-            them and raise ``ValueError`` or ``TypeError``.
-        values: by module and name, what is no class and no function, such as a dtype.
-        persistent: makes an object of a persistent id; without it such ids are refused.
+        data: the pickle; bytes after its end are ignored.
+        makers: functions by module and name of a class or function; they are called with its
+            arguments, must check them, and raise ``ValueError`` or ``TypeError``.
+        values: by module and name, objects that are neither classes nor functions, such as dtypes.
+        persistent: makes an object of a persistent id; None refuses such ids.
 
     Raises:
-        PickleError: it is damaged, or has what is not read here; says what and where.
+        PickleError: the pickle is damaged, or has something that is not read here; says what and
+            where.
     """
     if len(data) > MOST_BYTES:
         raise PickleError(f"a pickle of {len(data)} bytes, more than {MOST_BYTES}")
@@ -146,7 +147,7 @@ def load(
 
 
 def _key(value: Any, depth: int = 0) -> Any:
-    """A value that may be hashed: hashing a deeply nested tuple would overflow the stack."""
+    """The value, if it may be hashed: hashing a deeply nested tuple would overflow the stack."""
     if isinstance(value, tuple) and not isinstance(value, Name):
         if depth == _KEY_DEPTH:
             raise PickleError("a key is nested too deeply")
@@ -228,7 +229,7 @@ class _Machine:
     # --- the stack ------------------------------------------------------------------------------
 
     def _marked(self) -> list[Any]:
-        """The objects above the last mark, which goes."""
+        """Take the objects above the last mark, and the mark."""
         items, self._stack = self._stack, self._below.pop()
         return items
 
@@ -402,7 +403,7 @@ class _Machine:
             vars(target).update(state)
         elif isinstance(target, Name) or type(target) in _STATELESS:
             raise PickleError(f"a {type(target).__name__} is given a state")
-        # Else a dict or a tensor: attributes of it, of which nothing is read.
+        # Else it is a dict or a tensor, whose attributes are not read.
 
     def persid(self) -> None:
         if self._persistent is None:

@@ -1,7 +1,7 @@
-"""Opening files of a checkpoint: regular ones alone, without waiting for anything.
+"""Opening a checkpoint's files: only regular ones, and without waiting.
 
-Whoever can write into a checkpoint's folder can leave a named pipe in place of a file. To open one
-waits until somebody opens its other end, which is for ever.
+Anyone who can write into a checkpoint's folder can leave a named pipe in place of a file. Opening
+it would wait, perhaps for ever, until another process opens its other end.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def open_regular(path: str | os.PathLike[str], mode: str = "rb", buffering: int 
         buffering: see ``open``.
 
     Raises:
-        NotRegularError: it is something else; nothing is read from it.
+        NotRegularError: the path is something else; nothing is read from it.
         OSError: it cannot be opened.
     """
     flags = _MODES[mode] | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     try:
         number = os.open(path, flags, 0o666)
     except OSError as error:
-        # a pipe without a reader or a socket; a folder
+        # ENXIO: a pipe without a reader, or a socket; EISDIR: a folder
         if error.errno in (errno.ENXIO, errno.EISDIR):
             raise _not_regular(path) from None
         raise
@@ -63,7 +63,7 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """All that is in a folder and in those below it, but folders; no link to one is followed.
+    """All entries but folders, in a folder and those below it; links to folders are not followed.
 
     Raises:
         OSError: a folder cannot be listed.
@@ -81,7 +81,7 @@ def entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 def irregular(folder: Path) -> Iterator[Path]:
     """Entries that are neither regular files nor folders, in a folder and those below it.
 
-    A link to nothing is passed over: whoever opens it gets an error.
+    A link to nothing is skipped: opening it raises an error anyway.
 
     Raises:
         OSError: a folder cannot be listed.

@@ -1,4 +1,4 @@
-"""Reads a ``torch_dist`` checkpoint's metadata and objects as data, without Megatron.
+"""A reader of a ``torch_dist`` checkpoint's metadata and objects as data, without Megatron.
 
 ``torch.distributed.checkpoint`` reads ``.metadata`` by ``pickle.load`` and objects by
 ``torch.load(weights_only=False)``: both run whatever code a file names. Here ``pickles`` and
@@ -50,7 +50,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Where something is: bytes ``[offset, offset + length)`` of a file of the folder."""
+    """The place of a saved value: bytes ``[offset, offset + length)`` of a file of the folder."""
 
     file: str
     offset: int
@@ -59,11 +59,11 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """All that a checkpoint's metadata say.
+    """The contents of a checkpoint's metadata.
 
     Attributes:
-        entries: by key; None for what is no tensor.
-        places: by key and, of a tensor's pieces, their offsets.
+        entries: the tensor of each key; None for a key of another object.
+        places: the place by key and, for a piece of a tensor, its offsets.
     """
 
     entries: Mapping[str, Tensor | None]
@@ -154,7 +154,7 @@ def _place(index: Any, info: Any) -> tuple[tuple[str, Numbers | None], FileRange
     offset = where.get("offset")
     key = _text(where.get("fqn")), None if offset is None else _numbers(offset)
     file = _text(state.get("relative_path"))
-    if Path(file).name != file or file in ("", "..") or "\0" in file:  # nowhere but in the folder
+    if Path(file).name != file or file in ("", "..") or "\0" in file:  # only in the folder
         raise MetadataError(f"it places {key[0]!r} in {file!r}, which is no name of a file")
     if state.get("transform_descriptors"):
         raise MetadataError(f"{key[0]!r} is compressed, which is not read here")
@@ -167,17 +167,17 @@ def _place(index: Any, info: Any) -> tuple[tuple[str, Numbers | None], FileRange
 
 @dataclass(slots=True)
 class Shards:
-    """The files of a folder that metadata place things in; each is mapped once."""
+    """The files of a folder in which metadata place values; each is mapped once."""
 
     folder: Path
     metadata: Metadata
     _mapped: dict[str, memoryview] = field(default_factory=dict)
 
     def read(self, key: str, offsets: Numbers | None = None) -> Any:
-        """The value that is saved there: a tensor's piece, or an object.
+        """The saved value of a key: an object or, at ``offsets``, a tensor's piece.
 
         Raises:
-            KeyError: the metadata do not say where.
+            KeyError: the metadata have no place for it.
             OSError: the file cannot be read.
             archive.ArchiveError, pickles.PickleError: it is damaged.
         """
