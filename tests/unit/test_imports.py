@@ -26,6 +26,7 @@ TIERS = (
     ("runtime",),
     ("mcore", "cpu"),
     ("", "megatron_lm", "dry_run"),
+    ("virtual_gpu",),
     ("cli",),
     ("bench", "__main__", "autoload"),
 )

@@ -15,11 +15,13 @@ from megatron_muon import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.round_table import round_tables
 from megatron_muon.runtime.fused import Fused
-from support.virtual_gpu import Recording, check_stage, record_step
-from support.virtual_gpu.nccl import Launcher, Part, Work
+from megatron_muon.virtual_gpu.device.nccl import Launcher, Part, Work
+from megatron_muon.virtual_gpu.races import MEMORY, Memory, races
+from megatron_muon.virtual_gpu.recording import Recording
+from megatron_muon.virtual_gpu.stage import check_stage
+from megatron_muon.virtual_gpu.step import record_step
+from megatron_muon.virtual_gpu.trace import Kernel
 from support.virtual_gpu.plans import small_plan
-from support.virtual_gpu.races import MEMORY, Memory, races
-from support.virtual_gpu.trace import Kernel
 
 SIZES = {"one round": 1 << 30, "some": 60_000, "a round each": 1}  # a fc1 has 160 kB
 SETTINGS: dict[str, dict[str, Any]] = {

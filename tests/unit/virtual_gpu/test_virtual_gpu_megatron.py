@@ -7,8 +7,10 @@ from functools import cache
 import pytest
 
 from megatron_muon import MuonConfig
+from megatron_muon.virtual_gpu.recording import Recording
+from megatron_muon.virtual_gpu.stage import check_stage
 from support.installed import VERSION
-from support.virtual_gpu import Recording, Run, check_stage, record_megatron
+from support.virtual_gpu.runs import Run, record_megatron
 
 CONFIG = MuonConfig(round_bytes=30_000)  # several rounds: a fc1 has 44 kB
 RUNS = {

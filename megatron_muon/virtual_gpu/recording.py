@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from support.virtual_gpu.memory import Peak, peak
-from support.virtual_gpu.races import MEMORY, Race, races
-from support.virtual_gpu.trace import Collective, Event, HostSync, Kernel, StepStart, Trace
+from megatron_muon.virtual_gpu.memory import Peak, peak
+from megatron_muon.virtual_gpu.races import MEMORY, Race, races
+from megatron_muon.virtual_gpu.trace import (
+    Collective,
+    Event,
+    HostSync,
+    IterationStart,
+    Kernel,
+    StepStart,
+    Trace,
+)
 
 
 @dataclass(frozen=True)
@@ -18,16 +27,34 @@ class Recording:
     Attributes:
         rank: of the world that was recorded.
         trace: everything.
+        held: kinds of the state's blocks, where they are known.
     """
 
     rank: int
     trace: Trace
+    held: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
     def step(self) -> list[Event]:
         """Events of the last step."""
+        return self._from_last(StepStart)
+
+    @cached_property
+    def iteration(self) -> list[Event]:
+        """Events of the last training iteration, whose end is the last step."""
+        return self._from_last(IterationStart)
+
+    @cached_property
+    def before(self) -> list[Event]:
+        """Events before the first training iteration: those of the construction."""
         events = self.trace.events
-        starts = [i for i, event in enumerate(events) if isinstance(event, StepStart)]
+        kinds = (StepStart, IterationStart)
+        first = next((i for i, event in enumerate(events) if isinstance(event, kinds)), len(events))
+        return events[:first]
+
+    def _from_last(self, kind: type) -> list[Event]:
+        events = self.trace.events
+        starts = [i for i, event in enumerate(events) if isinstance(event, kind)]
         return events[starts[-1] :] if starts else events
 
     @property

@@ -16,7 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from support.virtual_gpu.trace import (
+from megatron_muon.virtual_gpu.trace import (
     Allocation,
     Collective,
     EventRecord,
@@ -221,12 +221,13 @@ class _Replay:
         other: Operation,
     ) -> None:
         born = self._born.get(block)
+        at = None if born is None else born.place
         phase = self._freed[block] if operation is None else operation.phase
         said = "" if operation is None else _said(operation)
         key = (kind, block, said, _said(other))
         self._races.setdefault(
             key,
-            Race(kind, self._memory, block, born and born.place, said, _said(other), phase),
+            Race(kind, self._memory, block, at, said, _said(other), phase),
         )
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from support.virtual_gpu.nccl import Launcher, Part, Work
-from support.virtual_gpu.trace import Message
+from megatron_muon.virtual_gpu.device.nccl import Launcher, Part, Work
+from megatron_muon.virtual_gpu.trace import Message
 
 _REFUSED = (
     *("all_to_all", "gather", "scatter", "reduce", "reduce_scatter", "gather_object"),

@@ -6,30 +6,42 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from support.virtual_gpu.races import Clock, collectives_and_clocks
-from support.virtual_gpu.recording import Recording
-from support.virtual_gpu.trace import Collective, Message
+from megatron_muon.virtual_gpu.races import Clock, collectives_and_clocks
+from megatron_muon.virtual_gpu.recording import Recording
+from megatron_muon.virtual_gpu.trace import Collective, Message
 
 Node = tuple[int, int]  # a rank of the world, and the number of a collective among its own
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What does not fit between ranks, in words; all are empty where everything does.
+
+    Attributes:
+        order: collectives over a group that ranks call in another order, number or form.
+        messages: sends that are not the receives of their peer.
+        stuck: where a rank waits for ever.
+    """
+
+    order: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+
+
+Calls = Mapping[int, Sequence[tuple[Collective, Clock]]]
 
 
 @dataclass(slots=True)
 class _Calls:
     """Every rank's collectives, with what must be done before each, and who takes part."""
 
-    of_rank: dict[int, list[tuple[Collective, Clock]]]
+    of_rank: Calls
     partners: dict[Node, set[Node]] = field(default_factory=lambda: defaultdict(set))
-    faults: list[str] = field(default_factory=list)
+    faults: Faults = field(default_factory=Faults)
 
 
 def check_stage(recordings: Mapping[int, Recording]) -> list[str]:
-    """Faults between ranks; none where the step can run on all of them together.
-
-    1. Over a group every rank calls the same collectives in one order, with the same dtype, size,
-       reduction and root.
-    2. What rank i sends to rank j in an all-to-all is what j receives from i: dtype and bytes.
-    3. The sends from i to j are the receives of j from i in number, order, dtype and bytes.
-    4. All of them end, where each waits for what its stream has before it and for its partners.
+    """All faults between ranks, in words; none where the step can run on all of them together.
 
     Args:
         recordings: by rank of the world; every rank of every group that communicates.
@@ -37,15 +49,45 @@ def check_stage(recordings: Mapping[int, Recording]) -> list[str]:
     Raises:
         ValueError: a rank of a group is not among them.
     """
-    calls = _Calls({rank: collectives_and_clocks(r.trace) for rank, r in recordings.items()})
-    for rank, own in calls.of_rank.items():
-        for call, _ in own:
-            missing = set(call.group.ranks) - set(recordings)
-            if missing:
-                raise ValueError(f"rank {rank} communicates with {sorted(missing)}: not recorded")
-    _match_collectives(calls)
-    _match_messages(calls)
-    return calls.faults or _stuck(calls)
+    calls = {rank: collectives_and_clocks(r.trace) for rank, r in recordings.items()}
+    missing = unrecorded(calls)
+    if missing:
+        rank, others = min(missing.items())
+        raise ValueError(f"rank {rank} communicates with {sorted(others)}: not recorded")
+    faults = check_calls(calls)
+    return faults.order + faults.messages or faults.stuck
+
+
+def unrecorded(calls: Calls) -> dict[int, set[int]]:
+    """By rank, the ranks of its groups that are not among those given."""
+    groups = {rank: {call.group for call, _ in own} for rank, own in calls.items()}
+    missing = {
+        rank: {other for group in own for other in group.ranks if other not in calls}
+        for rank, own in groups.items()
+    }
+    return {rank: others for rank, others in missing.items() if others}
+
+
+def check_calls(calls: Calls) -> Faults:
+    """Compare ranks with each other; ranks that are not given are taken to do what they must.
+
+    1. Over a group every rank calls the same collectives in one order, with the same dtype, size,
+       reduction and root.
+    2. What rank i sends to rank j in an all-to-all is what j receives from i: dtype and bytes.
+    3. The sends from i to j are the receives of j from i in number, order, dtype and bytes.
+    4. All of them end, where each waits for what its stream has before it and for its partners;
+       looked at where the first three hold.
+
+    Args:
+        calls: by rank of the world, its collectives in order (``races.collectives_and_clocks``).
+    """
+    compared = _Calls(calls)
+    _match_collectives(compared)
+    _match_messages(compared)
+    faults = compared.faults
+    if not faults.order and not faults.messages:
+        faults.stuck.extend(_stuck(compared))
+    return faults
 
 
 def _match_collectives(calls: _Calls) -> None:
@@ -56,10 +98,10 @@ def _match_collectives(calls: _Calls) -> None:
                 over[call.group.name][rank].append((rank, number))
     for name, by_rank in over.items():
         first = next(iter(by_rank.values()))
-        ranks = _call(calls, first[0]).group.ranks
+        ranks = [r for r in _call(calls, first[0]).group.ranks if r in calls.of_rank]
         counts = {rank: len(by_rank.get(rank, [])) for rank in ranks}
         if len(set(counts.values())) > 1:
-            calls.faults.append(f"group {name}: collectives by rank {counts}")
+            calls.faults.order.append(f"group {name}: collectives by rank {counts}")
         for position, nodes in enumerate(zip(*(by_rank.get(r, []) for r in ranks), strict=False)):
             _compare(calls, f"group {name}, collective {position}", nodes)
 
@@ -69,15 +111,18 @@ def _compare(calls: _Calls, where: str, nodes: Sequence[Node]) -> None:
     for node, call in zip(nodes, every, strict=True):
         calls.partners[node] |= set(nodes)
         if call.agreed != every[0].agreed:
-            calls.faults.append(
+            calls.faults.order.append(
                 f"{where}: rank {node[0]} calls {_said(call)}, rank {nodes[0][0]} {_said(every[0])}"
             )
             return
-    for i, sender in enumerate(every):
-        for j, receiver in enumerate(every):
+    if not any(call.sends or call.receives for call in every):
+        return
+    for sender in every:
+        for receiver in every:
+            i, j = sender.rank, receiver.rank
             sent, taken = _with(sender.sends, j), _with(receiver.receives, i)
             if sent != taken:
-                calls.faults.append(
+                calls.faults.messages.append(
                     f"{where}: {i} sends {j} {_sizes(sent)}, {j} takes {_sizes(taken)}"
                 )
 
@@ -97,8 +142,11 @@ def _match_messages(calls: _Calls) -> None:
     for channel in sorted(set(sends) | set(receives)):
         sent, taken = sends[channel], receives[channel]
         stream, i, j = channel
+        ranks = _call(calls, (sent or taken)[0][0]).group.ranks
+        if ranks[i] not in calls.of_rank or ranks[j] not in calls.of_rank:
+            continue
         if [_what(m) for _, m in sent] != [_what(m) for _, m in taken]:
-            calls.faults.append(
+            calls.faults.messages.append(
                 f"{stream}: {i} sends {j} {_sizes([m for _, m in sent])}, {j} takes "
                 f"{_sizes([m for _, m in taken])}"
             )
@@ -130,8 +178,9 @@ def _stuck(calls: _Calls) -> list[str]:
                 if stream not in heads and ready((rank, number)):
                     started.add((rank, number))
                 heads.add(stream)
+        together = started | ended
         for node in started:
-            if calls.partners[node] <= started | ended:
+            if calls.partners[node] <= together:
                 ended.add(node)
                 waiting[node[0]].remove(node[1])
                 done[node[0]][_call(calls, node).own_stream] += 1

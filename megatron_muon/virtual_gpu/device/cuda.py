@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from support.virtual_gpu.crossing import pinned
-from support.virtual_gpu.gpu import Gpu
-from support.virtual_gpu.tensors import CUDA, VirtualTensor
-from support.virtual_gpu.trace import MAIN, EventRecord, StreamWait
+from megatron_muon.virtual_gpu.device.crossing import pinned
+from megatron_muon.virtual_gpu.device.gpu import Gpu
+from megatron_muon.virtual_gpu.device.tensors import CUDA, VirtualTensor
+from megatron_muon.virtual_gpu.trace import MAIN, EventRecord, StreamWait
 
 _CAPABILITY = (9, 0)  # an H100's
 _numbers = itertools.count(1)
@@ -79,7 +79,7 @@ class Stream:
         return event
 
     def _event(self) -> Event:
-        made: Event = torch.cuda.Event()  # type: ignore[assignment]
+        made: Event = torch.cuda.Event()  # type: ignore[assignment, no-untyped-call]
         return made
 
     def synchronize(self) -> None:
@@ -132,6 +132,7 @@ def on_gpu(gpu: Gpu) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch, name, factory))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin_memory))
         stack.enter_context(mock.patch.object(Tensor, "cuda", _to_cuda))
+        stack.enter_context(mock.patch.object(Tensor, "to", _to_over(Tensor.to)))
         yield
 
 
@@ -156,3 +157,19 @@ def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
 
 def _to_cuda(tensor: Tensor, device: Any = None, non_blocking: bool = False) -> Tensor:
     return tensor.to(CUDA, non_blocking=non_blocking)
+
+
+def _to_over(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.to``; of the one GPU where none is named: torch would ask its device guard."""
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = {key: _named(value) for key, value in kwargs.items()}
+        return original(tensor, *map(_named, args), **named)
+
+    return to
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, str):
+        return CUDA if value == "cuda" else value
+    return CUDA if isinstance(value, torch.device) and value == torch.device("cuda") else value

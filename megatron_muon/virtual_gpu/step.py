@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -12,20 +12,21 @@ import torch
 
 import megatron_muon.cpu
 from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize import matmul
 from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
 from megatron_muon.runtime.exchange import Exchange, Meter
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.tracing import phases
-from support.virtual_gpu.communication import VirtualNccl
-from support.virtual_gpu.cuda import on_gpu
-from support.virtual_gpu.gpu import Gpu
-from support.virtual_gpu.guard import register_guard
-from support.virtual_gpu.nccl import alone_as
-from support.virtual_gpu.recording import Recording
-from support.virtual_gpu.tensors import CUDA
-from support.virtual_gpu.trace import StepStart, Trace
+from megatron_muon.virtual_gpu.device.communication import VirtualNccl
+from megatron_muon.virtual_gpu.device.cuda import on_gpu
+from megatron_muon.virtual_gpu.device.gpu import Gpu
+from megatron_muon.virtual_gpu.device.guard import without_driver
+from megatron_muon.virtual_gpu.device.nccl import alone_as
+from megatron_muon.virtual_gpu.device.tensors import CUDA
+from megatron_muon.virtual_gpu.recording import Recording
+from megatron_muon.virtual_gpu.trace import StepStart, Trace
 
 
 @contextmanager
@@ -33,15 +34,16 @@ def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
     """A GPU, switched on, with ``torch.cuda`` and ``torch.distributed`` over it.
 
     It has triton, installed here or not: a fused kernel is one operation, which is recorded and not
-    run. ``MuonConfig.elementwise`` says whether a step has them.
+    run. ``MuonConfig.elementwise`` says whether a step has them. It has no quack-kernels.
 
     Args:
         scalar: what the host reads wherever it reads an element.
     """
-    register_guard()
     gpu = Gpu(scalar)
     with ExitStack() as stack:
+        stack.enter_context(without_driver())
         stack.enter_context(mock.patch.object(fused, "has_triton", lambda: True))
+        stack.enter_context(mock.patch.object(matmul, "_quack", lambda: None))
         for part in (without_cpu_runtime(), on_gpu(gpu), VirtualNccl(gpu).in_place()):
             stack.enter_context(part)
         stack.enter_context(_steady_memory())
@@ -61,9 +63,9 @@ def record(rank: int, size: int, program: Callable[[Gpu, Any], None]) -> Recordi
         return closed(rank, gpu)
 
 
-def closed(rank: int, gpu: Gpu) -> Recording:
+def closed(rank: int, gpu: Gpu, held: Mapping[int, str] | None = None) -> Recording:
     """The trace so far: what is freed later is not in it."""
-    return Recording(rank, Trace(list(gpu.trace.events)))
+    return Recording(rank, Trace(list(gpu.trace.events)), held or {})
 
 
 def record_step(

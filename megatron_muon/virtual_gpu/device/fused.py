@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_muon.cpu import FusedAdam
-from support.virtual_gpu.gpu import Gpu
-from support.virtual_gpu.launches import multi_tensor_launches
-from support.virtual_gpu.tensors import CUDA
+from megatron_muon.virtual_gpu.device.gpu import Gpu
+from megatron_muon.virtual_gpu.device.launches import multi_tensor_launches
+from megatron_muon.virtual_gpu.device.tensors import CUDA
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _apply(operation: Callable[..., Any], overflow: Tensor, lists: Any, *args: A
 def _l2_norm_on(gpu: Gpu) -> Callable[..., Any]:
     def l2_norm(lists: Sequence[Sequence[Any]], per_tensor: bool) -> tuple[Tensor, None]:
         (tensors,) = lists
-        norm = torch.empty(1, device=CUDA)
+        norm: Any = torch.empty(1, device=CUDA)
         partial = multi_tensor_launches([t.numel() for t in tensors], 1)
         gpu.launch("multi_tensor_l2norm", list(tensors), [norm], 1 + partial + 1)
         return norm, None
@@ -91,6 +91,6 @@ def _scale_on(gpu: Gpu) -> Callable[..., Any]:
         sources, targets = lists
         reads = [*sources, *([factor] if isinstance(factor, Tensor) else [])]
         count = multi_tensor_launches([t.numel() for t in sources], 2)
-        gpu.launch("multi_tensor_scale", reads, list(targets), count)  # type: ignore[arg-type]
+        gpu.launch("multi_tensor_scale", reads, list(targets), count)
 
     return scale

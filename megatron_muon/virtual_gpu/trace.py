@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -28,12 +28,21 @@ class Place:
         """The function's name."""
         return "elsewhere" if self.code is None else self.code.co_name
 
-    def __str__(self) -> str:
+    @property
+    def file(self) -> str:
+        """Its path inside the package or Megatron's core."""
         if self.code is None:
             return "elsewhere"
         path = self.code.co_filename.replace("\\", "/")
-        name = next((path.split(mark)[-1] for mark in _OURS if mark in path), path)
-        return f"{name}:{self.line} {self.code.co_name}"
+        return next((path.split(mark)[-1] for mark in _OURS if mark in path), path)
+
+    @property
+    def is_megatrons(self) -> bool:
+        """The line is Megatron's."""
+        return self.code is not None and _OURS[1] in self.code.co_filename.replace("\\", "/")
+
+    def __str__(self) -> str:
+        return "elsewhere" if self.code is None else f"{self.file}:{self.line} {self.caller}"
 
 
 @dataclass(slots=True)
@@ -193,6 +202,11 @@ class RecordStream:
 
 
 @dataclass(slots=True)
+class IterationStart:
+    """A training iteration begins, with the forward pass."""
+
+
+@dataclass(slots=True)
 class StepStart:
     """An optimizer step begins; counts are of the last one."""
 
@@ -207,10 +221,12 @@ Event = (
     | Allocation
     | Free
     | RecordStream
+    | IterationStart
     | StepStart
 )
 
 _OURS = ("/megatron_muon/", "/megatron/core/")
+_OBSERVER = "/megatron_muon/virtual_gpu/"
 # Marks inside a phase: the package's around a call of torch.distributed, torch's of an optimizer.
 _NAMELESS = re.compile(r"^Optimizer\.|/(collective|wait)$")
 _NOWHERE = Place(None, 0)
@@ -245,16 +261,20 @@ class Trace:
 
 def place() -> Place:
     """The innermost frame that is the package's or Megatron's."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         ours = _known.get(code)
         if ours is None:
-            ours = _known[code] = any(mark in code.co_filename for mark in _OURS)
+            ours = _known[code] = _is_ours(code.co_filename.replace("\\", "/"))
         if ours:
             return Place(code, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return _NOWHERE
+
+
+def _is_ours(path: str) -> bool:
+    return _OBSERVER not in path and any(mark in path for mark in _OURS)
 
 
 _known: dict[CodeType, bool] = {}

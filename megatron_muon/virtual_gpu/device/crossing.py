@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from support.virtual_gpu.tensors import META, VirtualTensor
+from megatron_muon.virtual_gpu.device.tensors import META, VirtualTensor
 
 if TYPE_CHECKING:
-    from support.virtual_gpu.gpu import Gpu
+    from megatron_muon.virtual_gpu.device.gpu import Gpu
 
 
 def without_pinning(kwargs: dict[str, Any]) -> dict[str, Any]:

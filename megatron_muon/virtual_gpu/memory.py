@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from support.virtual_gpu.trace import (
+from megatron_muon.virtual_gpu.trace import (
     Allocation,
     Collective,
     Free,
@@ -25,12 +25,16 @@ class Peak:
         over_state: most bytes above those at any time.
         by_phase: the same, within each phase.
         holders: at that time, bytes above the state by the line that allocated them.
+        state_blocks: bytes of the state by block.
+        above: at that time, what was allocated above the state.
     """
 
     state: int
     over_state: int
     by_phase: dict[str, int]
     holders: dict[str, int]
+    state_blocks: dict[int, int]
+    above: tuple[Allocation, ...]
 
 
 def peak(trace: Trace) -> Peak:
@@ -42,7 +46,14 @@ def peak(trace: Trace) -> Peak:
     for allocation in replay.at_peak:
         holders[str(allocation.place)] += allocation.nbytes
     largest = dict(sorted(holders.items(), key=lambda item: -item[1]))
-    return Peak(replay.base, max(replay.most, 0), dict(replay.by_phase), largest)
+    return Peak(
+        state=replay.base,
+        over_state=max(replay.most, 0),
+        by_phase=dict(replay.by_phase),
+        holders=largest,
+        state_blocks=replay.state,
+        above=tuple(replay.at_peak),
+    )
 
 
 class _Replay:
@@ -52,7 +63,7 @@ class _Replay:
         self.most = -1
         self.at_peak: list[Allocation] = []
         self.by_phase: dict[str, int] = defaultdict(int)
-        self._old: set[int] = set()
+        self.state: dict[int, int] = {}
         self._kept: dict[int, int] = defaultdict(int)
         self._works: dict[int, list[int]] = {}
         self._freed: set[int] = set()
@@ -60,7 +71,8 @@ class _Replay:
     def take(self, event: object) -> None:
         if isinstance(event, StepStart):
             self.base, self.most = self.bytes, -1
-            self.at_peak, self._old = [], set(self.live)
+            self.at_peak = []
+            self.state = {block: one.nbytes for block, one in self.live.items()}
             self.by_phase.clear()
         elif isinstance(event, Allocation):
             self.live[event.block] = event
@@ -87,7 +99,7 @@ class _Replay:
             self.by_phase[phase] = over
         if over > self.most:
             self.most = over
-            self.at_peak = [a for block, a in self.live.items() if block not in self._old]
+            self.at_peak = [a for block, a in self.live.items() if block not in self.state]
 
     def _release(self, block: int) -> None:
         if not self._kept[block] and block in self.live:

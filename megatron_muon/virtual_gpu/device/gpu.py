@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.virtual_gpu.crossing import CROSSINGS, without_pinning
-from support.virtual_gpu.launches import FREE, launches
-from support.virtual_gpu.tensors import META, Block, VirtualTensor, ranges
-from support.virtual_gpu.trace import MAIN, Allocation, HostSync, Kernel, Trace, place
+from megatron_muon.virtual_gpu.device.crossing import CROSSINGS, without_pinning
+from megatron_muon.virtual_gpu.device.launches import FREE, launches
+from megatron_muon.virtual_gpu.device.tensors import META, Block, VirtualTensor, ranges
+from megatron_muon.virtual_gpu.trace import MAIN, Allocation, HostSync, Kernel, Trace, place
 
 _ROUNDING = 512  # bytes: what the caching allocator rounds a block up to
 _REFUSED = {"resize_", "set_", "nonzero", "masked_select", "unique_dim", "_unique2"}
@@ -64,7 +64,7 @@ _kinds: dict[Any, _Kind] = {}
 _results: dict[Any, Any] = {}  # shapes of results, by operation and arguments
 
 
-class Gpu(TorchDispatchMode):
+class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One virtual GPU; within ``with`` it is the process's only ``cuda`` device.
 
     Attributes:
@@ -74,7 +74,7 @@ class Gpu(TorchDispatchMode):
     """
 
     def __init__(self, scalar: float = 0.0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.stream = MAIN
         self.scalar = scalar
@@ -85,11 +85,11 @@ class Gpu(TorchDispatchMode):
         if VirtualTensor.device_of is not None:
             raise RuntimeError("a virtual GPU is switched on already")
         VirtualTensor.device_of = self
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         VirtualTensor.device_of = None
 
     @contextmanager

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from support.virtual_gpu.trace import Free, Range, RecordStream
+from megatron_muon.virtual_gpu.trace import Free, Range, RecordStream
 
 if TYPE_CHECKING:
-    from support.virtual_gpu.gpu import Gpu
+    from megatron_muon.virtual_gpu.device.gpu import Gpu
 
 CUDA = torch.device("cuda", 0)
 META = torch.device("meta")
@@ -30,11 +30,11 @@ class VirtualTensor(Tensor):
         block: its memory, shared with its views.
     """
 
-    inner: Tensor
+    inner: Tensor  # type: ignore[assignment]
     block: Block
     device_of: ClassVar[Gpu | None] = None  # the GPU that is switched on
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: Tensor, block: Block) -> VirtualTensor:
@@ -51,31 +51,34 @@ class VirtualTensor(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if cls.device_of is None:
             raise RuntimeError(f"{func} of a virtual tensor: its GPU is switched off")
         return cls.device_of.run(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"VirtualTensor({tuple(self.shape)}, {self.dtype}, block {self.block.number})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualTensor:
-        return self.detach().clone().requires_grad_(self.requires_grad)
+        copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
+        made: VirtualTensor = copied
+        return made
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+    def data(self) -> Tensor:
+        own: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return own
 
-    @data.setter
+    @data.setter  # type: ignore[override]
     def data(self, new: VirtualTensor) -> None:
         Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self.inner, self.block = new.inner, new.block
 
     def data_ptr(self) -> int:
         """An address that is the block's own."""
-        return (self.block.number << 42) + self.inner.storage_offset() * self.inner.element_size()
+        return (self.block.number << 42) + _offset(self.inner) * self.inner.element_size()
 
     def tolist(self) -> Any:
         with self.block.gpu.called("tolist"):
@@ -113,6 +116,10 @@ class Block:
         trace.events.append(Free(self.number, trace.phase))
 
 
+def _offset(tensor: Tensor) -> int:
+    return int(tensor.storage_offset())
+
+
 def ranges(tensors: Sequence[VirtualTensor]) -> list[Range]:
     """The bytes from a tensor's first to its last element, gaps between its rows included."""
     covered = []
@@ -123,6 +130,6 @@ def ranges(tensors: Sequence[VirtualTensor]) -> list[Range]:
         count = inner.numel()
         if not inner.is_contiguous():
             count = 1 + sum((n - 1) * s for n, s in zip(inner.size(), inner.stride(), strict=True))
-        start, size = inner.storage_offset(), inner.element_size()
+        start, size = _offset(inner), inner.element_size()
         covered.append((tensor.block.number, start * size, (start + count) * size))
     return covered
