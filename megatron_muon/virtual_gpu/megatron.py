@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.dry_run import world
@@ -137,7 +138,7 @@ def _others_agree(ranks: Any) -> Iterator[None]:
         return (world.expert_grid if coordinates.ep_size > 1 else world.dense_grid)(ranks)
 
     def instance(color: Sequence[int], like: Any, device: Any) -> Any:
-        return dist.new_group(_ranks_of_instance(ranks, like, color[-1]))
+        return parallel_state.create_group(_ranks_of_instance(ranks, like, color[-1]))
 
     with ExitStack() as stack:
         for owner, name, value in (
@@ -151,11 +152,9 @@ def _others_agree(ranks: Any) -> Iterator[None]:
 
 def _ranks_of_instance(ranks: Any, stage: Any, instance: int) -> list[int]:
     """Those of a stage's ranks that are in one instance of the distributed optimizer."""
-    from megatron.core.parallel_state import RankGenerator
-
     dp = ranks.world // (ranks.tp * ranks.cp * ranks.pp)
     sizes = {"tp": ranks.tp, "ep": 1, "dp": dp, "pp": ranks.pp, "cp": ranks.cp}
-    groups = RankGenerator(**sizes, order=ranks.order).get_ranks("dp-cp")
+    groups = parallel_state.RankGenerator(**sizes, order=ranks.order).get_ranks("dp-cp")
     each = len(groups[0]) // ranks.instances
     inside = {rank for group in groups for rank in sorted(group)[instance * each :][:each]}
     return [rank for rank in dist.get_process_group_ranks(stage) if rank in inside]
