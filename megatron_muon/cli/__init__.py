@@ -15,6 +15,10 @@ COMMANDS: Commands = {
         "megatron_muon.cli.routes",
         "which parameters are Muon's, in what matrices, and where each is orthogonalized",
     ),
+    "certify": (
+        "megatron_muon.cli.certify.command",
+        "an optimizer step of a model's ranks on a GPU that is not there: races, messages, memory",
+    ),
     "scales": (
         "megatron_muon.cli.scales",
         "how large updates are, by scale mode, extra factor and shape",

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
-import logging
 import sys
-import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import megatron_muon
+from megatron_muon.cli.model_flags import (
+    REFUSALS,
+    add_model_flags,
+    imported_config_class,
+    megatron_is_quiet,
+    said,
+    settled,
+    stop,
+)
 from megatron_muon.cli.patch_lines import PatchError
 from megatron_muon.cli.patch_tree import version_of
 from megatron_muon.config import MuonConfig
-from megatron_muon.dry_run.flags import add_megatron_flags, not_read, split_known
-from megatron_muon.dry_run.hybrid.settings import is_hybrid, settle
+from megatron_muon.dry_run.flags import not_read, split_known
+from megatron_muon.dry_run.hybrid.settings import is_hybrid
 from megatron_muon.dry_run.not_built import why_another_model
 from megatron_muon.dry_run.numbers import MOST_RANKS, count
-from megatron_muon.megatron_lm.flags import add_flags, muon_config
 from megatron_muon.megatron_lm.launch import MixedInstallationError, check_installation
-from megatron_muon.presence import CoreNotFoundError
 
 _DESCRIPTION = """\
 Print every parameter of a model with its shape, how tensor parallelism splits it, its optimizer,
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = list(argv)
     if arguments and not arguments[0].startswith("-"):
         _import_from(Path(arguments.pop(0)))
-    config_class = imported_config_class()
+    config_class = imported_config_class(_PROGRAM)
     parser = _parser(config_class)
     known, unknown = split_known(parser, arguments)
     flags = parser.parse_args(known)
@@ -61,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
             parser.error(reason)
     try:
         routed, config, notes = _routed(flags)
-    except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
+    except REFUSALS as error:
         parser.error(said(error))
     if unknown:
         notes.append(not_read(parser, unknown, config_class))
@@ -80,18 +82,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _routed(flags: Namespace) -> tuple[Any, MuonConfig, list[str]]:
     """The routes, the settings, and the notes to print."""
-    from megatron_muon.dry_run.model import ranks_of, validated
     from megatron_muon.dry_run.stages import routes
-    from megatron_muon.megatron_lm.bucketing import choose_buckets
 
-    settle(flags)
-    config = _muon_config(flags)
-    notes = _notes(flags)
+    run = settled(flags)
+    notes = _notes(flags) + run.notes
     with megatron_is_quiet():
-        args = validated(flags, ranks_of(flags))
-        notes += choose_buckets(args)
-        flags.ddp_num_buckets = args.ddp_num_buckets
-        return routes(flags, config), config, notes
+        return routes(flags, run.config), run.config, notes
 
 
 def _import_from(checkout: Path) -> None:
@@ -101,39 +97,7 @@ def _import_from(checkout: Path) -> None:
         sys.path.insert(0, str(checkout.resolve()))
         check_installation(checkout)
     except (PatchError, MixedInstallationError) as error:
-        _stop(str(error))
-
-
-def imported_config_class(program: str = _PROGRAM) -> type:
-    """Import Megatron, and return its TransformerConfig.
-
-    Args:
-        program: name of the command, for the error that ends the process where that fails.
-    """
-    from megatron_muon.mcore.seams.rows import SeamError, check_part
-
-    with megatron_is_quiet():
-        try:
-            if not megatron_muon.cpu.enabled():
-                megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
-            transformer = importlib.import_module("megatron.core.transformer")
-            check_part("dry_run")
-        except CoreNotFoundError:
-            raise  # ``cli.main`` prints its message, which says how to get a core
-        except SeamError as error:
-            _stop(str(error), program)
-        except ImportError as error:
-            _stop(
-                f"megatron.core cannot be imported ({error}); megatron-muon doctor says more",
-                program,
-            )
-    config_class: type = transformer.TransformerConfig
-    return config_class
-
-
-def _stop(text: str, program: str = _PROGRAM) -> NoReturn:
-    print(f"{program}: error: {text}", file=sys.stderr)
-    raise SystemExit(2)
+        stop(str(error), _PROGRAM)
 
 
 def _core() -> Any:
@@ -146,19 +110,6 @@ def _core() -> Any:
 
 def _note(text: str) -> None:
     print(f"megatron-muon routes: {text}", file=sys.stderr)
-
-
-@contextmanager
-def megatron_is_quiet() -> Iterator[None]:
-    """Within it Megatron's warnings, such as of missing Apex, are off; prints go to stderr."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
 
 
 def _parser(config_class: type) -> argparse.ArgumentParser:
@@ -183,25 +134,8 @@ def _parser(config_class: type) -> argparse.ArgumentParser:
         metavar="N",
         help="ranks (default: as few as the sizes allow)",
     )
-    add_flags(parser)
-    add_megatron_flags(parser, config_class)
+    add_model_flags(parser, config_class)
     return parser
-
-
-def _muon_config(flags: Namespace) -> MuonConfig:
-    """The settings of a run with these flags; Muon's flags are checked as in a run."""
-    from megatron_muon.megatron_lm.bucketing import aligns_shards
-
-    for option, value in (
-        ("--muon-backend", flags.muon_backend),
-        ("--muon-defaults", flags.muon_defaults),
-    ):
-        if value == "upstream":
-            raise ValueError(
-                f"{option} upstream is not supported: the routes are the plugin's, with its own "
-                "defaults; leave it out, and give the values themselves"
-            )
-    return dataclasses.replace(muon_config(flags), align_shards=aligns_shards(flags))
 
 
 def _notes(flags: Namespace) -> list[str]:
@@ -244,15 +178,3 @@ def _instead(flags: Namespace) -> str:
     if is_hybrid(flags) or variant_of(flags):
         return "Transformer Engine's, which such layers are made of in a run"
     return f"--transformer-impl {flags.transformer_impl}"
-
-
-def said(error: BaseException) -> str:
-    """The error's text; for an assertion without one, the place where it was raised."""
-    if str(error):
-        return str(error)
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    assert traceback is not None
-    code = traceback.tb_frame.f_code
-    return f"{type(error).__name__} in {code.co_name} ({code.co_filename}:{traceback.tb_lineno})"

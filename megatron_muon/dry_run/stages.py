@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -199,6 +200,37 @@ def planned_on(
     with world.as_rank(world.first_ranks(ranks)[number], ranks):
         chunks = _built(flags, config, ranks)
         return [_planned_optimizers(flags, config, ranks, chunks, device) for device in devices]
+
+
+def stage_makeup(
+    flags: Namespace, config: MuonConfig, ranks: Ranks, number: int
+) -> tuple[object, ...]:
+    """Everything that a rank's optimizer step of a stage follows from, but for layers' numbers.
+
+    Two stages with equal makeups have equal plans, but for names.
+
+    Args:
+        flags, config, ranks, number: see ``planned_on``.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError, RuntimeError: see ``routes``.
+    """
+    with world.as_rank(world.first_ranks(ranks)[number], ranks):
+        chunks = _built(flags, config, ranks)
+        moe = ranks.expert_tp, ranks.ep
+        sizes = Sizes(ranks.tp, *moe) if flags.num_experts else Sizes(ranks.tp)
+        return tuple(
+            (
+                at,
+                re.sub(r"\blayers\.\d+", "layers", weight.name),
+                tuple(weight.param.shape),
+                str(weight.param.dtype),
+                why_adamw(weight, sizes.tp_of(weight), config),
+                bool(getattr(weight.param, "shared_embedding", False)),
+            )
+            for at, chunk in enumerate(chunks)
+            for weight in weights([chunk])
+        )
 
 
 def _built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:

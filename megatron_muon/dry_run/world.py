@@ -104,15 +104,20 @@ def first_ranks(ranks: Ranks) -> list[int]:
     return list(_dense(ranks).get_ranks("pp")[0])
 
 
+def whole_stage() -> list[int]:
+    """World ranks of the stage that this rank is in, in all optimizer instances."""
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return list(dist.get_process_group_ranks(group))
+
+
 def stage_ranks(ranks: Ranks) -> list[int]:
     """World ranks of the stage that this rank is in, as its group numbers them.
 
     With several optimizer instances, of the part of the stage in the first one.
     """
-    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     dp_place = _places(_dense(ranks), "dp-cp")
     dp_size = ranks.world // (ranks.tp * ranks.pp * ranks.instances)
-    return [rank for rank in dist.get_process_group_ranks(group) if dp_place[rank] < dp_size]
+    return [rank for rank in whole_stage() if dp_place[rank] < dp_size]
 
 
 def dense_grid(ranks: Ranks) -> RankGrid:

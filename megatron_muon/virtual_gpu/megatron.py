@@ -27,6 +27,7 @@ from megatron_muon.dry_run.chunks import build_chunks
 from megatron_muon.dry_run.model import Ranks, transformer_config
 from megatron_muon.mcore import build
 from megatron_muon.mcore.install import install
+from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import collectives
 from megatron_muon.virtual_gpu.device.fused import fused_kernels
 from megatron_muon.virtual_gpu.device.gpu import Gpu
@@ -51,9 +52,22 @@ class Training:
     steps: int = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A rank after its training steps.
+
+    Attributes:
+        recording: what it did.
+        plans: those of its optimizers with Muon, in the order in which they step.
+    """
+
+    recording: Recording
+    plans: tuple[ExchangePlan, ...]
+
+
 def record_training(
     flags: Namespace, ranks: Ranks, rank: int, config: MuonConfig, training: Training
-) -> Recording:
+) -> Trained:
     """What a rank does in some training steps of the model; counts are of the last one.
 
     The counted step begins where ``optimizer.step()`` does; what comes before is in the races.
@@ -73,7 +87,7 @@ def record_training(
         chunks, optimizer = _built(flags, ranks, config, training)
         for step in range(training.steps):
             _train(gpu, flags, chunks, optimizer, first=step == 0)
-        return closed(rank, gpu, _held(chunks, optimizer))
+        return Trained(closed(rank, gpu, _held(chunks, optimizer)), _plans(optimizer))
 
 
 @contextmanager
@@ -194,6 +208,17 @@ def _go_backward(gpu: Gpu, chunk: Any, *, overlap: bool) -> None:
             chunk.param_to_bucket_group[param].register_grad_ready(param)
 
 
+def _plans(optimizer: Any) -> tuple[ExchangePlan, ...]:
+    muons = [getattr(part, "muon", None) for part in _parts(optimizer)]
+    return tuple(muon.plan for muon in muons if muon is not None)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Megatron's DistributedOptimizers that have something to step."""
+    every = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in every if not getattr(part, "is_stub_optimizer", False)]
+
+
 def _held(chunks: Sequence[Any], optimizer: Any) -> dict[int, str]:
     """The kind of each block of a rank's state."""
     held: dict[int, str] = {}
@@ -207,9 +232,7 @@ def _held(chunks: Sequence[Any], optimizer: Any) -> dict[int, str]:
             name(param, "parameters")
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             name(buffer.grad_data, "gradients")
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(part, "is_stub_optimizer", False):
-            continue
+    for part in _parts(optimizer):
         muon = getattr(part, "muon", None)
         for group in part.optimizer.param_groups:
             for param in group["params"]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
 from megatron_muon.bench.step.measure import StepJob, measure
 from megatron_muon.bench.step.rows import rows
-from megatron_muon.cli.routes import megatron_is_quiet
+from megatron_muon.cli.model_flags import megatron_is_quiet
 from megatron_muon.config import MuonConfig
 from megatron_muon.dry_run.model import ranks_of
 from megatron_muon.dry_run.stages import planned_stage

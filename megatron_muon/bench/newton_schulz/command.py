@@ -14,7 +14,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from megatron_muon.bench.files import require_writable
 from megatron_muon.bench.muon_flags import MOST_STEPS
 from megatron_muon.bench.newton_schulz import accuracy as accuracy
 from megatron_muon.bench.newton_schulz import restarts
@@ -23,6 +22,7 @@ from megatron_muon.bench.newton_schulz.peers import Run, peers
 from megatron_muon.coefficients import SETS, CoefficientName, NsDtype, Restarts, parse, schedule
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.dry_run.numbers import count
+from megatron_muon.files.writable import require_writable
 from megatron_muon.orthogonalize.iteration import ns_flops, schedule_of
 from megatron_muon.orthogonalize.matmul import plan_device, said_of_products, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_at_once

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_muon.bench.files import require_writable
 from megatron_muon.dry_run.numbers import MOST_THINGS, count
+from megatron_muon.files.writable import require_writable
 from megatron_muon.pricing.hardware import CONSTANTS, Hardware, from_json
 from megatron_muon.pricing.presets import H100, PRESETS
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0; wrong arguments end the process with status 2, as argparse does.
     """
-    from megatron_muon.cli.routes import imported_config_class, said
+    from megatron_muon.cli.model_flags import REFUSALS, imported_config_class, said
 
     parser = _parser(imported_config_class(_PROGRAM))
     given = parser.parse_args(argv)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     try:
         stages, notes = _priced(given, hardware)
-    except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
+    except REFUSALS as error:
         parser.error(said(error))
     from megatron_muon.bench.price.report import as_json, as_text
 
@@ -69,7 +69,7 @@ def priced_of(
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``.
     """
-    from megatron_muon.cli.routes import imported_config_class
+    from megatron_muon.cli.model_flags import imported_config_class
 
     return _priced(_parser(imported_config_class(_PROGRAM)).parse_args(argv), hardware, *more)
 
@@ -114,18 +114,11 @@ def _priced(
     given: Namespace, hardware: Hardware, *more: Mapping[str, Any]
 ) -> tuple[list[PricedStage], list[str]]:
     from megatron_muon.bench.price.stages import VARIANTS, priced_stage
-    from megatron_muon.cli.routes import _muon_config, megatron_is_quiet
-    from megatron_muon.dry_run.hybrid.settings import settle
-    from megatron_muon.dry_run.model import ranks_of, validated
-    from megatron_muon.megatron_lm.bucketing import choose_buckets
+    from megatron_muon.cli.model_flags import megatron_is_quiet, settled
 
+    run = settled(given)
+    config, ranks, notes = run.config, run.ranks, run.notes
     with megatron_is_quiet():
-        settle(given)
-        config = _muon_config(given)
-        ranks = ranks_of(given)
-        args = validated(given, ranks)
-        notes = choose_buckets(args)
-        given.ddp_num_buckets = args.ddp_num_buckets
         numbers = range(ranks.pp) if given.stage is None else [given.stage]
         if numbers[-1] >= ranks.pp:
             raise ValueError(f"--stage {numbers[-1]}: the last pipeline stage is {ranks.pp - 1}")
@@ -147,9 +140,8 @@ def _priced(
 
 
 def _parser(config_class: type) -> argparse.ArgumentParser:
-    from megatron_muon.dry_run.flags import add_megatron_flags
+    from megatron_muon.cli.model_flags import add_model_flags
     from megatron_muon.dry_run.numbers import MOST_RANKS
-    from megatron_muon.megatron_lm.flags import add_flags
 
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
@@ -176,6 +168,5 @@ def _parser(config_class: type) -> argparse.ArgumentParser:
         "--stage", type=count(0, MOST_THINGS), metavar="N", help="only this pipeline stage"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures and constants")
-    add_flags(parser)
-    add_megatron_flags(parser, config_class)
+    add_model_flags(parser, config_class)
     return parser

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import megatron_muon
-from megatron_muon.bench.files import require_writable
 from megatron_muon.bench.muon_flags import homes_of
 from megatron_muon.bench.step.flags import command_parser, model_flags
 from megatron_muon.config import MuonConfig
 from megatron_muon.dry_run.numbers import MOST_HERE
+from megatron_muon.files.writable import require_writable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         0, or 1 where a rank failed, a file could not be written, or rows that must end a step with
         the same weights did not; wrong arguments end the process with status 2.
     """
-    from megatron_muon.cli.routes import megatron_is_quiet
+    from megatron_muon.cli.model_flags import megatron_is_quiet
     from megatron_muon.mcore.seams.rows import SeamError, check_part
 
     parser = command_parser()

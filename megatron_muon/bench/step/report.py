@@ -18,7 +18,7 @@ from megatron_muon.bench.step import table as table
 from megatron_muon.bench.step.measure import Measured, checksums_agree
 from megatron_muon.bench.step.rows import Row, bucket_elements
 from megatron_muon.bench.step.upstream import lays_out_buffers
-from megatron_muon.cli.routes import megatron_is_quiet
+from megatron_muon.cli.model_flags import megatron_is_quiet
 from megatron_muon.dry_run.model import padded_vocab, ranks_of, transformer_config
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.version import __version__

@@ -37,7 +37,7 @@ def matrices_by_name(
     Returns:
         The number of matrices by parameter name; and the reason if there are none, or None.
     """
-    from megatron_muon.cli.routes import megatron_is_quiet
+    from megatron_muon.cli.model_flags import megatron_is_quiet
 
     try:
         with megatron_is_quiet():

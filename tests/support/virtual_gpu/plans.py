@@ -119,14 +119,11 @@ def flags_of(words: Sequence[str]) -> Namespace:
     with _quiet():
         from megatron.core.transformer import TransformerConfig
 
+        from megatron_muon.cli.model_flags import settled
         from megatron_muon.cli.routes import _parser
-        from megatron_muon.dry_run.model import ranks_of, validated
-        from megatron_muon.megatron_lm.bucketing import choose_buckets
 
         flags = _parser(TransformerConfig).parse_args(list(words))
-        args = validated(flags, ranks_of(flags))
-        choose_buckets(args)
-        flags.ddp_num_buckets = args.ddp_num_buckets
+        settled(flags)
         return flags
 
 
@@ -138,7 +135,7 @@ def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[s
     """
     if not megatron_muon.cpu.enabled():
         megatron_muon.cpu.enable(allow_cuda=True)
-    from megatron_muon.cli.routes import _muon_config
+    from megatron_muon.cli.model_flags import muon_settings
     from megatron_muon.dry_run import world
     from megatron_muon.dry_run.model import ranks_of
     from megatron_muon.dry_run.stages import _built
@@ -149,7 +146,7 @@ def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[s
     )
 
     flags = flags_of(model.words.split())
-    config = dataclasses.replace(_muon_config(flags), **settings)
+    config = dataclasses.replace(muon_settings(flags), **settings)
     ranks = ranks_of(flags)
     plans = []
     with _quiet(), world.as_rank(world.first_ranks(ranks)[model.stage], ranks):

@@ -62,10 +62,11 @@ class Run:
 def record_megatron(
     run: Run, rank: int, config: MuonConfig | None = None, *, steps: int = 2
 ) -> Recording:
-    """``record_training`` of a run."""
+    """The recording that ``record_training`` makes of a run."""
     from megatron_muon.dry_run.model import ranks_of
     from megatron_muon.virtual_gpu.megatron import Training, record_training
 
     flags = flags_of(run.words())
     training = Training(run.optimizer, run.clip, steps)
-    return record_training(flags, ranks_of(flags), rank, config or MuonConfig(), training)
+    trained = record_training(flags, ranks_of(flags), rank, config or MuonConfig(), training)
+    return trained.recording

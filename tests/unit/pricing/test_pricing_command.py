@@ -47,16 +47,20 @@ def test_512_ranks_are_priced_in_seconds() -> None:
 def test_elements_of_adamw_are_those_that_muon_does_not_own() -> None:
     from megatron_muon.bench.price.command import _parser
     from megatron_muon.bench.price.stages import rest_of
-    from megatron_muon.cli.routes import _muon_config, imported_config_class, megatron_is_quiet
+    from megatron_muon.cli.model_flags import (
+        imported_config_class,
+        megatron_is_quiet,
+        muon_settings,
+    )
     from megatron_muon.dry_run.model import ranks_of
     from megatron_muon.dry_run.stages import planned_stage
     from megatron_muon.pricing.work import held_elements
 
     words = f"{TINY} --world-size 4 --tensor-model-parallel-size 2"
-    flags = _parser(imported_config_class()).parse_args(words.split())
+    flags = _parser(imported_config_class("a test")).parse_args(words.split())
     with megatron_is_quiet():
         ranks = ranks_of(flags)
-        (planned,) = planned_stage(flags, _muon_config(flags), ranks, 0)
+        (planned,) = planned_stage(flags, muon_settings(flags), ranks, 0)
     all_elements = sum(
         stop - start
         for buffer in planned.buffers

@@ -1,0 +1,1 @@
+"""``megatron-muon certify``: a model's optimizer step on a GPU that is not there."""
