@@ -78,10 +78,10 @@ def add_model_flags(parser: argparse.ArgumentParser, config_class: type) -> None
 
 
 def imported_config_class(program: str) -> type:
-    """TransformerConfig, of the first Megatron that is imported.
+    """Import Megatron, and return its TransformerConfig.
 
     Args:
-        program: for the error that ends the process where none can be.
+        program: name of the command, for the error that ends the process where that fails.
     """
     from megatron_muon.mcore.seams.rows import SeamError, check_part
 
@@ -92,7 +92,7 @@ def imported_config_class(program: str) -> type:
             transformer = importlib.import_module("megatron.core.transformer")
             check_part("dry_run")
         except CoreNotFoundError:
-            raise  # the command says both ways to get one
+            raise  # ``cli.main`` prints its message, which says how to get a core
         except SeamError as error:
             stop(str(error), program)
         except ImportError as error:
@@ -105,13 +105,14 @@ def imported_config_class(program: str) -> type:
 
 
 def stop(text: str, program: str) -> NoReturn:
+    """End the process as argparse does for a wrong flag."""
     print(f"{program}: error: {text}", file=sys.stderr)
     raise SystemExit(2)
 
 
 @contextmanager
 def megatron_is_quiet() -> Iterator[None]:
-    """No advice about what nothing here calls, such as Apex; what is printed goes to stderr."""
+    """Within it Megatron's warnings, such as of missing Apex, are off; prints go to stderr."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -123,7 +124,7 @@ def megatron_is_quiet() -> Iterator[None]:
 
 
 def muon_settings(flags: Namespace) -> MuonConfig:
-    """The settings of a run with these flags, all of Muon's checked as a run checks them."""
+    """The settings of a run with these flags; Muon's flags are checked as in a run."""
     from megatron_muon.megatron_lm.bucketing import aligns_shards
 
     for option, value in (
@@ -139,7 +140,7 @@ def muon_settings(flags: Namespace) -> MuonConfig:
 
 
 def said(error: BaseException) -> str:
-    """Megatron's words, and the place where it asserts something without saying why."""
+    """The error's text; for an assertion without one, the place where it was raised."""
     if str(error):
         return str(error)
     traceback = error.__traceback__

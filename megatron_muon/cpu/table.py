@@ -5,6 +5,7 @@ Line numbers are those of core 0.16.1 where no other version is named.
 
 from megatron_muon.cpu import attention, experts, gathers, matmul, megatron_core, torch_cuda
 from megatron_muon.cpu.replacement import Replacement
+from megatron_muon.runtime.patches import Patches
 
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
@@ -87,6 +88,7 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "WrappedTorchNorm refuses it (torch_norm.py:32) because nothing marks its parameters",
         megatron_core.sequence_parallel_norm,
         "after megatron",
+        for_modules=True,
     ),
     Replacement(
         "MoE router without Transformer Engine",
@@ -113,6 +115,7 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "the legacy GroupedMLP takes its products from a CUDA package (grouped_gemm_util.py:16)",
         experts.grouped_gemm,
         "after megatron",
+        for_modules=True,
     ),
     Replacement(
         "multi-latent attention without Transformer Engine",
@@ -121,6 +124,7 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "isinstance of a mock, because HAVE_TE is True there without Transformer Engine",
         attention.multi_latent,
         "after megatron",
+        for_modules=True,
     ),
     Replacement(
         "context parallelism in DotProductAttention",
@@ -128,5 +132,13 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "gathered over the group, with the causal mask of the true positions",
         attention.context_parallel,
         "after megatron",
+        for_modules=True,
     ),
 )
+
+
+def build_local_modules(patches: Patches) -> None:
+    """Apply what local modules need to be built, and nothing that stands in for a device."""
+    for replacement in REPLACEMENTS:
+        if replacement.for_modules:
+            replacement.apply(patches)

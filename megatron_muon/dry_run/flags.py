@@ -37,7 +37,7 @@ _OF_A_RUN = re.compile(
     r"|use_cpu_initialization|init_model_with_meta_device|.*init_method.*|config_logger_dir|timers"
     r"|pipeline_dtype|params_dtype|.*_func|.*autocast.*|deallocate_.*|variable_seq_lengths"
     r"|batch_p2p_.*|use_ring_exchange_p2p|microbatch_.*|num_microbatches_.*|async_tensor_.*"
-    r"|pipeline_model_parallel_comm_backend|qk_clip.*|log_max_.*|mlp_chunks_.*|clone_scatter_.*"
+    r"|pipeline_model_parallel_comm_backend|qk_clip_.*|log_max_.*|mlp_chunks_.*|clone_scatter_.*"
     r"|.*_p2p_.*|mamba_.*_states_dtype|use_mamba_.*|dsa_.*|hetereogenous_.*|quant_recipe|memory_efficient_.*"
     r"|flash_attention_version|moe_paged_stash.*|moe_ncclep_.*|moe_.*_(fwd|bwd)_dtype|gdp_.*"
     r"|batch_invariant_backend|use_transformer_engine_op_fuser|high_priority_.*|mhc_recompute_.*"
@@ -100,7 +100,7 @@ def add_megatron_flags(parser: argparse.ArgumentParser, config_class: type) -> N
             _add_field(group, field, hints[field.name])
     _add_others(parser.add_argument_group("Megatron's others"))
     known = {name for action in parser._actions for name in action.option_strings}
-    lacked = [flag for flag in RANGES if flag not in known]
+    lacked = [flag for flag in RANGES if flag not in known and not has_flag(flag)]
     refused = parser.add_argument_group("refused")
     for flag in (*REFUSED, *lacked):
         refused.add_argument(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.cpu.table import build_local_modules
 from megatron_muon.dry_run import world
 from megatron_muon.dry_run.chunks import build_chunks
 from megatron_muon.dry_run.model import Ranks, transformer_config
@@ -29,6 +30,7 @@ from megatron_muon.mcore import build
 from megatron_muon.mcore.install import install
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import collectives
+from megatron_muon.runtime.patches import Patches
 from megatron_muon.virtual_gpu.device.fused import fused_kernels
 from megatron_muon.virtual_gpu.device.gpu import Gpu
 from megatron_muon.virtual_gpu.device.tensors import CUDA, VirtualTensor
@@ -97,7 +99,10 @@ def _megatron(gpu: Gpu) -> Iterator[None]:
 
     fork = contextlib.nullcontext
     tracker = type(random.get_cuda_rng_tracker())
+    patches = Patches(by="megatron_muon.virtual_gpu")
     with ExitStack() as stack:
+        stack.callback(patches.undo)
+        build_local_modules(patches)  # the CPU runtime, which has them too, is off here
         stack.enter_context(fused_kernels(gpu))
         stack.enter_context(mock.patch.object(tracker, "fork", lambda *a, **k: fork()))
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_muon.cli.certify.kinds import Chosen, StageKind
 from megatron_muon.cli.certify.messages import compare_with_plan, planned_messages
@@ -25,17 +25,25 @@ class Check:
 
     Attributes:
         name: of the claim.
-        looked_at: what it was held against, in words.
+        looked_at: what it was held against, in words; empty: against nothing.
         faults: none where the claim holds.
+        reason: why it was held against nothing.
     """
 
     name: str
     looked_at: str
     faults: tuple[str, ...]
+    reason: str = ""
+
+    @property
+    def was_made(self) -> bool:
+        """It was held against something, so it could have failed."""
+        return bool(self.looked_at)
 
     @property
     def holds(self) -> bool:
-        return not self.faults
+        """A claim that was held against nothing does not."""
+        return self.was_made and not self.faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +160,7 @@ def _trained(
         return record_training(flags, run.ranks, chosen.rank, run.config, training)
     except NotImplementedError:
         raise  # the virtual GPU's own limits are no fault of the run
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+    except Exception as error:  # whatever it is, the rank does not end its steps
         seen.errors.append(f"rank {chosen.rank}: {type(error).__name__}: {said(error)}")
         return None
 
@@ -164,27 +172,43 @@ def _checks(
     calls: Calls,
 ) -> Iterator[Check]:
     reports = [report for of_kind in by_kind for report in of_kind]
-    missing = unrecorded(calls)
-    between = check_calls(calls)
-    ranks = f"{len(calls)} rank(s)"
-    yield Check("every rank ends its steps", ranks, tuple(seen.errors))
-    yield Check("one exchange plan in a stage", ranks, tuple(seen.plans))
+    asked = sum(len(kind.chosen) for kind in kinds)
+    ranks = f"{len(reports)} rank(s)" * bool(reports)
+    yield Check("every rank ends its steps", f"{asked} rank(s)", tuple(seen.errors))
+    for check in (
+        Check("one exchange plan in a stage", ranks, tuple(seen.plans)),
+        *_alone(reports, ranks),
+        *_together(kinds, seen, calls),
+    ):
+        yield check if reports else replace(check, looked_at="", reason="no rank ended its steps")
+
+
+def _alone(reports: Sequence[RankReport], ranks: str) -> Iterator[Check]:
+    """Of each rank by itself."""
     handling = f"{ranks}, memory of collectives kept in each of the ways {', '.join(MEMORY)}"
     yield Check("no race", handling, _faults(reports, "races"))
     yield Check("no early free", handling, _faults(reports, "early_frees"))
-    beside = "the plan's message to or from each peer"
-    if all(kind.is_whole for kind in kinds):
-        beside += ", and the peers' own records"
-    else:
-        beside += ", and the peers' own records where these are among the sample"
+
+
+def _together(kinds: Sequence[StageKind], seen: _Seen, calls: Calls) -> Iterator[Check]:
+    """Of ranks beside each other."""
+    between = check_calls(calls)
+    missing = unrecorded(calls)
+    beside = "the plan's message to or from each peer, and the peers' own records"
+    if not all(kind.is_whole for kind in kinds):
+        beside += " where these are among the sample"
     yield Check("no unmatched send", beside, (*seen.messages, *between.messages))
-    among = "every rank of every group" if not missing else "the ranks that were looked at"
-    yield Check("no rank out of order", f"collectives of {among}", tuple(between.order))
-    skipped = " (not looked at: collectives or messages do not fit)" * bool(
-        between.order or between.messages
-    )
-    others = "" if not missing else "; other ranks are taken to arrive"
-    yield Check("no rank waits for ever", f"{among}{others}{skipped}", tuple(between.stuck))
+    among = "the ranks that were looked at" if missing else "every rank of every group"
+    if not missing or any(members > 1 for members, _ in _compared(calls).values()):
+        yield Check("no rank out of order", f"collectives of {among}", tuple(between.order))
+    else:
+        alone = "no two members of a group were looked at"
+        yield Check("no rank out of order", "", tuple(between.order), alone)
+    others = "; other ranks are taken to arrive" * bool(missing)
+    if between.order or between.messages:
+        yield Check("no rank waits for ever", "", (), "collectives or messages do not fit")
+    else:
+        yield Check("no rank waits for ever", among + others, tuple(between.stuck))
 
 
 def _faults(reports: Sequence[RankReport], name: str) -> tuple[str, ...]:

@@ -64,7 +64,8 @@ def as_json(certificate: Certificate, run: Settled, notes: Sequence[str], second
         "settings": dataclasses.asdict(run.config),
         "holds": certificate.holds,
         "checks": [
-            {**dataclasses.asdict(check), "holds": check.holds} for check in certificate.checks
+            {**dataclasses.asdict(check), "holds": check.holds, "was_made": check.was_made}
+            for check in certificate.checks
         ],
         "kinds": kinds,
         "compared": {name: list(both) for name, both in certificate.compared.items()},
@@ -219,7 +220,9 @@ def _waits(reports: Sequence[RankReport]) -> Iterator[str]:
 
 def _verdict(checks: Sequence[Check]) -> Iterator[str]:
     for check in checks:
-        yield f"  {'ok  ' if check.holds else 'FAIL'} {check.name}: {check.looked_at}"
+        word = "FAIL" if check.faults else "ok  " if check.was_made else "--  "
+        looked_at = check.looked_at or f"not looked at, since {check.reason}"
+        yield f"  {word} {check.name}: {looked_at}"
         for fault in check.faults[:_FAULTS]:
             yield f"         {fault}"
         if len(check.faults) > _FAULTS:

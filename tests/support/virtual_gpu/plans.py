@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import megatron_muon.cpu
+from megatron_muon.cli.model_flags import Settled
 from megatron_muon.config import MuonConfig
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import (
@@ -116,6 +117,11 @@ def _layer(layer: int, tp: int, hidden: int, ffn: int) -> Iterator[tuple[str, An
 
 def flags_of(words: Sequence[str]) -> Namespace:
     """Megatron-LM's flags, with the buckets that Muon chooses where none are given."""
+    return settled_flags(words)[0]
+
+
+def settled_flags(words: Sequence[str]) -> tuple[Namespace, Settled]:
+    """``flags_of``, and the run that they ask for."""
     with _quiet():
         from megatron.core.transformer import TransformerConfig
 
@@ -123,8 +129,7 @@ def flags_of(words: Sequence[str]) -> Namespace:
         from megatron_muon.cli.routes import _parser
 
         flags = _parser(TransformerConfig).parse_args(list(words))
-        settled(flags)
-        return flags
+        return flags, settled(flags)
 
 
 def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[str, ExchangePlan]]]:
