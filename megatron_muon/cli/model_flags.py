@@ -23,6 +23,7 @@ from megatron_muon.presence import CoreNotFoundError
 
 if TYPE_CHECKING:
     from megatron_muon.dry_run.model import Ranks
+    from megatron_muon.mcore.seams.row import Part
 
 # Megatron or the plugin refuses the flags: the user's error, to be said as argparse does.
 REFUSALS = (ValueError, NotImplementedError, AssertionError, RuntimeError)
@@ -77,11 +78,12 @@ def add_model_flags(parser: argparse.ArgumentParser, config_class: type) -> None
     add_megatron_flags(parser, config_class)
 
 
-def imported_config_class(program: str) -> type:
+def imported_config_class(program: str, *parts: Part) -> type:
     """Import Megatron, and return its TransformerConfig.
 
     Args:
         program: name of the command, for the error that ends the process where that fails.
+        parts: of what the package relies on, to be checked beside ``dry_run``.
     """
     from megatron_muon.mcore.seams.rows import SeamError, check_part
 
@@ -90,7 +92,7 @@ def imported_config_class(program: str) -> type:
             if not megatron_muon.cpu.enabled():
                 megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
             transformer = importlib.import_module("megatron.core.transformer")
-            check_part("dry_run")
+            check_part("dry_run", *parts)
         except CoreNotFoundError:
             raise  # ``cli.main`` prints its message, which says how to get a core
         except SeamError as error:

@@ -78,6 +78,20 @@ def uninstall() -> None:
     _config = None
 
 
+@contextmanager
+def installed(config: MuonConfig) -> Iterator[None]:
+    """Install for a while; then Megatron is as it was before, with Muon or without."""
+    before = _config
+    install(config)
+    try:
+        yield
+    finally:
+        if before is None:
+            uninstall()
+        else:
+            install(before)
+
+
 def _is_installed() -> bool:
     return _config is not None
 

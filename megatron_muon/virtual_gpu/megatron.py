@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,10 @@ from megatron_muon.dry_run import world
 from megatron_muon.dry_run.chunks import build_chunks
 from megatron_muon.dry_run.model import Ranks, transformer_config
 from megatron_muon.mcore import build
-from megatron_muon.mcore.install import install
+from megatron_muon.mcore.install import installed
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import collectives
-from megatron_muon.runtime.patches import Patches
+from megatron_muon.runtime.patches import Patches, replaced
 from megatron_muon.virtual_gpu.device.fused import fused_kernels
 from megatron_muon.virtual_gpu.device.gpu import Gpu
 from megatron_muon.virtual_gpu.device.tensors import CUDA, VirtualTensor
@@ -72,7 +71,9 @@ def record_training(
 ) -> Trained:
     """What a rank does in some training steps of the model; counts are of the last one.
 
-    The counted step begins where ``optimizer.step()`` does; what comes before is in the races.
+    Muon is installed before the chunks are built, since it can lay out their buckets, and only for
+    that time. The counted step begins where ``optimizer.step()`` does; what comes before is in the
+    races.
 
     Args:
         flags: settled and with its buckets chosen, see ``dry_run.hybrid.settings.settle`` and
@@ -85,8 +86,8 @@ def record_training(
     Raises:
         ValueError, NotImplementedError, RuntimeError: Megatron or the package refuses it.
     """
-    with virtual_gpu() as gpu, world.as_rank(rank, ranks), _megatron(gpu):
-        chunks, optimizer = _built(flags, ranks, config, training)
+    with virtual_gpu() as gpu, world.as_rank(rank, ranks), _megatron(gpu), installed(config):
+        chunks, optimizer = _built(flags, ranks, training)
         for step in range(training.steps):
             _train(gpu, flags, chunks, optimizer, first=step == 0)
         return Trained(closed(rank, gpu, _held(chunks, optimizer)), _plans(optimizer))
@@ -104,13 +105,11 @@ def _megatron(gpu: Gpu) -> Iterator[None]:
         stack.callback(patches.undo)
         build_local_modules(patches)  # the CPU runtime, which has them too, is off here
         stack.enter_context(fused_kernels(gpu))
-        stack.enter_context(mock.patch.object(tracker, "fork", lambda *a, **k: fork()))
+        stack.enter_context(replaced(tracker, fork=lambda *a, **k: fork()))
         yield
 
 
-def _built(
-    flags: Namespace, ranks: Ranks, config: MuonConfig, training: Training
-) -> tuple[list[Any], Any]:
+def _built(flags: Namespace, ranks: Ranks, training: Training) -> tuple[list[Any], Any]:
     from megatron.core import optimizer as megatron_optimizer
 
     transformer = transformer_config(flags, ranks)
@@ -118,7 +117,6 @@ def _built(
         if hasattr(transformer, name):
             setattr(transformer, name, lambda tensor: tensor)
     transformer.gradient_accumulation_fusion = False
-    install(config)  # before the chunks: buckets can be laid out for Muon
     with torch.device(CUDA), world.without_inference_layers():
         chunks = build_chunks(flags, transformer)
     with _others_agree(ranks), contextlib.redirect_stdout(io.StringIO()):
@@ -165,7 +163,7 @@ def _others_agree(ranks: Any) -> Iterator[None]:
             (build, "survey", lambda *args: []),
             (collectives, "split_world", instance),
         ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+            stack.enter_context(replaced(owner, **{name: value}))
         yield
 
 

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -18,6 +17,7 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
 from megatron_muon.runtime.exchange import Exchange, Meter
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
+from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.virtual_gpu.device.communication import VirtualNccl
 from megatron_muon.virtual_gpu.device.cuda import on_gpu
@@ -42,8 +42,8 @@ def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
     gpu = Gpu(scalar)
     with ExitStack() as stack:
         stack.enter_context(without_driver())
-        stack.enter_context(mock.patch.object(fused, "has_triton", lambda: True))
-        stack.enter_context(mock.patch.object(matmul, "_quack", lambda: None))
+        stack.enter_context(replaced(fused, has_triton=lambda: True))
+        stack.enter_context(replaced(matmul, _quack=lambda: None))
         for part in (without_cpu_runtime(), on_gpu(gpu), VirtualNccl(gpu).in_place()):
             stack.enter_context(part)
         stack.enter_context(_steady_memory())

@@ -28,6 +28,7 @@ OURS = own_names(PACKAGE)
 # In no row, and why.
 EXCEPTIONS = {
     "torch.cpu._is_avx512_bf16_supported": "read where torch has it; later ones have a public way",
+    "torch.Tensor._make_wrapper_subclass": "of a C type, which no test can rename",
     "torch.optim._muon": "a peer of bench newton-schulz, which is left out where it is not",
     "torch.optim._muon._zeropower_via_newtonschulz": "likewise",
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": "made where Megatron lacks it",

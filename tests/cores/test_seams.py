@@ -46,7 +46,7 @@ from support import PYTHON311, ROOT
 from support.installed import NAME, VERSION
 
 ROWS = hooks_of(VERSION)
-OF_COMMANDS: tuple[Part, ...] = ("dry_run", "bench", "cpu")
+OF_COMMANDS: tuple[Part, ...] = ("dry_run", "virtual_gpu", "bench", "cpu")
 
 
 @pytest.fixture(autouse=True)

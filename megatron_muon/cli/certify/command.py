@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         0 where every claim of the verdict holds, 1 where one does not; wrong arguments end the
         process with status 2, as argparse does.
     """
-    config_class = imported_config_class(_PROGRAM)
+    config_class = imported_config_class(_PROGRAM, "virtual_gpu")
     parser = _parser(config_class)
     known, unknown = split_known(parser, argv)
     given = parser.parse_args(known)

@@ -15,6 +15,7 @@ _LAYER = "megatron.core.transformer.transformer_layer"
 _MTP = "megatron.core.transformer.multi_token_prediction"
 _PIPELINE = "megatron.core.transformer.pipeline_parallel_layer_layout"
 _VARIANTS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
+_CLIP = "megatron.core.optimizer.clip_grads"
 _MIXER = "megatron.core.ssm.mamba_mixer"
 _DELTA = "megatron.core.ssm.gated_delta_net"
 _PATTERN = ("megatron.core.ssm.mamba_hybrid_layer_allocation", (0, 17), (0, 17))
@@ -250,4 +251,20 @@ SEAMS = (
     _hybrid(_MIXER, "HAVE_EINOPS", "whether there is einops", (0, 14), use="replaced"),
     _hybrid(_DELTA, "HAVE_FLA", "whether there are kernels", (0, 16), use="replaced"),
     _hybrid(_DELTA, "chunk_gated_delta_rule", "one of those kernels", (0, 16), use="replaced"),
+    # --- the virtual GPU
+    _seam(
+        "megatron.core.tensor_parallel.random",
+        "get_cuda_rng_tracker",
+        "the tracker, whose fork is replaced: no random number is drawn",
+        part="virtual_gpu",
+    ),
+    *(
+        _seam(_CLIP, name, relied_on, (), since, use="replaced", part="virtual_gpu")
+        for name, relied_on, since in (
+            ("multi_tensor_applier", "calls a kernel on lists of tensors", OLDEST),
+            ("l2_norm_impl", "Transformer Engine's norm of gradients", OLDEST),
+            ("multi_tensor_scale_impl", "Transformer Engine's scaling of gradients", OLDEST),
+            ("multi_tensor_scale_tensor_impl", "the same by a factor on the GPU", (0, 18)),
+        )
+    ),
 )

@@ -51,6 +51,20 @@ SEAMS = (
         "sees every kernel of a step",
         "bench",
     ),
+    _torch(
+        "torch._C",
+        "_disabled_torch_function_impl",
+        "read",
+        "functions of such a tensor are torch's own",
+        "virtual_gpu",
+    ),
+    _torch(
+        "torch.distributed.distributed_c10d",
+        "_world.pg_group_ranks",
+        "read",
+        "the ranks of every process group",
+        "virtual_gpu",
+    ),
     # --- kernels
     _torch(
         "quack.gemm_interface",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
+from megatron_muon.runtime.patches import replaced
 from megatron_muon.virtual_gpu.device.crossing import pinned
 from megatron_muon.virtual_gpu.device.gpu import Gpu
 from megatron_muon.virtual_gpu.device.tensors import CUDA, VirtualTensor
@@ -103,7 +103,7 @@ def on_gpu(gpu: Gpu) -> Iterator[None]:
     stream_class = type("Stream", (Stream,), {"gpu": gpu})
     event_class = type("Event", (Event,), {"gpu": gpu})
 
-    replaced: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -122,17 +122,14 @@ def on_gpu(gpu: Gpu) -> Iterator[None]:
         "set_rng_state": lambda state, device=None: None,
         "manual_seed": lambda seed: None,
     }
-    with ExitStack() as stack:
-        for name, value in replaced.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        for name in ("range_push", "range_pop", "mark"):
-            stack.enter_context(mock.patch.object(torch.cuda.nvtx, name, lambda *a, **k: None))
-        for name in ("tensor", "as_tensor"):
-            factory = _through_host(getattr(torch, name))
-            stack.enter_context(mock.patch.object(torch, name, factory))
-        stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin_memory))
-        stack.enter_context(mock.patch.object(Tensor, "cuda", _to_cuda))
-        stack.enter_context(mock.patch.object(Tensor, "to", _to_over(Tensor.to)))
+    marks = dict.fromkeys(("range_push", "range_pop", "mark"), lambda *args, **kwargs: None)
+    factories = {name: _through_host(getattr(torch, name)) for name in ("tensor", "as_tensor")}
+    with (
+        replaced(torch.cuda, **changes),
+        replaced(torch.cuda.nvtx, **marks),
+        replaced(torch, **factories),
+        replaced(Tensor, pin_memory=_pin_memory, cuda=_to_cuda, to=_to_over(Tensor.to)),
+    ):
         yield
 
 

@@ -10,12 +10,12 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from megatron_muon.cpu import FusedAdam
+from megatron_muon.runtime.patches import replaced
 from megatron_muon.virtual_gpu.device.gpu import Gpu
 from megatron_muon.virtual_gpu.device.launches import multi_tensor_launches
 from megatron_muon.virtual_gpu.device.tensors import CUDA
@@ -43,9 +43,7 @@ def fused_kernels(gpu: Gpu) -> Iterator[None]:
     }
     with ExitStack() as stack:
         for module, changes in ((optimizer, flags), (distributed, flags), (clip_grads, kernels)):
-            for name, value in changes.items():
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, value))
+            stack.enter_context(replaced(module, **changes))
         yield
 
 

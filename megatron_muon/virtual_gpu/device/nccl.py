@@ -156,7 +156,7 @@ def _named(group: Any) -> Group:
     ranks = tuple(dist.get_process_group_ranks(group))
     same = [
         int(other.group_name)
-        for other, members in distributed_c10d._world.pg_group_ranks.items()
+        for other, members in dict(distributed_c10d._world.pg_group_ranks).items()
         if tuple(members) == ranks
     ]
     number = sum(name < int(group.group_name) for name in same)
