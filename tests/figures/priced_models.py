@@ -5,6 +5,7 @@ one stage of ``megatron-muon bench price`` with the flags below: the first one, 
 several the second, which has no embedding. Rounds, launches, Newton-Schulz and what is exposed, of
 the rank that has most of it, are those of ours with ``auto`` and a library's symmetric kernel in
 bf16; beside it is the same in fp16, which takes fewer restarts of the Gram iteration.
+``--assume`` prices what no code here does: see ``ASSUMED``.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ import argparse
 import contextlib
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.bench.price.command import hardware_of, priced_of
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize import iteration
+from megatron_muon.pricing import kernels
+from megatron_muon.pricing.hardware import Hardware
+from megatron_muon.runtime.patches import replaced
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
 
 DEEPSEEK_V3 = (
@@ -28,6 +35,11 @@ DEEPSEEK_V3 = (
     "--max-position-embeddings 4096 --bf16 --use-distributed-optimizer "
     "--pipeline-model-parallel-size 16 --expert-model-parallel-size 64 "
 )
+ASSUMED = {
+    "one-restart": "one restart of the Gram iteration in bf16, where fp16 has one",
+    "small-norm": "the norm in 3 launches and 6 bytes an element: one pass that also scales",
+    "no-copies": "linear terms that are added without a copy",
+}
 TP = "--tensor-model-parallel-size"
 
 
@@ -64,7 +76,40 @@ def main() -> None:
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--flags", default="", help="further flags of bench price")
+    parser.add_argument("--assume", nargs="*", choices=ASSUMED, default=[])
     given = parser.parse_args()
+    with assuming(given.assume):
+        print_table(given)
+
+
+@contextlib.contextmanager
+def assuming(names: Sequence[str]) -> Iterator[None]:
+    """Within it the time model prices some of ``ASSUMED``."""
+    known = iteration._restarts
+
+    def one_restart(config: MuonConfig, device: iteration.Device) -> tuple[int, ...] | None:
+        lists = iteration.restarts_of(config.ns_coefficients, config.ns_steps)
+        return lists.fp16 if config.ns_dtype == "bf16" else known(config, device)
+
+    def small_norm(hardware: Hardware, elements: int, itemsize: int) -> kernels.Cost:
+        return kernels.stream(hardware, 3 * itemsize * elements, 3)
+
+    changes = {
+        "one-restart": (iteration, {"_restarts": one_restart}),
+        "small-norm": (kernels, {"_normalisation": small_norm}),
+        "no-copies": (kernels._Products, {"_copy": lambda products, elements: kernels.Cost()}),
+    }
+    with contextlib.ExitStack() as stack:
+        kernels.newton_schulz.cache_clear()
+        stack.callback(kernels.newton_schulz.cache_clear)
+        for name in names:
+            owner, attributes = changes[name]
+            stack.enter_context(replaced(owner, **attributes))
+        yield
+
+
+def print_table(given: argparse.Namespace) -> None:
+    """A row for each model whose name has one of ``given.words``."""
     hardware = hardware_of(given.hardware, given.set)
     print("| ms | AdamW | ours standard | with kernel | ours auto | with kernel | in fp16", end="")
     print(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from figures.priced_models import ASSUMED, assuming
 from megatron_muon.config import MuonConfig
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
@@ -206,6 +207,16 @@ def test_batches_take_every_matrix_once_and_keep_to_their_room() -> None:
     assert taken(None, 100, 42 * of_one) == [(42, 2), (16, 1)]
     assert taken(None, 100, 42 * of_one - 1) == [(41, 2), (18, 1)]
     assert taken(None, 2, 0) == [(1, 2)]
+
+
+def test_each_assumption_of_the_figures_prices_less_and_is_taken_back() -> None:
+    config = MuonConfig(ns_iteration="gram")
+    price = (H100, 4096, 14336, 1, config, "cuda_symmetric")
+    plain = newton_schulz(*price).seconds
+    for name in ASSUMED:
+        with assuming([name]):
+            assert newton_schulz(*price).seconds < plain
+        assert newton_schulz(*price).seconds == plain
 
 
 def test_foreach_operations_take_as_many_kernels_as_torch_does() -> None:
