@@ -14,7 +14,7 @@ container images do: the Gram iteration's restarts are known for fp32 only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -194,24 +194,36 @@ def products_on(device: torch.device, ns_dtype: NsDtype) -> Products:
 def fp32_is_fp32(device: torch.device) -> Iterator[None]:
     """A context in which fp32 products are made in fp32, whatever the process allows elsewhere.
 
-    It sets an option that the host reads when it starts a product, so the host waits for no GPU.
+    It sets options that the host reads when it starts a product, so the host waits for no GPU.
+    Since 2.9 torch has one for each backend beside the old one for all, and some of its products
+    raise where the two say different things. TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's
+    containers set, is the old one.
     """
-    backend: Any = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
-    matmul: Any = getattr(backend, "matmul", None)
-    if hasattr(matmul, "fp32_precision"):
-        before = matmul.fp32_precision
-        matmul.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            matmul.fp32_precision = before
-    else:  # torch before 2.9
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
+    backends: dict[str, Any] = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}
+    options = {
+        name: backend.matmul
+        for name, backend in backends.items()
+        if hasattr(getattr(backend, "matmul", None), "fp32_precision")
+    }
+    with ExitStack() as undo:
+        for option in options.values():
+            undo.callback(setattr, option, "fp32_precision", option.fp32_precision)
+        old = _old_precision()
+        if old not in (None, "highest"):
+            undo.callback(torch.set_float32_matmul_precision, old)
+            torch.set_float32_matmul_precision("highest")
+        own = options.get(device.type)
+        if own is not None:
+            own.fp32_precision = "ieee"
+        yield
+
+
+def _old_precision() -> str | None:
+    """torch's old option; None where it cannot be read, since only new ones were set."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def try_products(device: torch.device, ns_dtype: NsDtype) -> None:

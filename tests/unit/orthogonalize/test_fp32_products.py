@@ -1,0 +1,79 @@
+"""fp32 products are made in fp32, whatever the process allows elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from megatron_muon.orthogonalize.matmul import fp32_is_fp32
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.backends.mkldnn, "matmul"), reason="torch before 2.9 has the old option only"
+)
+CUDA, CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+def _options() -> dict[str, object]:
+    """torch's options of fp32 products; ``raises`` where old and new ones say different things."""
+    read: dict[str, Callable[[], object]] = {
+        "old": torch.get_float32_matmul_precision,
+        "cuda": lambda: CUDA.fp32_precision,
+        "allow_tf32": lambda: CUDA.allow_tf32,
+        "cpu": lambda: CPU.fp32_precision,
+    }
+    values: dict[str, object] = {}
+    for name, one in read.items():
+        try:
+            values[name] = one()
+        except RuntimeError:
+            values[name] = "raises"
+    return values
+
+
+def _allow_tf32() -> None:
+    CUDA.allow_tf32 = True
+
+
+def _new_option() -> None:
+    CUDA.fp32_precision = "tf32"
+
+
+def _options_that_disagree() -> None:
+    torch.set_float32_matmul_precision("medium")
+    CUDA.fp32_precision = "ieee"
+
+
+@pytest.fixture(autouse=True)
+def _as_at_first() -> Iterator[None]:
+    before = CUDA.fp32_precision, CPU.fp32_precision
+    yield
+    torch.set_float32_matmul_precision("highest")
+    CUDA.fp32_precision, CPU.fp32_precision = before
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    "setter",
+    [
+        lambda: None,
+        lambda: torch.set_float32_matmul_precision("high"),  # as the environment's override does
+        _allow_tf32,
+        _new_option,
+        _options_that_disagree,
+    ],
+    ids=["nothing", "old", "allow_tf32", "new", "both"],
+)
+def test_every_option_says_fp32_within_it_and_what_it_said_after_it(
+    setter: Callable[[], None], device: str
+) -> None:
+    """Some products of CUDA ask ``allow_tf32``, which raises where old and new options differ."""
+    setter()
+    before = _options()
+    with fp32_is_fp32(torch.device(device)):
+        inside = _options()
+    assert _options() == before
+    assert inside[device] == "ieee"
+    if device == "cuda":
+        assert (inside["old"], inside["allow_tf32"]) == ("highest", False)
