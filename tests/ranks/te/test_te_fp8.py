@@ -14,7 +14,9 @@ import pytest
 
 from megatron_muon.mcore.interop.switch import reading_adamw
 from support import te_on_cpu
+from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.saving import formats, load, save, spoil, unequal
+from support.covering import FULL
 from support.models.gpt import (
     Case,
     Topology,
@@ -26,6 +28,7 @@ from support.models.gpt import (
     take_step,
 )
 from support.ranks import run
+from support.whole import Whole, differences, whole
 
 pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
 
@@ -84,6 +87,31 @@ def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 def test_a_checkpoint_goes_on(format: str, tmp_path: Path) -> None:
     for wrong in run(_resumed, 2, FP8, Topology(dp=2), format, str(tmp_path)):
         assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("case", "at_save", "at_load"),
+    [
+        pytest.param(
+            FP8, Topology(tp=2, dp=2, **SP), Topology(pp=2, dp=3, overlap=True), id="dense"
+        ),
+        pytest.param(FP8, Topology(dp=3), Topology(2, 2, **SP), id="tp", marks=pytest.mark.slow),
+        pytest.param(MOE, Topology(dp=4, ep=2), Topology(tp=2, dp=2, ep=2, **SP), id="grouped"),
+    ],
+)
+def test_another_topology(case: Case, at_save: Topology, at_load: Topology, tmp_path: Path) -> None:
+    """Main parameters and momenta go on in bits; weights have a scale that each TP rank chooses."""
+    (format,) = (format for format in formats() if format in FULL)
+    before = run(saved, at_save.world_size, case, at_save, format, str(tmp_path))
+    after = run(loaded, at_load.world_size, case, at_load, format, str(tmp_path))
+    for when in range(2):
+        one, other = (_of_optimizer([held[when] for held in runs]) for runs in (before, after))
+        assert differences(one, other) == []
+    assert differences(one, _of_optimizer([held[0] for held in after]))  # the steps did something
+
+
+def _of_optimizer(ranks: list[dict[str, Any]]) -> Whole:
+    return {kind: tensors for kind, tensors in whole(ranks).items() if kind != "params"}
 
 
 def _switched(format: str, folder: str, change: float) -> str:
