@@ -54,7 +54,7 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class RecordedTraining:
     """A rank after its training steps.
 
     Attributes:
@@ -68,7 +68,7 @@ class Trained:
 
 def record_training(
     flags: Namespace, ranks: Ranks, rank: int, config: MuonConfig, training: Training
-) -> Trained:
+) -> RecordedTraining:
     """What a rank does in some training steps of the model; counts are of the last one.
 
     Muon is installed before the chunks are built, since it can lay out their buckets, and only for
@@ -90,7 +90,7 @@ def record_training(
         chunks, optimizer = _built(flags, ranks, training)
         for step in range(training.steps):
             _train(gpu, flags, chunks, optimizer, first=step == 0)
-        return Trained(closed(rank, gpu, _held(chunks, optimizer)), _plans(optimizer))
+        return RecordedTraining(closed(rank, gpu, _held(chunks, optimizer)), _plans(optimizer))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from megatron_muon.cli.certify.messages import compare_with_plan, planned_messag
 from megatron_muon.cli.certify.ranks import RankReport, exchange_calls, report_of
 from megatron_muon.cli.model_flags import Settled, megatron_is_quiet, said
 from megatron_muon.orthogonalize.matmul import travel_dtype
-from megatron_muon.virtual_gpu.megatron import Trained, Training, record_training
+from megatron_muon.virtual_gpu.megatron import RecordedTraining, Training, record_training
 from megatron_muon.virtual_gpu.races import MEMORY, collectives_and_clocks
 from megatron_muon.virtual_gpu.stage import Calls, check_calls, unrecorded
 
@@ -20,7 +20,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Claim:
     """A verdict.
 
     Attributes:
@@ -53,19 +53,19 @@ class Certificate:
     Attributes:
         kinds: of its stages.
         reports: of the ranks of each kind; ranks that ended with an error are not among them.
-        checks: the verdicts.
+        claims: the verdicts.
         compared: members of each process group whose collectives were compared, and its size.
     """
 
     kinds: tuple[StageKind, ...]
     reports: tuple[tuple[RankReport, ...], ...]
-    checks: tuple[Check, ...]
+    claims: tuple[Claim, ...]
     compared: dict[str, tuple[int, int]]
 
     @property
     def holds(self) -> bool:
         """Every claim does."""
-        return all(check.holds for check in self.checks)
+        return all(claim.holds for claim in self.claims)
 
 
 @dataclass(slots=True)
@@ -109,8 +109,8 @@ def certify(
         calls = {**calls, **seen.calls}  # type: ignore[dict-item]
         for name in ("errors", "plans", "messages"):
             getattr(every, name).extend(getattr(seen, name))
-    checks = _checks(kinds, by_kind, every, calls)
-    return Certificate(tuple(kinds), tuple(by_kind), tuple(checks), _compared(calls))
+    claims = _claims(kinds, by_kind, every, calls)
+    return Certificate(tuple(kinds), tuple(by_kind), tuple(claims), _compared(calls))
 
 
 def _look_at(
@@ -155,7 +155,7 @@ def _travelling(kind: StageKind, planned: dict[tuple[int, int], list[int]]) -> I
 
 def _trained(
     flags: Namespace, run: Settled, chosen: Chosen, training: Training, seen: _Seen
-) -> Trained | None:
+) -> RecordedTraining | None:
     try:
         return record_training(flags, run.ranks, chosen.rank, run.config, training)
     except NotImplementedError:
@@ -165,50 +165,50 @@ def _trained(
         return None
 
 
-def _checks(
+def _claims(
     kinds: Sequence[StageKind],
     by_kind: Sequence[Sequence[RankReport]],
     seen: _Seen,
     calls: Calls,
-) -> Iterator[Check]:
+) -> Iterator[Claim]:
     reports = [report for of_kind in by_kind for report in of_kind]
     asked = sum(len(kind.chosen) for kind in kinds)
     ranks = f"{len(reports)} rank(s)" * bool(reports)
-    yield Check("every rank ends its steps", f"{asked} rank(s)", tuple(seen.errors))
-    for check in (
-        Check("one exchange plan in a stage", ranks, tuple(seen.plans)),
+    yield Claim("every rank ends its steps", f"{asked} rank(s)", tuple(seen.errors))
+    for claim in (
+        Claim("one exchange plan in a stage", ranks, tuple(seen.plans)),
         *_alone(reports, ranks),
         *_together(kinds, seen, calls),
     ):
-        yield check if reports else replace(check, looked_at="", reason="no rank ended its steps")
+        yield claim if reports else replace(claim, looked_at="", reason="no rank ended its steps")
 
 
-def _alone(reports: Sequence[RankReport], ranks: str) -> Iterator[Check]:
+def _alone(reports: Sequence[RankReport], ranks: str) -> Iterator[Claim]:
     """Of each rank by itself."""
     handling = f"{ranks}, memory of collectives kept in each of the ways {', '.join(MEMORY)}"
-    yield Check("no race", handling, _faults(reports, "races"))
-    yield Check("no early free", handling, _faults(reports, "early_frees"))
+    yield Claim("no race", handling, _faults(reports, "races"))
+    yield Claim("no early free", handling, _faults(reports, "early_frees"))
 
 
-def _together(kinds: Sequence[StageKind], seen: _Seen, calls: Calls) -> Iterator[Check]:
+def _together(kinds: Sequence[StageKind], seen: _Seen, calls: Calls) -> Iterator[Claim]:
     """Of ranks beside each other."""
     between = check_calls(calls)
     missing = unrecorded(calls)
     beside = "the plan's message to or from each peer, and the peers' own records"
     if not all(kind.is_whole for kind in kinds):
         beside += " where these are among the sample"
-    yield Check("no unmatched send", beside, (*seen.messages, *between.messages))
+    yield Claim("no unmatched send", beside, (*seen.messages, *between.messages))
     among = "the ranks that were looked at" if missing else "every rank of every group"
     if not missing or any(members > 1 for members, _ in _compared(calls).values()):
-        yield Check("no rank out of order", f"collectives of {among}", tuple(between.order))
+        yield Claim("no rank out of order", f"collectives of {among}", tuple(between.order))
     else:
         alone = "no two members of a group were looked at"
-        yield Check("no rank out of order", "", tuple(between.order), alone)
+        yield Claim("no rank out of order", "", tuple(between.order), alone)
     others = "; other ranks are taken to arrive" * bool(missing)
     if between.order or between.messages:
-        yield Check("no rank waits for ever", "", (), "collectives or messages do not fit")
+        yield Claim("no rank waits for ever", "", (), "collectives or messages do not fit")
     else:
-        yield Check("no rank waits for ever", among + others, tuple(between.stuck))
+        yield Claim("no rank waits for ever", among + others, tuple(between.stuck))
 
 
 def _faults(reports: Sequence[RankReport], name: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron_muon.cli.certify.certificate import Certificate, Check
+from megatron_muon.cli.certify.certificate import Certificate, Claim
 from megatron_muon.cli.certify.kinds import StageKind
 from megatron_muon.cli.certify.ranks import HostWaits, Launches, RankReport
 from megatron_muon.cli.model_flags import Settled
@@ -35,7 +35,7 @@ def as_text(certificate: Certificate, run: Settled, notes: Sequence[str], second
     lines = [_head(run), ""]
     for kind, reports in zip(certificate.kinds, certificate.reports, strict=True):
         lines += [*_kind(kind, reports), ""]
-    lines += ["verdict", *_verdict(certificate.checks), ""]
+    lines += ["verdict", *_verdict(certificate.claims), ""]
     lines += ["sampled", *(f"  {line}" for line in _sampled(certificate)), ""]
     lines += ["not checked", *(f"  {line}" for line in (*NOT_CHECKED, *notes)), ""]
     word = "certified" if certificate.holds else "NOT certified"
@@ -63,9 +63,9 @@ def as_json(certificate: Certificate, run: Settled, notes: Sequence[str], second
         "ranks": dataclasses.asdict(run.ranks),
         "settings": dataclasses.asdict(run.config),
         "holds": certificate.holds,
-        "checks": [
-            {**dataclasses.asdict(check), "holds": check.holds, "was_made": check.was_made}
-            for check in certificate.checks
+        "claims": [
+            {**dataclasses.asdict(claim), "holds": claim.holds, "was_made": claim.was_made}
+            for claim in certificate.claims
         ],
         "kinds": kinds,
         "compared": {name: list(both) for name, both in certificate.compared.items()},
@@ -218,15 +218,15 @@ def _waits(reports: Sequence[RankReport]) -> Iterator[str]:
         yield f"{wait.name}, {times}, at {wait.place} ({wait.phase or 'no phase'}); {who}"
 
 
-def _verdict(checks: Sequence[Check]) -> Iterator[str]:
-    for check in checks:
-        word = "FAIL" if check.faults else "ok  " if check.was_made else "--  "
-        looked_at = check.looked_at or f"not looked at, since {check.reason}"
-        yield f"  {word} {check.name}: {looked_at}"
-        for fault in check.faults[:_FAULTS]:
+def _verdict(claims: Sequence[Claim]) -> Iterator[str]:
+    for claim in claims:
+        word = "FAIL" if claim.faults else "ok  " if claim.was_made else "--  "
+        looked_at = claim.looked_at or f"not looked at, since {claim.reason}"
+        yield f"  {word} {claim.name}: {looked_at}"
+        for fault in claim.faults[:_FAULTS]:
             yield f"         {fault}"
-        if len(check.faults) > _FAULTS:
-            yield f"         and {len(check.faults) - _FAULTS} more (--json has them)"
+        if len(claim.faults) > _FAULTS:
+            yield f"         and {len(claim.faults) - _FAULTS} more (--json has them)"
 
 
 def _sampled(certificate: Certificate) -> Iterator[str]:

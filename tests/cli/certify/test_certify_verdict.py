@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_muon.cli.certify.certificate import Certificate, Check, certify
+from megatron_muon.cli.certify.certificate import Certificate, Claim, certify
 from megatron_muon.cli.certify.kinds import stage_kinds
 from megatron_muon.cli.model_flags import Settled
 from megatron_muon.mcore import build
@@ -47,11 +47,11 @@ def certificate(
 
 
 def failed(certificate: Certificate) -> list[str]:
-    return [check.name for check in certificate.checks if check.faults]
+    return [claim.name for claim in certificate.claims if claim.faults]
 
 
-def check(certificate: Certificate, name: str) -> Check:
-    (found,) = (check for check in certificate.checks if check.name == name)
+def claim(certificate: Certificate, name: str) -> Claim:
+    (found,) = (claim for claim in certificate.claims if claim.name == name)
     return found
 
 
@@ -68,7 +68,7 @@ def check(certificate: Certificate, name: str) -> Check:
 )
 def test_all_claims_hold_for_the_step_as_it_is(run: Run) -> None:
     found = certificate(run)
-    assert [check.name for check in found.checks] == CLAIMS
+    assert [claim.name for claim in found.claims] == CLAIMS
     assert failed(found) == []
     assert found.holds
     assert all(kind.is_whole for kind in found.kinds)
@@ -196,20 +196,20 @@ def test_a_mutant_fails_its_claim(
     found = certificate()
     assert not found.holds
     assert set(claims) <= set(failed(found)), failed(found)
-    assert any(said in fault for fault in check(found, claims[0]).faults), found.checks
+    assert any(said in fault for fault in claim(found, claims[0]).faults), found.claims
 
 
 def test_nothing_is_ok_where_no_rank_ended(monkeypatch: Patch) -> None:
     monkeypatch.setattr(DistributedMuon, "step", lambda *args: [][0])
     found = certificate()
     assert failed(found) == CLAIMS[:1]
-    assert not any(check.was_made or check.holds for check in found.checks[1:])
+    assert not any(claim.was_made or claim.holds for claim in found.claims[1:])
 
 
 def test_ranks_that_are_compared_with_none_do_not_certify() -> None:
     found = certificate(count=1)
     assert failed(found) == []
-    assert not check(found, "no rank out of order").was_made
+    assert not claim(found, "no rank out of order").was_made
     assert not found.holds
 
 
