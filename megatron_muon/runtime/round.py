@@ -90,7 +90,7 @@ class Round:
         return self._table.travels
 
     def start(self, shards: Shards) -> None:
-        """Advance the momentum of the shards, and send it to the homes of their matrices."""
+        """Advance the momentum of the shards, and send Newton-Schulz's input to its homes."""
         with self._work.phase("muon/momentum"):
             leaving = self._exchange.leaving()
             self._advance_momentum(shards, leaving)
