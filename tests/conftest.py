@@ -45,7 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     with open(os.path.join(HERE, "slow.txt")) as file:
         patterns = [line.strip() for line in file if not line.startswith("#")]
     for item in items:
-        name = item.nodeid.rpartition("/")[2]
+        file, _, test = item.nodeid.partition("::")
+        name = f"{file.rpartition('/')[2]}::{test}"  # a test's own name can have a slash
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             item.add_marker("slow")
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Runs the tests in an environment of their own. `bash tests/run.sh` runs all of them with the
-# megatron-core of requirements.txt, then tests/cores, which every core is held to, with each of cores.txt;
+# megatron-core of requirements.txt, then tests/cores, which every core is held to, with each of cores.txt.
+# `bash tests/run.sh te` runs the lines of te.txt, over the Python of Transformer Engine.
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
 # with another core (or with a checkout, by its path), and `TE=2.12.0 bash tests/run.sh ARGS` over the
-# Python of that Transformer Engine, as in the lines of te.txt, which come last. Where it chooses the
-# tests itself, two files run side by side: many wait for one of their ranks, or have one process
-# only. WORKERS=4 takes four; 0 runs one after another.
+# Python of that Transformer Engine. Where it chooses the tests itself, two files run side by side: many
+# wait for one of their ranks, or have one process only. WORKERS=4 takes four; 0 runs one after another.
 # Makes .venv-tests/ at the first call (Python 3.10 or newer, about 450 MB of downloads with a CPU
 # build of torch); pip's own environment variables and configuration are honoured.
 set -euo pipefail
@@ -67,21 +67,29 @@ run() { # run CORE ARGS: the installed core where CORE is empty; over TE's Pytho
     "$VENV/bin/python" -m pytest -m "${MARKERS:-not slow}" "$@"
 }
 
+over_te() { # the lines of te.txt
+    local installed TE core tests
+    installed="$(sed -n 's/^megatron-core==//p' tests/requirements.txt)"
+    while read -r TE core tests; do
+        echo "tests: over the Python of transformer_engine $TE, with megatron-core $core"
+        [[ $core != "$installed" ]] || core=""
+        # shellcheck disable=SC2086
+        run "$core" "${SIDE_BY_SIDE[@]}" $tests </dev/null
+    done < <(grep -v '^#' tests/te.txt)
+}
+
 export OMP_NUM_THREADS=1
-if (($#)); then
+SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile)
+if [[ $* == te ]]; then
+    over_te
+    exit
+elif (($#)); then
     run "${CORE:-}" "$@"
     exit
 fi
-SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile)
-run "" "${SIDE_BY_SIDE[@]}"
+# on the installed core the claims of test_versions.py are those of tests/ranks, in more cases
+run "" "${SIDE_BY_SIDE[@]}" --ignore tests/cores/test_versions.py
 for core in $(grep -o '^megatron-core==[0-9.]*' tests/cores.txt); do
     echo "tests: with $core"
     run "${core#*==}" "${SIDE_BY_SIDE[@]}" tests/cores
 done
-installed="$(sed -n 's/^megatron-core==//p' tests/requirements.txt)"
-while read -r TE core tests; do
-    echo "tests: over the Python of transformer_engine $TE, with megatron-core $core"
-    [[ $core != "$installed" ]] || core=""
-    # shellcheck disable=SC2086
-    run "$core" "${SIDE_BY_SIDE[@]}" $tests </dev/null
-done < <(grep -v '^#' tests/te.txt)
