@@ -180,15 +180,15 @@ def _in_ddp(model: Any, index: int, case: Case, topology: Topology) -> Any:
     )
 
 
-def make_optimizer(built: Built) -> Any:
-    """Megatron's optimizer over the model, by Megatron's own factory."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+def optimizer_config(built: Built) -> Any:
+    """Megatron's settings of the case's optimizer."""
+    from megatron.core.optimizer import OptimizerConfig
 
     case = built.case
     said_twice = {"overlap_param_gather": built.topology.overlap}
     if "overlap_param_gather" not in OptimizerConfig.__dataclass_fields__:
         said_twice = {}  # to DDP alone in older ones
-    config = OptimizerConfig(
+    return OptimizerConfig(
         optimizer=case.optimizer,
         lr=case.lr,
         min_lr=0.0,
@@ -209,6 +209,13 @@ def make_optimizer(built: Built) -> Any:
         adam_beta2=0.95,
         adam_eps=1e-8,
     )
+
+
+def make_optimizer(built: Built) -> Any:
+    """Megatron's optimizer over the model, by Megatron's own factory."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    case, config = built.case, optimizer_config(built)
     fast = {id(p) for name, p in built.params.items() if matches(name, case.faster)}
     groups = _conditions(fast) if VERSION < (0, 16) else _overrides(config, fast)
     optimizer = get_megatron_optimizer(config, built.chunks, **groups)
