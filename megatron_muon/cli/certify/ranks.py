@@ -209,7 +209,7 @@ _KINDS = (
     ("runtime/exchange.py", "staged rounds"),
     ("runtime/collectives.py", "staged rounds"),
     ("runtime/round.py", "staged rounds"),
-    ("runtime/", "elementwise scratch"),
+    ("runtime/", "scratch of momentum and update"),
 )
 
 
