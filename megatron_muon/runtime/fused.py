@@ -252,7 +252,7 @@ def try_elementwise(device: torch.device, config: MuonConfig) -> None:
     if elementwise_on(device, config) is Foreach:
         return
     try:
-        made, expected = (_trial(kind, device, config) for kind in (Fused(), Foreach()))
+        made, expected = (trial(kind, device, config) for kind in (Fused(), Foreach()))
         differ = not all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
     except Exception as error:  # of any type: triton calls two compilers
         raise RuntimeError(
@@ -267,7 +267,7 @@ def try_elementwise(device: torch.device, config: MuonConfig) -> None:
         )
 
 
-def _trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[Tensor]:
+def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[Tensor]:
     """All results of two steps, with runs at odd offsets, whole blocks and a gradient of zeros."""
     sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
     elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)

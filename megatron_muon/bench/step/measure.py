@@ -195,7 +195,7 @@ class _Contender:
         self.park()
 
     def exchange_rounds(self) -> int:
-        muons = [getattr(part, "muon", None) for part in _parts(self._optimizer)]
+        muons = [getattr(part, "muon", None) for part in optimizers_of(self._optimizer)]
         return sum(len(muon.plan.rounds) for muon in muons if muon is not None)
 
     def _step(self) -> None:
@@ -278,7 +278,7 @@ def _main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
     """(parameter, its fp32 main shard, the parameter's element at which the shard begins)."""
     from megatron_muon.mcore.shards import owned_shards
 
-    for part in _parts(optimizer):
+    for part in optimizers_of(optimizer):
         if part.is_stub_optimizer:
             continue
         if hasattr(part, "shard_fp32_from_float16_groups"):
@@ -291,18 +291,18 @@ def _main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
 
 
 def _states(optimizer: Any) -> Iterator[Tensor]:
-    for part in _parts(optimizer):
+    for part in optimizers_of(optimizer):
         if part.is_stub_optimizer:
             continue
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _parts(optimizer: Any) -> Iterator[Any]:
+def optimizers_of(optimizer: Any) -> Iterator[Any]:
     """The optimizers of a chain, also of nested chains."""
     for part in optimizer.chained_optimizers:
         if hasattr(part, "chained_optimizers"):
-            yield from _parts(part)
+            yield from optimizers_of(part)
         else:
             yield part
 
@@ -311,7 +311,7 @@ def _flops_once(optimizer: Any) -> int:
     """Flops of the stage's matrices on its first rank; 0 on others, and for rows without a plan."""
     return sum(
         sum(part.muon.plan.ns_flops())
-        for part in _parts(optimizer)
+        for part in optimizers_of(optimizer)
         if getattr(part, "muon", None) is not None and part.stage_group.rank() == 0
     )
 

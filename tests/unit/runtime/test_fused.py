@@ -60,7 +60,7 @@ def test_kernels_that_do_not_run_are_an_error_with_a_way_out(
         raise SystemError("Failed to find C compiler")
 
     monkeypatch.setattr(fused, "has_triton", lambda: True)
-    monkeypatch.setattr(fused, "_trial", trial)
+    monkeypatch.setattr(fused, "trial", trial)
     said = r"Failed to find C compiler.*set elementwise \(--muon-elementwise\) foreach"
     with pytest.raises(RuntimeError, match=said):
         try_elementwise(CUDA, MuonConfig())
@@ -72,7 +72,7 @@ def test_kernels_that_round_otherwise_are_an_error(monkeypatch: pytest.MonkeyPat
         return [torch.tensor([1.0 if isinstance(kind, Fused) else 1.0 + 2**-23])]
 
     monkeypatch.setattr(fused, "has_triton", lambda: True)
-    monkeypatch.setattr(fused, "_trial", trial)
+    monkeypatch.setattr(fused, "trial", trial)
     with pytest.raises(RuntimeError, match=r"round otherwise.*--muon-elementwise\) foreach"):
         try_elementwise(CUDA, MuonConfig())
 
@@ -87,7 +87,7 @@ def test_a_fused_multiply_add_would_fail_the_trial(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(fused, "has_triton", lambda: True)
     made, expected = (
-        fused._trial(kind, CPU_DEVICE, MuonConfig()) for kind in (Contracted(), Foreach())
+        fused.trial(kind, CPU_DEVICE, MuonConfig()) for kind in (Contracted(), Foreach())
     )
     assert not torch.equal(made[0], expected[0])
 

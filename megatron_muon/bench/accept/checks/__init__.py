@@ -1,0 +1,1 @@
+"""The checks of ``megatron-muon accept``; each runs in a process of its own."""

@@ -1,0 +1,49 @@
+"""``bench step``: Muon's step beside AdamW's, the paper's and Megatron's own Muon."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.bench.accept.checks.model import arguments
+from megatron_muon.bench.accept.outcome import Figure, Part
+from megatron_muon.bench.accept.settings import Settings
+
+_ROUNDS = {"cpu": "2", "cuda": "9"}
+
+
+def run(settings: Settings) -> list[Part]:
+    """One call of the command, over NCCL with GPUs and over gloo without."""
+    from megatron_muon.bench.step.command import main
+
+    if settings.device == "virtual":
+        return [Part("bench step", "not run", settings.why_no_gpu)]
+    with tempfile.TemporaryDirectory(prefix="megatron_muon") as folder:
+        file = Path(folder, "step.json")
+        rounds = ("--rounds", _ROUNDS[settings.device])
+        status = main([*arguments(settings), *rounds, "--minutes", "4", "--json", str(file)])
+        if not file.exists():
+            raise RuntimeError(f"bench step ended with status {status}; see the output")
+        result: dict[str, Any] = json.loads(file.read_text())
+    return parts(status, result)
+
+
+def parts(status: int, result: dict[str, Any]) -> list[Part]:
+    """A part for the weights, and one for the times."""
+    name = "rows of Muon end a step with the same bits"
+    backend = result["run"]["backend"] if "run" in result else "?"
+    made = [
+        Part(name, "ok", f"over {backend}")
+        if status == 0
+        else Part(name, "FAILED", "they end it with different weights")
+    ]
+    return [*made, Part("times", "ok", f"over {backend}", tuple(_figures(result)))]
+
+
+def _figures(result: dict[str, Any]) -> list[Figure]:
+    return [
+        Figure(f"optimizer step: {name}", "ms", None, row["ms"]["median"])
+        for name, row in result["rows"].items()
+    ]

@@ -1,0 +1,60 @@
+"""The process of a check: ``python -m megatron_muon.bench.accept.child RUN SETTINGS FILE``.
+
+It writes its parts to FILE. It leads a process group of its own, and ends with the process that
+started it, which holds the other end of its standard input.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_muon.bench.accept.outcome import Part, parts_as_json
+from megatron_muon.bench.accept.settings import Settings, from_json
+from megatron_muon.files.durable import write_text
+
+Run = Callable[[Settings], Sequence[Part]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the check that ``argv`` names; 1 where it raised an error."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    run, settings, file = argv
+    try:
+        parts = list(function_of(run)(from_json(settings)))
+    except BaseException as error:
+        traceback.print_exc()
+        text = " ".join(str(error).split())
+        parts = [Part("no error", "FAILED", f"{type(error).__name__}: {text}")]
+        write_text(Path(file), json.dumps(parts_as_json(parts)))
+        return 1
+    write_text(Path(file), json.dumps(parts_as_json(parts)))
+    return 0
+
+
+def function_of(name: str) -> Run:
+    """The function of ``module:function``."""
+    module, _, function = name.partition(":")
+    found: Run = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _end_with_parent() -> None:
+    """Kill this process's group, its ranks included, once the parent is gone."""
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads of a library must not keep it, as NCCL's can after an error
