@@ -1,6 +1,7 @@
-"""The process of a check: ``python -m megatron_muon.bench.accept.child RUN SETTINGS FILE``.
+"""The process of a check: ``python -m megatron_muon.bench.accept.child RUN SETTINGS FILE BUILDS``.
 
-It writes its parts to FILE. It leads a process group of its own, and ends with the process that
+It writes its parts to FILE. With BUILDS 1 it imports Megatron under the CPU runtime, also where
+there are GPUs, which are its ranks'. It leads a process group of its own, and ends with the process that
 started it, which holds the other end of its standard input.
 """
 
@@ -26,8 +27,10 @@ Run = Callable[[Settings], Sequence[Part]]
 def main(argv: Sequence[str]) -> int:
     """Run the check that ``argv`` names; 1 where it raised an error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    run, settings, file = argv
+    run, settings, file, builds = argv
     try:
+        if builds == "1":
+            _imports_megatron_without_gpu()
         parts = list(function_of(run)(from_json(settings)))
     except BaseException as error:
         traceback.print_exc()
@@ -44,6 +47,13 @@ def function_of(name: str) -> Run:
     module, _, function = name.partition(":")
     found: Run = getattr(importlib.import_module(module), function)
     return found
+
+
+def _imports_megatron_without_gpu() -> None:
+    import megatron_muon
+
+    if not megatron_muon.cpu.enabled():
+        megatron_muon.cpu.enable(allow_cuda=True)
 
 
 def _end_with_parent() -> None:

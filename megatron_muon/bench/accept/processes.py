@@ -63,7 +63,7 @@ def _ended(
     """The exit status of the check's process; None where it was ended at the limit."""
     command = [sys.executable, "-m", "megatron_muon.bench.accept.child"]
     process = subprocess.Popen(
-        [*command, check.run, settings.as_json(), str(result)],
+        [*command, check.run, settings.as_json(), str(result), str(int(check.builds))],
         stdin=subprocess.PIPE,  # its end tells the child that this process is gone
         stdout=output,  # type: ignore[arg-type]
         stderr=subprocess.STDOUT,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_muon.bench.step.build import Built, build
-from megatron_muon.bench.step.meter import Counted, Stopwatch, Times, count, peak_bytes
+from megatron_muon import meter
+from megatron_muon.bench.step.meter import (
+    Counted,
+    Stopwatch,
+    Times,
+    count,
+    launched,
+    peak_bytes,
+)
 from megatron_muon.bench.step.rows import Row
 from megatron_muon.runtime import collectives
 
@@ -39,12 +48,14 @@ class StepJob:
         rows: rows in the order of the table.
         rounds: number of rounds, with one timed step of each row.
         traces: folder for a Chrome trace of rank 0's step of each row, or None.
+        launches: whether to count a GPU's kernels and copies, and the host's time, in a step.
     """
 
     flags: Namespace
     rows: tuple[Row, ...]
     rounds: int
     traces: Path | None = None
+    launches: bool = False
 
 
 @dataclass
@@ -60,6 +71,9 @@ class Measured:
         peak_bytes: peak bytes in a step, minus the bytes before it.
         weights: checksum of the model's weights after a step.
         lines: lines that our Muon prints when it is built.
+        metered_bytes: bytes of the exchange in the last step by our own meter; 0 for other rows.
+        launched: kernels and copies of a step by kind, if asked for, on a GPU.
+        host_ms: milliseconds in which the host launches a step, likewise; 0 if not asked for.
     """
 
     times: list[Times] = field(default_factory=list)
@@ -70,6 +84,9 @@ class Measured:
     peak_bytes: int = 0
     weights: int = 0
     lines: list[str] = field(default_factory=list)
+    metered_bytes: int = 0
+    launched: dict[str, int] = field(default_factory=dict)
+    host_ms: float = 0.0
 
 
 def measure(job: StepJob) -> list[Measured]:
@@ -90,6 +107,9 @@ def measure(job: StepJob) -> list[Measured]:
         contender.weigh()
         if row.kind == "muon":
             contender.measured.exchange_rounds = contender.exchange_rounds()
+            contender.measured.metered_bytes = contender.metered_bytes()
+        if job.launches and device.type == "cuda":
+            contender.watch_launches()
         if job.traces is not None:
             contender.trace(job.traces / f"{row.name}.json")
     for number in range(job.rounds):
@@ -193,6 +213,25 @@ class _Contender:
         if dist.get_rank() == 0:
             trace.export_chrome_trace(str(file))
         self.park()
+
+    def watch_launches(self) -> None:
+        """Count what a step launches on the GPU, and time the host in another one."""
+        self.wake()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            self._step()
+            torch.cuda.synchronize()
+        self.measured.launched = launched(trace.profiler)
+        self.park()
+        self.wake()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._step()
+        self.measured.host_ms = 1e3 * (time.perf_counter() - start)
+        torch.cuda.synchronize()
+        self.park()
+
+    def metered_bytes(self) -> int:
+        return int(meter(self._optimizer).sent_bytes)
 
     def exchange_rounds(self) -> int:
         muons = [getattr(part, "muon", None) for part in optimizers_of(self._optimizer)]

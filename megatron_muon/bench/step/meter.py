@@ -232,3 +232,23 @@ def peak_bytes(device: torch.device, step: Callable[[], None]) -> int:
         live += change.nbytes()
         most = max(most, live)
     return most
+
+
+# The start of a name in torch's profiler, and the kind of work on a GPU.
+_COPIES = {"Memcpy": "copies", "Memset": "memsets", "memcpy": "copies", "memset": "memsets"}
+
+
+def launched(profiler: Any) -> dict[str, int]:
+    """Work that a GPU did under torch's profiler, by kind: ``kernels``, ``copies``, ``memsets``.
+
+    Args:
+        profiler: the attribute of that name of ``torch.profiler.profile``, after it has ended.
+    """
+    events = profiler.kineto_results.events()
+    counts = {"kernels": 0, "copies": 0, "memsets": 0}
+    for event in events:
+        if event.device_type() != torch.autograd.DeviceType.CUDA or event.is_user_annotation():
+            continue
+        kind = next((k for start, k in _COPIES.items() if event.name().startswith(start)), None)
+        counts[kind or "kernels"] += 1
+    return counts

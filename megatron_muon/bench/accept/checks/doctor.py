@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from megatron_muon.bench.accept.outcome import Part
 from megatron_muon.bench.accept.settings import Settings
 from megatron_muon.cli.doctor_rows import examine
+
+_PATH = re.compile(r" \(/[^)]*\)")  # of this machine, which a report does not need
 
 
 def run(settings: Settings) -> list[Part]:
@@ -12,7 +16,6 @@ def run(settings: Settings) -> list[Part]:
     return [
         Part(row.name, "FAILED", f"{row.value}: {row.fault}")
         if row.fault
-        else Part(row.name, "ok", row.value)
+        else Part(row.name, "ok", _PATH.sub("", row.value))
         for row in examine(None)
-        if row.name != "python" and row.value  # whose value is a path of the machine
     ]

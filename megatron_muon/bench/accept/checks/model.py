@@ -22,7 +22,7 @@ _LARGE = "--hidden 2048 --layers 4 --heads 16 --vocab 32000 --seq 1024"
 
 def arguments(settings: Settings, *, tiny: bool = False) -> list[str]:
     """Flags of ``bench step`` for the model and its ranks; on GPUs a larger one if not ``tiny``."""
-    tp = 2 if settings.ranks % 4 == 0 else 1
+    tp = 2 if settings.ranks % 2 == 0 else 1  # TP has every matrix exchanged
     sizes = _TINY if tiny or settings.device == "cpu" else _LARGE
     return [*sizes.split(), "--tp", str(tp), "--dp", str(settings.ranks // tp)]
 
@@ -43,14 +43,6 @@ def task_of(settings: Settings, run: Any, argument: Any, seconds: float) -> Task
     """A task of all ranks."""
     threads = threads_for(settings.ranks, None)
     return Task(run, argument, settings.ranks, settings.gpus, threads, seconds)
-
-
-def imports_megatron() -> None:
-    """Make Megatron importable in this process, which starts ranks and uses no GPU."""
-    import megatron_muon
-
-    if not megatron_muon.cpu.enabled():
-        megatron_muon.cpu.enable(allow_cuda=True)
 
 
 def named_params(chunks: list[Any]) -> Iterator[tuple[str, Any]]:

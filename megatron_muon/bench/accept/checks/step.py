@@ -33,7 +33,7 @@ def run(settings: Settings) -> list[Part]:
 def parts(status: int, result: dict[str, Any]) -> list[Part]:
     """A part for the weights, and one for the times."""
     name = "rows of Muon end a step with the same bits"
-    backend = result["run"]["backend"] if "run" in result else "?"
+    backend = result["run"]["backend"]
     made = [
         Part(name, "ok", f"over {backend}")
         if status == 0
@@ -44,6 +44,6 @@ def parts(status: int, result: dict[str, Any]) -> list[Part]:
 
 def _figures(result: dict[str, Any]) -> list[Figure]:
     return [
-        Figure(f"optimizer step: {name}", "ms", None, row["ms"]["median"])
-        for name, row in result["rows"].items()
+        Figure(f"optimizer step: {row['name']}", "ms", None, row["step_ms"]["median"])
+        for row in result["rows"]
     ]

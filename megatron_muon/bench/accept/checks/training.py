@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.bench.accept.checks.model import flags_of, imports_megatron, row_of, task_of
+from megatron_muon.bench.accept.checks.model import flags_of, row_of, task_of
 from megatron_muon.bench.accept.outcome import Part
 from megatron_muon.bench.accept.settings import Settings
 
@@ -29,7 +29,6 @@ def run(settings: Settings) -> list[Part]:
 
     if settings.device == "virtual":
         return [Part("a small GPT learns", "not run", settings.why_no_gpu)]
-    imports_megatron()
     task = task_of(settings, train, settings, 110.0)
     return [judged(run_ranks(task))]
 
