@@ -31,6 +31,10 @@ COMMANDS: Commands = {
         "megatron_muon.cli.doctor",
         "whether Muon would run here, on what, and why not",
     ),
+    "accept": (
+        "megatron_muon.bench.accept.command",
+        "every check on a node with GPUs, in 15 minutes, with a report for an issue",
+    ),
     "checkpoint": (
         "megatron_muon.cli.inspect.command",
         "inspect: a checkpoint's contents, and whether they are complete",
