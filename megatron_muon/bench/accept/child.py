@@ -1,8 +1,8 @@
 """The process of a check: ``python -m megatron_muon.bench.accept.child RUN SETTINGS FILE BUILDS``.
 
 It writes its parts to FILE. With BUILDS 1 it imports Megatron under the CPU runtime, also where
-there are GPUs, which are its ranks'. It leads a process group of its own, and ends with the process that
-started it, which holds the other end of its standard input.
+there are GPUs, which are its ranks'. It leads a process group of its own, and ends with the process
+that started it, which holds the other end of its standard input.
 """
 
 from __future__ import annotations

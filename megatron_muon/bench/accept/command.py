@@ -209,5 +209,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help=f"a copy of {NAME}")
     return parser
-
-

@@ -43,7 +43,9 @@ def _checks(outcomes: Sequence[Outcome]) -> Iterator[str]:
     rows = []
     for outcome in outcomes:
         said = _verdict_of(outcome)
-        rows.append((f"**{outcome.check}**: {_TITLES.get(outcome.check, '')}", said, _took(outcome)))
+        rows.append(
+            (f"**{outcome.check}**: {_TITLES.get(outcome.check, '')}", said, _took(outcome))
+        )
         rows += [(f"· {part.name}", _of_part(part), part.text) for part in outcome.parts]
     yield from _table(["check", "verdict", "what was looked at, or why not"], rows)
 
@@ -78,9 +80,7 @@ def _figures(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 def wrong(outcomes: Sequence[Outcome]) -> list[Figure]:
     """Figures with both values that are not as predicted."""
-    figures = [
-        figure for outcome in outcomes for part in outcome.parts for figure in part.figures
-    ]
+    figures = [figure for outcome in outcomes for part in outcome.parts for figure in part.figures]
     return [figure for figure in figures if figure.is_compared and not figure.as_predicted]
 
 

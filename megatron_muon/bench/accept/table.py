@@ -29,7 +29,9 @@ class Check:
 
 CHECKS = (
     Check("doctor", "Would Muon run here?", f"{_CHECKS}.doctor:run", 90),
-    Check("sanitizer", "Does a step race with itself?", f"{_CHECKS}.sanitizer:run", 120, builds=True),
+    Check(
+        "sanitizer", "Does a step race with itself?", f"{_CHECKS}.sanitizer:run", 120, builds=True
+    ),
     Check("bits", "Does the device compute what a CPU does?", f"{_CHECKS}.bits:run", 120),
     Check("cost", "Does a step cost what is predicted?", f"{_CHECKS}.cost:run", 240, builds=True),
     Check("newton-schulz", "Speed and accuracy", f"{_CHECKS}.newton_schulz:run", 180),

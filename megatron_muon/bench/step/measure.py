@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_muon.bench.step.build import Built, build
 from megatron_muon import meter
+from megatron_muon.bench.step.build import Built, build
 from megatron_muon.bench.step.meter import (
     Counted,
     Stopwatch,

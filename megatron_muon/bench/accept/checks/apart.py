@@ -1,13 +1,14 @@
 """Ranks in processes that are no one's daemons: they save checkpoints, and may be killed.
 
 ``bench.ranks`` starts daemons, which may start no process, as Megatron's save does.
-``python -m megatron_muon.bench.accept.checks.apart FUNCTION ARGUMENT RANK WORLD FOLDER GPUS`` is one
-rank; it writes the function's result to FOLDER.
+This module is one rank, with the arguments FUNCTION ARGUMENT RANK WORLD FOLDER GPUS SECONDS; it
+writes the function's result to FOLDER, and its stack to stderr before its limit.
 """
 
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import json
 import os
 import subprocess
@@ -57,7 +58,7 @@ def run_apart(function: str, argument: Any, world: int, gpus: bool, seconds: flo
         words = [function, json.dumps(argument)]
         processes = [
             subprocess.Popen(
-                [*module, *words, str(rank), str(world), folder, str(int(gpus))],
+                [*module, *words, str(rank), str(world), folder, str(int(gpus)), str(seconds)],
                 env=_environment(world, gpus),
             )
             for rank in range(world)
@@ -98,7 +99,8 @@ def _ended(process: subprocess.Popen[bytes], was_killed: bool, file: Path) -> En
 
 def main(argv: Sequence[str]) -> int:
     """Be one rank; 1 where the function raised an error."""
-    function, argument, rank, world, folder, gpus = argv
+    function, argument, rank, world, folder, gpus, seconds = argv
+    faulthandler.dump_traceback_later(0.9 * float(seconds))  # a hang says where
     try:
         made = {"value": _run(function, json.loads(argument), int(rank), int(world), folder, gpus)}
     except BaseException as error:  # torch's error of checkpoints is no Exception

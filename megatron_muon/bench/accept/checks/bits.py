@@ -89,9 +89,7 @@ def newton_schulz(device: torch.device, config: MuonConfig) -> Part:
             )
         )
         if not here <= _most(config, there):
-            faults.append(
-                f"{rows}x{cols}: error {here:.2e}, more than {_most(config, there):.2e}"
-            )
+            faults.append(f"{rows}x{cols}: error {here:.2e}, more than {_most(config, there):.2e}")
     if faults:
         return Part(name, "FAILED", "; ".join(faults), tuple(figures))
     bound = f"at most {_FACTOR:g} times a CPU's" if device.type != "cpu" else "below the bound"

@@ -178,9 +178,7 @@ def _save(built: Built, folder: Path) -> None:
     dist_checkpointing.save(_sharded(built, is_loading=False), str(folder))
 
 
-def _load(
-    built: Built, folder: Path, reading: AbstractContextManager[None] | None = None
-) -> None:
+def _load(built: Built, folder: Path, reading: AbstractContextManager[None] | None = None) -> None:
     from megatron.core import dist_checkpointing
 
     with reading or nullcontext():
@@ -191,9 +189,7 @@ def _load(
 
 def _sharded(built: Built, *, is_loading: bool) -> dict[str, Any]:
     state = {"model": _gpt(built).sharded_state_dict()}
-    state["optimizer"] = built.optimizer.sharded_state_dict(
-        state, is_loading, metadata=_METADATA
-    )
+    state["optimizer"] = built.optimizer.sharded_state_dict(state, is_loading, metadata=_METADATA)
     return state
 
 

@@ -262,9 +262,7 @@ def _whole(
     yield Figure(with_own, "ms", 1e3 * price(own).seconds, measured, corrects=why)
 
 
-def _host(
-    measured: float, price: object, hardware: tuple[Hardware, Hardware]
-) -> Iterator[Figure]:
+def _host(measured: float, price: object, hardware: tuple[Hardware, Hardware]) -> Iterator[Figure]:
     """The host's time of a step, whose norm and gather of parameters the model leaves out."""
     assert callable(price)
 

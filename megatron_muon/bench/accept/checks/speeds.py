@@ -32,9 +32,7 @@ def speeds(hardware: Hardware, device: torch.device) -> Iterator[Figure]:
 
 def product(hardware: Hardware, device: torch.device) -> Figure:
     """A large product in bf16: ``gemm_efficiency``."""
-    left, right = (
-        torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16) for _ in range(2)
-    )
+    left, right = (torch.randn(_SIDE, _SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = _seconds(lambda: torch.mm(left, right))
     reached = 2 * _SIDE**3 / seconds / TERA
     return share(
