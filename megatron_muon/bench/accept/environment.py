@@ -74,7 +74,8 @@ def _imported_core() -> str:
 def _nccl() -> str:
     if not torch.cuda.is_available():
         return "none"
-    version: Any = torch.cuda.nccl.version()
+    nccl: Any = torch.cuda.nccl
+    version = nccl.version()
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 

@@ -165,11 +165,12 @@ def from_json(given: Any) -> Outcome:
 
 def _part(given: Any) -> Part:
     fields = _object("a part", given)
-    verdict = fields.get("verdict")
+    verdict: Any = fields.get("verdict")
     if verdict not in get_args(Verdict):
         raise ValueError(f"a verdict is one of {', '.join(get_args(Verdict))}, got {verdict!r}")
     figures = tuple(_figure(each) for each in _list("figures", fields.get("figures", [])))
-    return Part(_text("name", fields), verdict, _text("text", fields), figures)
+    known: Verdict = verdict
+    return Part(_text("name", fields), known, _text("text", fields), figures)
 
 
 def _figure(given: Any) -> Figure:

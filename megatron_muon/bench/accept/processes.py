@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 from megatron_muon.bench.accept.outcome import (
     Outcome,
@@ -58,14 +59,14 @@ def run_check(check: Check, settings: Settings, folder: Path, left: float) -> Ou
 
 
 def _ended(
-    check: Check, settings: Settings, result: Path, output: object, limit: float
+    check: Check, settings: Settings, result: Path, output: IO[bytes], limit: float
 ) -> int | None:
     """The exit status of the check's process; None where it was ended at the limit."""
     command = [sys.executable, "-m", "megatron_muon.bench.accept.child"]
     process = subprocess.Popen(
         [*command, check.run, settings.as_json(), str(result), str(int(check.builds))],
         stdin=subprocess.PIPE,  # its end tells the child that this process is gone
-        stdout=output,  # type: ignore[arg-type]
+        stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
         env=environment(),

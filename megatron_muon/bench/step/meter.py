@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -247,7 +248,7 @@ def launched(profiler: Any) -> dict[str, int]:
     events = profiler.kineto_results.events()
     counts = {"kernels": 0, "copies": 0, "memsets": 0}
     for event in events:
-        if event.device_type() != torch.autograd.DeviceType.CUDA or event.is_user_annotation():
+        if event.device_type() != DeviceType.CUDA or event.is_user_annotation():
             continue
         kind = next((k for start, k in _COPIES.items() if event.name().startswith(start)), None)
         counts[kind or "kernels"] += 1

@@ -127,4 +127,4 @@ def twice(device: torch.device, config: MuonConfig) -> Part:
 def _configs() -> Iterator[MuonConfig]:
     for dtype in ("bf16", "fp32"):
         for iteration in ("standard", "gram"):
-            yield MuonConfig(ns_dtype=dtype, ns_iteration=iteration)  # type: ignore[arg-type]
+            yield MuonConfig(ns_dtype=dtype, ns_iteration=iteration)

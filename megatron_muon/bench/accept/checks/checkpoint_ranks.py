@@ -147,7 +147,7 @@ def _tp_rank(param: Any) -> int:
 def _checksums(built: Built, *kinds: str) -> dict[str, int]:
     """CRC-32 of every parameter, main parameter and tensor of optimizer state, by name."""
     return {
-        name: zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+        name: zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
         for name, tensor in _tensors(built)
         if not kinds or name.split()[0] in kinds
     }

@@ -17,6 +17,7 @@ from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.pricing import step as pricing
 from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.step import StepTime
+from megatron_muon.pricing.streams import WAITING
 
 _ROUNDS = {"cpu": 1, "cuda": 7}
 _SECONDS = 200.0
@@ -28,7 +29,7 @@ _PHASES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
     ("momentum", (pricing.MOMENTUM,), ("muon-momentum",), "memory_efficiency"),
     ("Newton-Schulz", (pricing.NEWTON_SCHULZ,), ("muon-newton_schulz",), "gemm_efficiency"),
     ("update", (pricing.UPDATE,), ("muon-update",), "memory_efficiency"),
-    ("exchange and staging", (pricing.STAGING, pricing.WAITING), _EXCHANGE, "node_efficiency"),
+    ("exchange and staging", (pricing.STAGING, WAITING), _EXCHANGE, "node_efficiency"),
 )
 
 
@@ -193,7 +194,7 @@ def times(
     """
     assert callable(price)
     own = with_measured(hardware, found)
-    figures = []
+    figures: list[Figure] = []
     total = 0.0
     for name, phases, parts, constant in _PHASES:
         measured = max(_median(rank, parts) for rank in ranks)

@@ -49,7 +49,7 @@ def under_sanitizer(settings: Settings) -> tuple[str, str]:
     flags = flags_of(settings, tiny=True)
     initialize_groups(ranks_of(flags))
     device = torch.device("cuda", torch.cuda.current_device())
-    _sanitizer.enable_cuda_sanitizer()
+    _sanitizer.enable_cuda_sanitizer()  # type: ignore[no-untyped-call]
     built = build(row_of("muon-contiguous"), flags, Stopwatch(device))
     try:
         for _ in range(_STEPS):
