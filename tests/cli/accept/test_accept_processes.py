@@ -171,14 +171,14 @@ from megatron_muon.bench.accept.table import Check
 from megatron_muon.cli import main
 names = ("fine", "kills_the_command", "other")
 command.CHECKS = [Check(name, "?", f"support.accepting:{name}", 60.0) for name in names]
-raise SystemExit(main(["accept", "--device", "cpu", "--folder", {folder!r}]))
+raise SystemExit(main(["accept", "--device", "cpu", "--folder", FOLDER]))
 """
 
 
 def test_a_command_that_is_killed_goes_on_and_gives_a_check_up_that_ends_it_twice(
     tmp_path: Path, noted: Path
 ) -> None:
-    program = [sys.executable, "-c", _COMMAND.format(folder=str(tmp_path))]
+    program = [sys.executable, "-c", _COMMAND.replace("FOLDER", repr(str(tmp_path)))]
     ended = [
         subprocess.run(program, env=environment(), capture_output=True, text=True, cwd=tmp_path)
         for _ in range(3)
