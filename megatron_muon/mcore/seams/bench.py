@@ -50,6 +50,20 @@ SEAMS = (
         part="bench",
     ),
     Seam(
+        _STATE,
+        "get_data_parallel_rank",
+        "called",
+        "which part of a batch this rank has",
+        part="bench",
+    ),
+    Seam(
+        _STATE,
+        "model_parallel_is_initialized",
+        "called",
+        "whether its process groups are there",
+        part="bench",
+    ),
+    Seam(
         _DDP,
         "DistributedDataParallel.start_grad_sync",
         "called",

@@ -52,6 +52,14 @@ SEAMS = (
         "bench",
     ),
     _torch(
+        "torch.cuda._sanitizer",
+        "enable_cuda_sanitizer",
+        "called",
+        "raises an error where streams race, from then on",
+        "bench",
+    ),
+    _torch("torch.cuda._sanitizer", "CUDASanitizerErrors", "read", "that error", "bench"),
+    _torch(
         "torch._C",
         "_disabled_torch_function_impl",
         "read",

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.bench.accept.checks.apart import Ended, run_apart
+from megatron_muon.bench.accept.apart import Ended, run_apart
 from megatron_muon.bench.accept.outcome import Part
 from megatron_muon.bench.accept.settings import Settings, from_json
 

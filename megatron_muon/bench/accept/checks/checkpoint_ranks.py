@@ -21,6 +21,7 @@ from megatron_muon.bench.step.build import Built, build
 from megatron_muon.bench.step.measure import optimizers_of
 from megatron_muon.bench.step.meter import Stopwatch
 from megatron_muon.mcore.shards import owned_shards
+from megatron_muon.runtime import collectives
 
 _BEFORE, _AFTER = 2, 2  # steps before and after the first save
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -174,7 +175,8 @@ def _save(built: Built, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     folder.mkdir(exist_ok=True)
-    dist.barrier()
+    device = torch.device(torch.cuda.current_device())
+    collectives.all_gather_numbers([0], None, device)  # no rank is ahead of the folder
     dist_checkpointing.save(_sharded(built, is_loading=False), str(folder))
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_muon.bench.accept.checks.model import flags_of, row_of, task_of
 from megatron_muon.bench.accept.outcome import Part
 from megatron_muon.bench.accept.settings import Settings
+from megatron_muon.runtime import collectives
 
 _STEPS = 30
 _BATCH = 8
@@ -70,9 +71,10 @@ def train(settings: Settings) -> list[float]:
         successful, _, _ = built.optimizer.step()
         if not successful:
             raise RuntimeError(f"Megatron skipped step {step}: gradients are not finite")
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / dist.get_world_size())
+        world = dist.group.WORLD
+        assert world is not None
+        every = collectives.all_gather_flat("muon/accept", loss.detach().view(1), world)
+        losses.append(torch.cat(every).mean().item())
     return losses
 
 

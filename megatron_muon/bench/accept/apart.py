@@ -54,7 +54,7 @@ def run_apart(function: str, argument: Any, world: int, gpus: bool, seconds: flo
         seconds: limit; the ranks that have not ended then are killed.
     """
     with tempfile.TemporaryDirectory(prefix="megatron_muon") as folder:
-        module = [sys.executable, "-m", "megatron_muon.bench.accept.checks.apart"]
+        module = [sys.executable, "-m", "megatron_muon.bench.accept.apart"]
         words = [function, json.dumps(argument)]
         processes = [
             subprocess.Popen(
