@@ -1,8 +1,8 @@
 """The device's results against a CPU's: equal bits where each operation rounds once, else a bound.
 
 Momentum, update and casts round once per operation and sum nothing, so any device makes the same
-bits. A product sums in an order of its own: its error against the iteration in float64 is bounded
-by a multiple of a CPU's, which rounds at the same places.
+bits. A product sums in an order of its own: its error against the iteration in float64 is bounded,
+and reported beside a CPU's.
 """
 
 from __future__ import annotations
@@ -88,21 +88,19 @@ def newton_schulz(device: torch.device, config: MuonConfig) -> Part:
                 corrects="The error that a CPU makes was taken as the prediction.",
             )
         )
-        if not here <= _most(config, there):
-            faults.append(f"{rows}x{cols}: error {here:.2e}, more than {_most(config, there):.2e}")
+        if not here <= _BOUNDS[config.ns_dtype]:
+            faults.append(
+                f"{rows}x{cols}: error {here:.2e}, not below {_BOUNDS[config.ns_dtype]:g}"
+            )
     if faults:
         return Part(name, "FAILED", "; ".join(faults), tuple(figures))
-    bound = f"at most {_FACTOR:g} times a CPU's" if device.type != "cpu" else "below the bound"
-    return Part(name, "ok", f"error to float64 {bound}", tuple(figures))
+    text = f"error to float64 below {_BOUNDS[config.ns_dtype]:g}"
+    return Part(name, "ok", text, tuple(figures))
 
 
-# Errors of a CPU against float64, relative, are below these.
+# Twice a CPU's relative errors in bf16, fifty times in fp32; a wrong iteration's are near 1. A CPU
+# may hold bf16's products in fp32, so its own error is no bound: a figure compares the two.
 _BOUNDS = {"bf16": 0.05, "fp16": 0.01, "fp32": _FP32}
-
-
-def _most(config: MuonConfig, there: float | None) -> float:
-    bound = _BOUNDS[config.ns_dtype]
-    return bound if there is None else min(bound, _FACTOR * there)
 
 
 def _error(matrix: Tensor, config: MuonConfig) -> float:

@@ -30,7 +30,10 @@ def judged(ranks: list[tuple[str, str]]) -> list[Part]:
     """Two parts, from each rank's error of the steps and of the planted race; empty for none."""
     faults = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(ranks) if error]
     missed = [str(rank) for rank, (_, error) in enumerate(ranks) if not error]
-    step = Part(_STEP, "FAILED", "; ".join(faults)) if faults else Part(_STEP, "ok")
+    if faults:
+        why = "the steps raced first"
+        return [Part(_STEP, "FAILED", "; ".join(faults)), Part(_PLANTED, "not run", why)]
+    step = Part(_STEP, "ok")
     if missed:
         why = f"not on rank(s) {', '.join(missed)}, so its silence on the steps shows nothing"
         return [step, Part(_PLANTED, "FAILED", why)]
