@@ -71,6 +71,7 @@ _TRIAL = ("momentum", "weights", "messages", "flags")  # what ``trial`` returns
 def newton_schulz(device: torch.device, config: MuonConfig) -> Part:
     """The error against float64, and on a GPU its ratio to a CPU's."""
     name = f"Newton-Schulz, {config.ns_dtype}, {config.ns_iteration}"
+    bound = _BOUNDS[config.ns_dtype]
     figures = []
     faults = []
     for rows, cols in _SHAPES:
@@ -88,13 +89,11 @@ def newton_schulz(device: torch.device, config: MuonConfig) -> Part:
                 corrects="The error that a CPU makes was taken as the prediction.",
             )
         )
-        if not here <= _BOUNDS[config.ns_dtype]:
-            faults.append(
-                f"{rows}x{cols}: error {here:.2e}, not below {_BOUNDS[config.ns_dtype]:g}"
-            )
+        if not here <= bound:
+            faults.append(f"{rows}x{cols}: error {here:.2e}, not below {bound:g}")
     if faults:
         return Part(name, "FAILED", "; ".join(faults), tuple(figures))
-    text = f"error to float64 below {_BOUNDS[config.ns_dtype]:g}"
+    text = f"error to float64 below {bound:g}"
     return Part(name, "ok", text, tuple(figures))
 
 

@@ -21,7 +21,8 @@ def run(settings: Settings) -> list[Part]:
         return [Part(name, "not run", settings.why_no_gpu) for name in (_STEP, _PLANTED)]
     if settings.device == "virtual":
         why = "the virtual GPU has no addresses, by which the sanitizer knows a tensor"
-        return [on_virtual_gpu(settings), Part(_PLANTED, "not run", why)]
+        sanitizer = Part("torch's CUDA sanitizer", "not run", why)
+        return [sanitizer, on_virtual_gpu(settings), planted_on_virtual_gpu()]
     found = run_ranks(task_of(settings, under_sanitizer, settings, 110.0))
     return judged(found)
 
@@ -96,3 +97,15 @@ def on_virtual_gpu(settings: Settings) -> Part:
     if faults:
         return Part(_STEP, "FAILED", "; ".join(faults))
     return Part(_STEP, "ok", f"streams of {len(reports)} rank(s), by the virtual GPU's record")
+
+
+def planted_on_virtual_gpu() -> Part:
+    """Whether the virtual GPU finds the planted race."""
+    from megatron_muon.virtual_gpu.step import closed, virtual_gpu
+
+    with virtual_gpu() as gpu, torch.no_grad():
+        plant(torch.device("cuda"))
+        races = closed(0, gpu).races
+    if races:
+        return Part(_PLANTED, "ok", "by the virtual GPU's record")
+    return Part(_PLANTED, "FAILED", "not by the virtual GPU, so its silence shows nothing")
