@@ -17,7 +17,7 @@ from megatron_muon.pricing.hardware import GIGA, MICRO, TERA, Hardware
 
 _SIDE = 8192  # of the product's matrices
 _ELEMENTS = 1 << 28  # of a copy in fp32: 1 GiB, which no cache holds
-_SMALL = 1000  # kernels of one element
+_SMALL = 800  # kernels of one element; with the products below, fewer than a queue of 1024 holds
 _ROUNDS = 5
 _COVER = 40  # products that run while small kernels are put in line: about 60 ms on an H100
 
