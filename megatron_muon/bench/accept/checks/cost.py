@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -19,6 +19,7 @@ from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.step import StepTime
 from megatron_muon.pricing.streams import WAITING
 
+Price = Callable[[Hardware], StepTime]
 _ROUNDS = {"cpu": 1, "cuda": 7}
 _SECONDS = 200.0
 _EXCHANGE = ("muon-gather", "muon-scatter")
@@ -181,7 +182,7 @@ def _speeds(hardware: Hardware) -> list[Figure]:
 
 
 def times(
-    price: object, ranks: Sequence[Measured], hardware: Hardware, found: Sequence[Figure]
+    price: Price, ranks: Sequence[Measured], hardware: Hardware, found: Sequence[Figure]
 ) -> Part:
     """The time model's phases against the stopwatch's, with the constants that were measured.
 
@@ -192,7 +193,6 @@ def times(
         found: constants that were measured one by one. A phase is priced with them, too, so that
             what is left over is the phase's own.
     """
-    assert callable(price)
     own = with_measured(hardware, found)
     figures: list[Figure] = []
     total = 0.0
@@ -225,17 +225,16 @@ def _phase(
     phases: Sequence[str],
     constant: str,
     measured: float,
-    price: object,
+    price: Price,
     hardware: tuple[Hardware, Hardware],
 ) -> Iterator[Figure]:
     """A phase as the preset predicts it, and as the measured constants do.
 
     Only the second names a constant: with the first, the measured constants explain a difference.
     """
-    assert callable(price)
 
     def ms(one: Hardware) -> float:
-        step: StepTime = price(one)
+        step = price(one)
         return 1e3 * sum(step.phases[phase] for phase in phases)
 
     stated, own = hardware
@@ -253,9 +252,8 @@ def _phase(
 
 
 def _whole(
-    name: str, measured: float, price: object, hardware: tuple[Hardware, Hardware]
+    name: str, measured: float, price: Price, hardware: tuple[Hardware, Hardware]
 ) -> Iterator[Figure]:
-    assert callable(price)
     stated, own = hardware
     why = "The sum of the phases, each on the rank where it takes longest."
     yield Figure(name, "ms", 1e3 * price(stated).seconds, measured, corrects=why)
@@ -263,12 +261,11 @@ def _whole(
     yield Figure(with_own, "ms", 1e3 * price(own).seconds, measured, corrects=why)
 
 
-def _host(measured: float, price: object, hardware: tuple[Hardware, Hardware]) -> Iterator[Figure]:
+def _host(measured: float, price: Price, hardware: tuple[Hardware, Hardware]) -> Iterator[Figure]:
     """The host's time of a step, whose norm and gather of parameters the model leaves out."""
-    assert callable(price)
 
     def ms(one: Hardware) -> float:
-        return 1e3 * float(price(one).host)
+        return 1e3 * price(one).host
 
     yield Figure(
         "the host launches a step, with measured constants",
