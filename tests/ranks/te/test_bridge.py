@@ -1,105 +1,286 @@
-"""Megatron-Bridge's own ``setup_optimizer`` makes the plugin's optimizer, and its scheduler steps.
+"""Megatron-Bridge's own Python over the plugin: its optimizer setup, and its pretrain().
 
-``BRIDGE_PATH`` names the ``src`` of a clone. Real: ``megatron.bridge.training.optim`` and all that
-it imports. Not imported: the package's ``__init__``, which registers its models. Not run: its
-``pretrain``.
+Where PYTHONPATH has the ``src`` of a clone. Transformer Engine's compiled module is a stub, and its
+attention Megatron's local one.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
+import importlib.util
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, Literal
 
 import pytest
+import torch
 
-from support import PYTHON311, te_on_cpu
-from support.models import gpt
-from support.models.gpt import Case, Topology, start, trained, truth
+import megatron_muon
+from megatron_muon.cpu import training
+from megatron_muon.runtime.patches import Patches
+from support import te_on_cpu
+from support.models.gpt import Case, Topology, build, held, write_grads
 from support.ranks import run
-from support.whole import differences
+from support.whole import differences, whole
 
-PATH = os.environ.get("BRIDGE_PATH", "")
-pytestmark = pytest.mark.skipif(
-    te_on_cpu.TE is None or not PATH,
-    reason="BRIDGE_PATH names no clone, or TE no release",
-)
+OPTIM = "megatron.bridge.training.optim"
 CASE = Case(steps=4)
+SETTINGS = megatron_muon.MuonConfig(**dict(CASE.muon))
 
 
-def _optim() -> Any:
-    """Bridge's module, of a package without its ``__init__``."""
-    for path in (PATH, str(PYTHON311)):
-        if path not in sys.path:
-            sys.path.append(path)
-    importlib.import_module("typing_override")
-    import megatron
-
-    megatron.__path__.append(str(Path(PATH, "megatron")))
-    package = types.ModuleType("megatron.bridge")
-    package.__path__ = [str(Path(PATH, "megatron", "bridge"))]
-    sys.modules.setdefault("megatron.bridge", package)
-    return importlib.import_module("megatron.bridge.training.optim")
+def _installed() -> bool:
+    return te_on_cpu.TE is not None and importlib.util.find_spec("megatron.bridge") is not None
 
 
-def _settings() -> Any:
-    config = importlib.import_module("megatron.bridge.training.config")
-    schedule = config.SchedulerConfig(lr_decay_style="linear", lr_decay_iters=10)
-    schedule.lr_warmup_steps, schedule.lr_decay_steps, schedule.wd_incr_steps = 0, 10, 10
-    schedule.start_weight_decay = schedule.end_weight_decay = CASE.weight_decay
-    return schedule
+pytestmark = pytest.mark.skipif(not _installed(), reason="no Megatron-Bridge on the path")
 
 
-@contextmanager
-def _by_bridge(imported: str) -> Iterator[None]:
-    """Within it Bridge makes the optimizer; it is imported before or after ``install()``."""
-    if imported == "before":
-        _optim()
-
-    def make_optimizer(built: Any) -> Any:
-        return _optim().setup_optimizer(gpt.optimizer_config(built), _settings(), built.chunks)[0]
-
-    with mock.patch.object(gpt, "make_optimizer", make_optimizer):
-        yield
+# ------------------------------------------------------------------- on every rank
 
 
-@pytest.mark.parametrize("imported", ["before", "after"])
-@pytest.mark.parametrize("topology", [Topology(), Topology(2, 1, 2, overlap=True)], ids=str)
-def test_its_optimizer_steps_as_megatrons_factory_makes_it_step(
-    topology: Topology, imported: str
+def _bridges_optim(first: Literal["plugin", "bridge"]) -> Any:
+    """Its module of ``setup_optimizer``, imported before or after the plugin is installed."""
+    sys.modules.pop(OPTIM, None)
+    if first == "bridge":
+        importlib.import_module(OPTIM)
+    megatron_muon.install(SETTINGS)
+    return importlib.import_module(OPTIM)
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "optimizer": "muon",
+        "lr": CASE.lr,
+        "min_lr": 0.0,
+        "weight_decay": CASE.weight_decay,
+        "clip_grad": CASE.clip,
+        "bf16": True,
+        "params_dtype": CASE.dtype,
+        "use_distributed_optimizer": True,
+    }
+
+
+def _through_bridge(built: Any, first: Literal["plugin", "bridge"]) -> tuple[Any, Any]:
+    optim = _bridges_optim(first)
+    from megatron.bridge.training.config import OptimizerConfig, SchedulerConfig
+
+    config = OptimizerConfig(**_settings())
+    config.finalize()
+    schedule = SchedulerConfig(
+        lr_decay_style="cosine",
+        start_weight_decay=0.1,
+        end_weight_decay=0.2,
+        weight_decay_incr_style="linear",
+    )
+    # ConfigContainer.validate() makes these of iterations and the batch size.
+    schedule.lr_warmup_steps, schedule.lr_decay_steps, schedule.wd_incr_steps = 2, 6, 4
+    return optim.setup_optimizer(config, schedule, built.chunks)
+
+
+def _through_core(built: Any) -> tuple[Any, Any]:
+    megatron_muon.install(SETTINGS)
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    optimizer = get_megatron_optimizer(OptimizerConfig(**_settings()), built.chunks)
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=CASE.lr,
+        min_lr=0.0,
+        lr_warmup_steps=2,
+        lr_decay_steps=6,
+        lr_decay_style="cosine",
+        start_wd=0.1,
+        end_wd=0.2,
+        wd_incr_steps=4,
+        wd_incr_style="linear",
+    )
+    return optimizer, schedule
+
+
+def _trained(topology: Topology, first: Literal["plugin", "bridge"] | None) -> dict[str, Any]:
+    built = build(CASE, topology)
+    start = {name: param.detach().clone() for name, param in built.params.items()}
+    try:
+        built.optimizer, schedule = (
+            _through_core(built) if first is None else _through_bridge(built, first)
+        )
+        schedule.step(1)  # as at the first, lr is 0
+        for step in range(CASE.steps):
+            groups = built.optimizer.param_groups
+            rates = [(group["lr"], group["weight_decay"]) for group in groups]
+            built.log.setdefault("rates", []).append(rates)
+            write_grads(built, step)
+            ok, norm, _ = built.optimizer.step()
+            assert ok
+            built.log.setdefault("norms", []).append(float(norm))
+            built.optimizer.zero_grad()
+            schedule.step(1)
+    finally:
+        megatron_muon.uninstall()
+    built.log["still"] = [name for name, param in built.params.items() if param.equal(start[name])]
+    built.log["meter"] = megatron_muon.meter(built.optimizer)
+    return held(built)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("first", ["plugin", "bridge"])
+def test_its_setup_of_the_optimizer_is_megatrons_with_the_plugin(
+    first: Literal["plugin", "bridge"], world_size: int
 ) -> None:
-    assert differences(truth(CASE), trained(CASE, topology, partial(_by_bridge, imported))) == []
+    """Also where Bridge had the functions of Megatron by name before the plugin came."""
+    topology = Topology(dp=world_size)
+    theirs = run(_trained, world_size, topology, first, timeout=400)
+    ours = run(_trained, world_size, topology, None)
+    assert differences(whole(ours), whole(theirs)) == []
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["log"] == other["log"]
+        assert other["log"]["still"] == [] and other["log"]["meter"].steps == CASE.steps
+        assert len({rate for rates in other["log"]["rates"] for rate in rates}) > CASE.steps
 
 
-def _scheduled() -> tuple[list[float], bool]:
-    """The rates of Muon's group over three steps of Bridge's scheduler; whose optimizer it is."""
-    import megatron_muon
-
-    schedulers = []
-
-    def make_optimizer(built: Any) -> Any:
-        config = gpt.optimizer_config(built)
-        optimizer, scheduler = _optim().setup_optimizer(config, _settings(), built.chunks)
-        schedulers.append(scheduler)
-        return optimizer
-
-    with mock.patch.object(gpt, "make_optimizer", make_optimizer):
-        built = start(CASE, Topology())
-    rates = []
-    for _ in range(3):
-        rates.append(gpt.inner_optimizers(built.optimizer)[0].param_groups[0]["lr"])
-        schedulers[0].step(increment=1)
-    return rates, megatron_muon.meter(built.optimizer).steps == 0
+# ------------------------------------------------------------------- pretrain()
 
 
-def test_its_scheduler_sets_the_rates() -> None:
-    ((rates, has_meter),) = run(_scheduled, 1)
-    assert has_meter
-    assert rates == pytest.approx([CASE.lr * (1 - 0.1 * step) for step in range(3)])
+def _without_a_gpu(patches: Patches) -> None:
+    """What Bridge's pretrain() asks of CUDA beyond megatron-core, and one absent package."""
+    training.device(patches)
+    training.memory(patches)
+    resiliency = types.ModuleType("nvidia_resiliency_ext.inprocess")
+    resiliency.CallWrapper = object  # type: ignore[attr-defined] # in an annotation only
+    sys.modules.setdefault("nvidia_resiliency_ext", types.ModuleType("nvidia_resiliency_ext"))
+    sys.modules.setdefault("nvidia_resiliency_ext.inprocess", resiliency)
+    setup = importlib.import_module("megatron.bridge.training.setup")
+    original = setup.initialize_megatron
+    patches.set(
+        setup,
+        "initialize_megatron",
+        lambda *args, **kwargs: original(*args, **{**kwargs, "allow_no_cuda": True}),
+    )
+
+
+def _config(folder: Path, steps: int, save: int, tp: int, bf16: bool) -> Any:
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.training import config as bridge
+    from megatron.core.transformer.enums import AttnBackend
+
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model = GPTModelProvider(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        seq_length=32,
+        vocab_size=128,
+        normalization="RMSNorm",
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        attention_backend=AttnBackend.local,  # Transformer Engine's is not in the stub
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=bf16,
+        # Each is a CUDA kernel.
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=False,
+    )
+    return bridge.ConfigContainer(
+        model=model,
+        train=bridge.TrainingConfig(train_iters=steps, global_batch_size=4, micro_batch_size=1),
+        validation=bridge.ValidationConfig(eval_iters=0),
+        optimizer=bridge.OptimizerConfig(
+            optimizer="muon",
+            lr=0.02,
+            min_lr=0.002,
+            weight_decay=0.1,
+            clip_grad=1.0,
+            bf16=bf16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        ),
+        scheduler=bridge.SchedulerConfig(
+            lr_decay_style="cosine",
+            lr_warmup_iters=2,
+            lr_decay_iters=8,
+            start_weight_decay=0.1,
+            end_weight_decay=0.1,
+        ),
+        ddp=bridge.DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        ),
+        dataset=bridge.MockGPTDatasetConfig(
+            random_seed=1234,
+            seq_length=32,
+            reset_attention_mask=False,
+            reset_position_ids=False,
+            eod_mask_loss=False,
+            dataloader_type="single",
+            num_workers=0,
+            path_to_cache=str(folder / "data"),
+        ),
+        logger=bridge.LoggerConfig(log_interval=1),
+        tokenizer=bridge.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=127),
+        checkpoint=bridge.CheckpointConfig(
+            save=str(folder) if save else None,
+            load=str(folder) if save else None,
+            save_interval=save or None,
+            ckpt_format="torch_dist",
+            async_save=False,
+        ),
+        rng=bridge.RNGConfig(seed=1234),
+        dist=bridge.DistributedInitConfig(distributed_backend="gloo"),
+    )
+
+
+def _pretrained(
+    folder: Path, steps: int, save: int = 0, tp: int = 1, bf16: bool = True
+) -> dict[str, Any]:
+    """Losses, rates and norms of the steps, and this rank's weights after the last."""
+    patches = Patches()
+    found: dict[str, Any] = {"losses": [], "rates": [], "norms": []}
+
+    def after_a_step(context: Any) -> None:
+        found["losses"].append(float(context.loss_dict["lm loss"]))
+        found["rates"].append([group["lr"] for group in context.optimizer.param_groups])
+        found["norms"].append(float(context.grad_norm))
+
+    def after_the_last(context: Any) -> None:
+        (chunk,) = context.model
+        found["params"] = {n: p.detach().float().numpy() for n, p in chunk.named_parameters()}
+        found["meter"] = megatron_muon.meter(context.optimizer)
+
+    try:
+        _without_a_gpu(patches)
+        megatron_muon.install(SETTINGS)
+        from megatron.bridge.training.callbacks import CallbackManager
+        from megatron.bridge.training.gpt_step import forward_step
+        from megatron.bridge.training.pretrain import pretrain
+
+        callbacks = CallbackManager()
+        callbacks.register("on_train_step_end", after_a_step)
+        callbacks.register("on_train_end", after_the_last)
+        pretrain(_config(folder, steps, save, tp, bf16), forward_step, callbacks)
+    finally:
+        megatron_muon.uninstall()
+        patches.undo()
+    return found
+
+
+def test_pretrain_trains(tmp_path: Path) -> None:
+    (found,) = run(_pretrained, 1, tmp_path, 8, timeout=400)
+    assert found["meter"].steps == 8
+    assert found["losses"][-1] < found["losses"][0] - 0.1
