@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import megatron_muon
 from megatron_muon.bench.accept.checks.checkpoint import settings_of
@@ -20,11 +22,12 @@ from megatron_muon.bench.accept.checks.model import fill, flags_of, named_params
 from megatron_muon.bench.step.build import Built, build
 from megatron_muon.bench.step.measure import optimizers_of
 from megatron_muon.bench.step.meter import Stopwatch
+from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 from megatron_muon.mcore.shards import owned_shards
 from megatron_muon.runtime import collectives
 
 _BEFORE, _AFTER = 2, 2  # steps before and after the first save
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_METADATA = {"distrib_optim_sharding_type": WHOLE_WEIGHTS, "chained_optim_avoid_prefix": True}
 
 
 def save_and_be_killed(argument: dict[str, Any]) -> None:
@@ -191,7 +194,10 @@ def _load(built: Built, folder: Path, reading: AbstractContextManager[None] | No
 
 def _sharded(built: Built, *, is_loading: bool) -> dict[str, Any]:
     state = {"model": _gpt(built).sharded_state_dict()}
-    state["optimizer"] = built.optimizer.sharded_state_dict(state, is_loading, metadata=_METADATA)
+    form: dict[str, Any] = {"metadata": _METADATA}
+    if "metadata" not in inspect.signature(DistributedOptimizer.sharded_state_dict).parameters:
+        form = {"sharding_type": WHOLE_WEIGHTS}  # before core 0.14
+    state["optimizer"] = built.optimizer.sharded_state_dict(state, is_loading, **form)
     return state
 
 
