@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import types
 from pathlib import Path
@@ -263,6 +264,8 @@ def _pretrained(
         found["params"] = {n: p.detach().float().numpy() for n, p in chunk.named_parameters()}
         found["meter"] = megatron_muon.meter(context.optimizer)
 
+    for name in ("FLASH", "FUSED", "UNFUSED"):  # Megatron sets these for each model
+        os.environ.pop(f"NVTE_{name}_ATTN", None)
     try:
         _without_a_gpu(patches)
         megatron_muon.install(SETTINGS)
