@@ -21,6 +21,7 @@ NsIteration = Literal["standard", "gram", "auto"]
 HomePolicy = Literal["balanced", "local"]
 ElementwiseBy = Literal["auto", "foreach"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+SplitKind = Literal["whole", "qkv", "heads", "gate-up", "parts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,15 @@ class MuonConfig:
             ``wd_mult`` of 0. Off, as in Megatron; the paper (appendix D) recommends it for long
             runs. It holds for ``optimizer='adam'`` as well, so that Muon and AdamW are compared
             with the same decay.
-        split_qkv: orthogonalize the Q, K and V parts of a fused QKV weight as three matrices.
+        split_qkv: orthogonalize the Q, K and V parts of a fused QKV weight as three matrices. Off:
+            as one, unless ``muon_splits`` say otherwise.
+        muon_splits: ``(pattern, kind)`` pairs: the matrices of the weights whose names match, each
+            with its own scale; the last pair that matches counts. ``whole``: one matrix; ``qkv``:
+            the q, k and v (and gate) of a fused attention, the k and v of multi-latent attention's
+            ``linear_kv_up_proj``; ``heads``: one per head of those, and of q; ``gate-up``: the two
+            halves of a gated ``linear_fc1``; ``parts``: latents and rope key of multi-latent
+            attention's down-projections, and the parts of the ``in_proj`` of a Mamba mixer or a
+            gated delta net. Patterns are like those of ``muon_include``.
         muon_include, muon_exclude: patterns of parameter names (``fnmatch``: ``*``, ``?``, ``[]``)
             that overrule the routing. ``muon_include`` gives parameters to Muon (2-D weights only),
             ``muon_exclude`` to AdamW. Names are Megatron's, with layers numbered over all pipeline
@@ -112,6 +121,7 @@ class MuonConfig:
     elementwise: ElementwiseBy = "auto"
     weight_decay_all_params: bool = False
     split_qkv: bool = True
+    muon_splits: tuple[tuple[str, SplitKind], ...] = ()
     muon_include: tuple[str, ...] = ()
     muon_exclude: tuple[str, ...] = ()
     homes: HomePolicy = "balanced"
@@ -142,10 +152,24 @@ class MuonConfig:
             _require_restarts(self)
         for name in ("muon_include", "muon_exclude"):
             _require_patterns(name, getattr(self, name))
+        _require_splits(self.muon_splits)
         _require_choice("homes", self.homes, ("balanced", "local"))
         for name in ("ns_batch", "round_bytes"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of names in all settings. Each must match a parameter."""
+        splits = (pattern for pattern, _ in self.muon_splits)
+        return (*self.muon_include, *self.muon_exclude, *splits)
+
+    def setting_of(self, pattern: str) -> str:
+        """The setting that has one of ``patterns``, named with its flag."""
+        for name in ("muon_include", "muon_exclude"):
+            if pattern in getattr(self, name):
+                return named(name)
+        return named("muon_splits")
 
 
 _MOST_STEPS = 100  # singular values settle long before; a schedule has a triple for each step
@@ -204,6 +228,17 @@ def _require_restarts(config: MuonConfig) -> None:
 def _require_patterns(name: str, value: object) -> None:
     if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
         raise TypeError(f"{named(name)} must be a tuple of patterns, got {value!r}")
+
+
+def _require_splits(value: object) -> None:
+    pairs = isinstance(value, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(word, str) for word in pair)
+        for pair in value
+    )
+    if not pairs:
+        raise TypeError(f"{named('muon_splits')} must be a tuple of (pattern, kind), got {value!r}")
+    for _, kind in value:  # type: ignore[attr-defined]
+        _require_choice("muon_splits", kind, get_args(SplitKind))
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ FLAG_OF = {
     "elementwise": "--muon-elementwise",
     "weight_decay_all_params": "--weight-decay-all-params",
     "split_qkv": "--muon-no-split-qkv",
+    "muon_splits": "--muon-split",
     "muon_include": "--muon-include",
     "muon_exclude": "--muon-exclude",
     "homes": "--muon-homes",

@@ -29,7 +29,7 @@ from megatron_muon.dry_run.numbers import MOST_RANKS, count
 from megatron_muon.megatron_lm.launch import MixedInstallationError, check_installation
 
 _DESCRIPTION = """\
-Print every parameter of a model with its shape, how tensor parallelism splits it, its optimizer,
+Print every parameter of a model with its shape, how tensor parallelism cuts it, its optimizer,
 its matrices, their scale and their homes. The model is a GPT or a hybrid (Mamba) model and is given
 by Megatron-LM's own flags: paste those of a training script. Flags of another model are an error;
 flags that do not matter here are named on stderr. Nothing is allocated, and neither a GPU nor a

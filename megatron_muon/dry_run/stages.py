@@ -19,12 +19,18 @@ from megatron_muon.mcore.params.matrices import matrices_of
 from megatron_muon.mcore.params.param_routing import (
     Weight,
     expert_name,
-    matching,
+    is_matched,
     weights,
     why_adamw,
 )
 from megatron_muon.mcore.params.placement import local_experts, muon_parameters, on_every_ep_rank
-from megatron_muon.mcore.params.survey import share_of, unknown_fusions, unknown_lines, unsplit
+from megatron_muon.mcore.params.survey import (
+    share_of,
+    unknown_fusions,
+    unknown_lines,
+    unsplit,
+    whose,
+)
 from megatron_muon.mcore.params.validate import refuse_unsupported
 from megatron_muon.mcore.process_groups import Sizes
 from megatron_muon.orthogonalize.iteration import Device
@@ -162,18 +168,27 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
         with world.as_rank(rank, ranks):
             chunks = _built(flags, config, ranks)
             stages.append(_stage(flags, config, ranks, number, chunks))
-            patterns = [*config.muon_include, *config.muon_exclude]
-            for weight in weights(chunks):
-                matched |= set(matching(weight, patterns))
-    for pattern in (*config.muon_include, *config.muon_exclude):
+            matched |= _matched(chunks, ranks, config)
+    for pattern in config.patterns:
         if pattern not in matched:
             raise ValueError(
-                f"{pattern!r} in --muon-include or --muon-exclude matches no parameter"
+                f"{pattern!r} in {config.setting_of(pattern)} matches no parameter of "
+                f"{whose(pattern, config)}"
             )
     named = [leaf for leaf in UNSPLIT if any(leaf in stage.unsplit for stage in stages)]
     fused = dict.fromkeys(name for stage in stages for name in stage.unknown_fusions)
     lines = share_lines([stage.share for stage in stages], named) + fused_lines(list(fused))
     return Routes(tuple(stages), tuple(lines), ranks)
+
+
+def _matched(chunks: Sequence[Any], ranks: Ranks, config: MuonConfig) -> set[str]:
+    sizes = Sizes(ranks.tp, ranks.expert_tp, ranks.ep)
+    return {
+        pattern
+        for weight in weights(chunks)
+        for pattern in config.patterns
+        if is_matched(weight, pattern, sizes.tp_of(weight), config)
+    }
 
 
 def planned_stage(flags: Namespace, config: MuonConfig, ranks: Ranks, number: int) -> list[Planned]:

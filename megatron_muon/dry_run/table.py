@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Any
 
 from megatron_muon.config import MuonConfig
@@ -126,14 +125,21 @@ def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
 
 
 def _matrices(matrices: Sequence[Routed]) -> str:
-    """``q 4096x4096, k,v 1024x4096``; those of a batch of experts are counted."""
+    """``q 4096x4096, k,v 1024x4096``; numbered ones are counted: ``32 q,8 k,8 v 128x4096``."""
+    by_size: dict[str, dict[str, int]] = {}
+    numbered: set[str] = set()
+    for matrix in matrices:
+        part, _, number = matrix.name.partition("[")[2].rstrip("]").partition(" ")
+        numbered |= {part} if number else set()
+        counts = by_size.setdefault(f"{matrix.rows}x{matrix.cols}", {})
+        counts[part] = counts.get(part, 0) + 1
     texts = []
-    for size, same in groupby(matrices, lambda matrix: f"{matrix.rows}x{matrix.cols}"):
-        parts = [matrix.name.partition("[")[2].rstrip("]") for matrix in same]
-        if len(parts) > 1 and parts[0].startswith("expert "):
-            texts.append(f"{len(parts)} of {size}")
-        else:
-            texts.append(f"{','.join(parts)} {size}".strip())
+    for size, counts in by_size.items():
+        if len(matrices) > 1 and set(counts) == {"expert"}:
+            texts.append(f"{counts['expert']} of {size}")
+            continue
+        parts = [f"{n} {part}" if part in numbered else part for part, n in counts.items()]
+        texts.append(f"{','.join(parts)} {size}".strip())
     return ", ".join(texts)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_muon.megatron_lm.flag_values import value_given
 from megatron_muon.megatron_lm.flags import muon_config
-from megatron_muon.planning.bucket_count import (
+from megatron_muon.planning.buckets.count import (
     Buffer,
     LocalParameter,
     choose,
@@ -21,8 +21,9 @@ from megatron_muon.planning.bucket_count import (
     exchanged,
     stock_bucket_size,
 )
-from megatron_muon.planning.bucket_order import UNPLACED
-from megatron_muon.planning.layout import Parameter, interleaved_rows, whole_matrix
+from megatron_muon.planning.buckets.order import UNPLACED
+from megatron_muon.planning.layout import Parameter, whole_matrix
+from megatron_muon.planning.sections import repeated, sectioned
 
 # The number of buckets must not depend on the number of ranks: a run may start from an AdamW
 # checkpoint in dp_reshardable, which loads at another DP size, but not into other buckets. A small
@@ -163,8 +164,10 @@ class _Whole:
         rows = self.rows // tp_size if self.partition_dim == 0 else self.rows
         cols = self.cols // tp_size if self.partition_dim == 1 else self.cols
         shape, dim = (rows, cols), self.partition_dim
-        if self.parts and rows * tp_size % sum(count for _, count in self.parts) == 0:
-            matrices, blocks = interleaved_rows("", shape, tp_size, self.parts)
+        groups, rest = divmod(self.rows, sum(count for _, count in self.parts) or 1)
+        if self.parts and rest == 0:
+            sections = repeated(groups, self.parts)
+            matrices, blocks = sectioned("", shape, 0, tp_size, sections)
         else:
             matrices, blocks = whole_matrix("", shape, dim, tp_size)
         muon = Parameter("", shape, dim, UNPLACED, UNPLACED, 0, matrices, blocks)

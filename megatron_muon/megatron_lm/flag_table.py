@@ -156,6 +156,16 @@ FLAGS = (
         metavar="PATTERN",
     ),
     _flag(
+        "--muon-split",
+        "the matrices of the weights whose names match a pattern: whole; qkv (of fused attention, "
+        "and of MLA's linear_kv_up_proj); heads (of the same, and of q); gate-up (of a gated "
+        "linear_fc1); parts (of MLA's down-projections, and of the in_proj of a Mamba mixer or "
+        "a gated delta net); may be given several times, and the last pattern that matches "
+        f"counts; {_OURS}; default qkv for fused attention, whole for others",
+        action="append",
+        metavar="PATTERN=KIND",
+    ),
+    _flag(
         "--muon-homes",
         "which rank orthogonalizes a matrix: balanced evens out the ranks' work, local sends the "
         f"fewest bytes; {_OURS}; default {_MOONLIGHT.homes}",

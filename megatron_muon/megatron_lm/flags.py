@@ -15,7 +15,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_muon.coefficients import Coefficients, canonical, parse, spelled
-from megatron_muon.config import MuonConfig
+from megatron_muon.config import MuonConfig, SplitKind
 from megatron_muon.megatron_lm.flag_table import FLAGS
 from megatron_muon.megatron_lm.flag_values import (
     KEPT,
@@ -147,6 +147,7 @@ def muon_config(args: Namespace) -> MuonConfig:
         elementwise=value_given(args, "muon_elementwise") or _MOONLIGHT.elementwise,
         weight_decay_all_params=bool(value_given(args, "weight_decay_all_params")),
         split_qkv=value_chosen(args, "muon_split_qkv", _MOONLIGHT.split_qkv),
+        muon_splits=_splits(args),
         muon_include=tuple(value_given(args, "muon_include") or ()),
         muon_exclude=tuple(value_given(args, "muon_exclude") or ()),
         homes=value_given(args, "muon_homes") or _MOONLIGHT.homes,
@@ -155,6 +156,16 @@ def muon_config(args: Namespace) -> MuonConfig:
         round_bytes=_round_bytes(args),
         checkpoint_digest=not value_given(args, "no_muon_checkpoint_digest"),
     )
+
+
+def _splits(args: Namespace) -> tuple[tuple[str, SplitKind], ...]:
+    pairs = []
+    for text in value_given(args, "muon_split") or ():
+        pattern, equals, kind = text.rpartition("=")
+        if not (pattern and equals):
+            raise ValueError(f"--muon-split must be PATTERN=KIND, got {text!r}")
+        pairs.append((pattern, kind))
+    return tuple(pairs)
 
 
 def _number(args: Namespace, name: str) -> float:

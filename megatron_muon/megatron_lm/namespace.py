@@ -96,6 +96,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_scalar_optimizer": "adam",
         "muon_use_syrk": False,
         "weight_decay_all_params": config.weight_decay_all_params,
+        "muon_split": [f"{pattern}={kind}" for pattern, kind in config.muon_splits],
         "muon_include": list(config.muon_include),
         "muon_exclude": list(config.muon_exclude),
         "muon_homes": config.homes,

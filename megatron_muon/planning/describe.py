@@ -60,7 +60,7 @@ def active_line(version: str, core: str) -> str:
 UNSPLIT = {
     "linear_kv_down_proj": "multi-latent attention's projections",
     "linear_qkv_down_proj": "multi-latent attention's projections",  # with queries, from 0.19 on
-    "in_proj": "the in_proj of state-space layers, rows in the order of TP ranks,",
+    "in_proj": "the in_proj of state-space layers",
 }
 
 

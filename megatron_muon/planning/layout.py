@@ -8,7 +8,7 @@ all TP ranks. Everything here is the same on every rank of a stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -143,82 +143,6 @@ def whole_matrix(
         for tp_rank in range(tp_size)
     )
     return (matrix,), blocks
-
-
-def stacked_halves(name: str, shape: tuple[int, int], tp_size: int) -> Matrices:
-    """A gated fc1, split by rows: each TP rank holds its part of the gate, then of the up half.
-
-    It is one matrix with the rows in the order of TP = 1: the whole gate, then the whole up half.
-    """
-    rows, cols = shape
-    if rows % 2:
-        raise ValueError(f"{name}: a gated fc1 needs an even number of local rows, got {rows}")
-    half = rows // 2
-    blocks = tuple(
-        (
-            Block(0, Span(0, half), tp_rank * half),
-            Block(0, Span(half, rows), (tp_size + tp_rank) * half),
-        )
-        for tp_rank in range(tp_size)
-    )
-    return (MatrixShape(name, rows * tp_size, cols),), blocks
-
-
-def interleaved_rows(
-    name: str,
-    shape: tuple[int, int],
-    tp_size: int,
-    group_rows: tuple[tuple[str, int], ...],
-) -> Matrices:
-    """A fused weight whose rows repeat group by group, e.g. (q, k, v) per query group.
-
-    TP cuts the rows of TP = 1 into equal ranges, wherever a part begins or ends. With fewer groups
-    than TP ranks, a rank has some rows of one group, and may have no row of some parts.
-
-    Args:
-        name: the parameter's name.
-        shape: local (rows, cols).
-        tp_size: number of TP ranks.
-        group_rows: ``(part, rows of it in one group)``; each part over all groups is one matrix.
-    """
-    rows, cols = shape
-    rows_per_group = sum(count for _, count in group_rows)
-    groups, rest = divmod(rows * tp_size, rows_per_group)
-    if rest:
-        raise ValueError(
-            f"{name}: {rows} rows on each of {tp_size} TP ranks are not a multiple of "
-            f"{rows_per_group}"
-        )
-    matrices = tuple(
-        MatrixShape(f"{name}[{part}]", count * groups, cols) for part, count in group_rows
-    )
-    whole = [
-        block
-        for group in range(groups)
-        for block in _group_blocks(group, rows_per_group, [count for _, count in group_rows])
-    ]
-    blocks = tuple(
-        tuple(_within(whole, Span(tp_rank * rows, (tp_rank + 1) * rows)))
-        for tp_rank in range(tp_size)
-    )
-    return matrices, blocks
-
-
-def _group_blocks(group: int, rows_per_group: int, counts: Sequence[int]) -> Iterator[Block]:
-    """One group of a fused weight at TP = 1."""
-    row = group * rows_per_group
-    for matrix, count in enumerate(counts):
-        yield Block(matrix, Span(row, row + count), group * count)
-        row += count
-
-
-def _within(blocks: Sequence[Block], rows: Span) -> Iterator[Block]:
-    """The blocks in a range of the whole weight's rows, with rows counted from its start."""
-    for block in blocks:
-        start, stop = max(block.rows.start, rows.start), min(block.rows.stop, rows.stop)
-        if start < stop:
-            matrix_row = block.matrix_row + start - block.rows.start
-            yield Block(block.matrix, Span(start - rows.start, stop - rows.start), matrix_row)
 
 
 def batched_matrices(

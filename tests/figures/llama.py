@@ -9,17 +9,18 @@ from collections.abc import Sequence
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.megatron_lm.bucketing import REFERENCE_DP_SIZE
-from megatron_muon.planning.bucket_count import (
+from megatron_muon.planning.buckets.count import (
     Buffer,
     LocalParameter,
     choose,
     in_buckets,
     stock_bucket_size,
 )
-from megatron_muon.planning.bucket_order import UNPLACED, Holders, orders, parameters_in
+from megatron_muon.planning.buckets.order import UNPLACED, Holders, orders, parameters_in
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import Parameter, interleaved_rows, whole_matrix
+from megatron_muon.planning.layout import Parameter, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.planning.sections import repeated, sectioned
 
 HIDDEN, FFN, KV, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
 WHOLE = 1 << 60  # elements: one bucket
@@ -46,7 +47,7 @@ def _weight(name: str, shape: tuple[int, int]) -> LocalParameter:
         return LocalParameter(shape[0] * shape[1])
     if "qkv" in name:
         parts = (("q", 512), ("k", 128), ("v", 128))
-        matrices, blocks = interleaved_rows(name, shape, 1, parts)
+        matrices, blocks = sectioned(name, shape, 0, 1, repeated(shape[0] // 768, parts))
     else:
         matrices, blocks = whole_matrix(name, shape, 0, 1)
     muon = Parameter(name, shape, 0, UNPLACED, UNPLACED, 0, matrices, blocks)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.megatron_lm.bucketing import buffers, choose_buckets
-from megatron_muon.planning.bucket_count import (
+from megatron_muon.planning.buckets.count import (
     SLACK,
     Buffer,
     LocalParameter,
@@ -20,7 +20,7 @@ from megatron_muon.planning.bucket_count import (
     cost,
     exchanged,
 )
-from megatron_muon.planning.bucket_order import UNPLACED, away
+from megatron_muon.planning.buckets.order import UNPLACED, away
 from megatron_muon.planning.layout import Parameter, whole_matrix
 from support.models.gpt import Case, Topology, distributed_optimizers, start
 from support.ranks import run

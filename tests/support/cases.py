@@ -14,6 +14,17 @@ from support.installed import VERSION
 
 HIDDEN, HEADS, GROUPS, FFN, VOCAB, SEQUENCE = 96, 6, 2, 260, 128, 32
 HEAD_SIZE = HIDDEN // HEADS
+# The rows of the in_proj of a Mamba mixer (z, x, B, C, dt) and of a gated delta net (query, key,
+# value, z, beta, alpha), as the sizes below make them.
+MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 16, "mamba_num_groups": 6}
+DELTA = {
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4},
+    **{"linear_num_key_heads": 6, "linear_num_value_heads": 12},
+}
+IN_PROJ = {
+    "mamba": (2 * HIDDEN, 2 * HIDDEN, 48, 48, 12),
+    "delta": (48, 48, 144, 144, 12, 12),
+}
 EXPERTS, MOE_FFN, SHARED_FFN = 4, 68, 100
 Q_RANK, KV_RANK, ROPE_HEAD = 48, 40, 8  # multi-latent attention
 TIED = "embedding.word_embeddings.weight"
@@ -83,7 +94,8 @@ class Case:
     ``zero_grads`` have no gradient from step ``zero_from`` on. ``overflow`` are
     ``(step, pattern)``: an inf in that step's gradient. ``output_gate`` is Megatron's
     attention_output_gate. ``fp8`` is the recipe of Transformer Engine's by which the linears'
-    weights are fp8 (--fp8-param-gather).
+    weights are fp8 (--fp8-param-gather). By ``mixer`` layers have a Mamba mixer or a gated delta
+    net in place of attention; no forward pass of theirs is run.
     """
 
     bf16: bool = True
@@ -113,6 +125,8 @@ class Case:
     groups: int = GROUPS
     output_gate: bool = False
     ffn: int = FFN
+    vocab: int = VOCAB
+    mixer: Literal["", "mamba", "delta"] = ""
     fp8: str = ""
 
     @property
@@ -157,6 +171,11 @@ def _layer_matrices(case: Case, moe: bool) -> Iterator[str]:
     if case.mla:
         for end in ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj"):
             yield f"self_attention.linear_{end}.weight"
+    elif case.mixer == "mamba":
+        yield from ("mixer.in_proj.weight", "mixer.out_proj.weight")
+        return
+    elif case.mixer == "delta":
+        yield from ("self_attention.in_proj.weight", "self_attention.out_proj.weight")
     else:
         yield from ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
     if not moe:

@@ -19,13 +19,14 @@ class Cut:
     """A tensor is cut into ``count`` equal parts along ``dim``, and this is part ``index``.
 
     A gated fc1 holds gate rows and up rows: rank r has [gate_r; up_r] (megatron/core/transformer/
-    mlp.py, glu), so with ``halves`` both halves of ``dim`` are cut alike and put together.
+    mlp.py, glu). So ``sections`` are sizes, in any unit, of ranges of ``dim`` that are each cut
+    alike and put together.
     """
 
     dim: int
     index: int
     count: int
-    halves: bool = False
+    sections: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Piece:
 def cut(full: Tensor, piece: Piece) -> Tensor:
     """The part of ``full`` that a rank holds."""
     for one in piece.cuts:
-        halves = full.chunk(2, one.dim) if one.halves else (full,)
-        full = torch.cat([half.chunk(one.count, one.dim)[one.index] for half in halves], one.dim)
+        parts = [part.chunk(one.count, one.dim)[one.index] for part in _sections(full, one)]
+        full = torch.cat(parts, one.dim)
     assert full.shape == piece.shape
     return full
 
@@ -68,10 +69,15 @@ def join(parts: dict[tuple[Cut, ...], Tensor]) -> Tensor:
     first = ordered[0]
     assert [one.index for one in ordered] == list(range(first.count)), "parts are missing"
     joined = [join(groups[one]) for one in ordered]
-    if first.halves:
-        halves = [part.chunk(2, first.dim) for part in joined]
-        joined = [half[i] for i in (0, 1) for half in halves]
-    return torch.cat(joined, first.dim)
+    cut_apart = [_sections(part, first) for part in joined]
+    return torch.cat(
+        [one for section in zip(*cut_apart, strict=True) for one in section], first.dim
+    )
+
+
+def _sections(tensor: Tensor, one: Cut) -> tuple[Tensor, ...]:
+    rows, total = tensor.size(one.dim), sum(one.sections)
+    return tensor.split([size * rows // total for size in one.sections], one.dim)
 
 
 def whole(results: list[dict[str, Any]]) -> Whole:

@@ -76,6 +76,14 @@ def is_unknown_fusion(weight: Weight, rows: int) -> bool:
     return is_fused and not is_adapter(weight) and projections_of(weight, rows) is None
 
 
+def heads_of_queries(weight: Weight) -> int | None:
+    """The number of heads of a cross attention's ``linear_q``; None of any other weight."""
+    holder = weight.holders[0] if weight.holders else None
+    if isinstance(holder, CrossAttention) and weight.module is getattr(holder, "linear_q", None):
+        return int(holder.config.num_attention_heads)
+    return None
+
+
 def _by_class(weight: Weight) -> Projections | None:
     linear = weight.module
     for depth, outer in enumerate(weight.holders):

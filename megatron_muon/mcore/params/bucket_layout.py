@@ -1,7 +1,7 @@
 """Giving Megatron a layout of its grad buffers in which shards cut few weights: from core 0.18 on.
 
 Buckets keep their parameters and their sizes; only the order inside a bucket is another one, where
-``bucket_order.orders`` finds that less is sent. It depends on the DP size, so checkpoints of it
+``order.orders`` finds that less is sent. It depends on the DP size, so checkpoints of it
 must be by parameter, as all of Muon's are.
 
 A layout is given to DistributedDataParallel, or made by it, and there the names of weights are
@@ -27,7 +27,7 @@ from megatron_muon.mcore.process_groups import Sizes, sharing
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.mcore.shards import device_of
 from megatron_muon.orthogonalize.matmul import KernelError, plan_device
-from megatron_muon.planning.bucket_order import Bucket, Holders, orders, starts
+from megatron_muon.planning.buckets.order import Bucket, Holders, orders, starts
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.runtime.patches import Patches, around
 from megatron_muon.setting_names import named

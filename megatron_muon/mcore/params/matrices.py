@@ -9,15 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.mcore.params.attention import Projections, projections_of
 from megatron_muon.mcore.params.param_routing import Weight, partition_dim_of, whole_shape
-from megatron_muon.planning.layout import (
-    Matrices,
-    batched_matrices,
-    interleaved_rows,
-    stacked_halves,
-    whole_matrix,
-)
+from megatron_muon.mcore.params.splits import Fused, fused_of, split_of
+from megatron_muon.planning.layout import Matrices, batched_matrices, whole_matrix
+from megatron_muon.planning.sections import sectioned
 from megatron_muon.setting_names import named
 
 
@@ -49,19 +44,17 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
     """
     if weight.is_module("GroupedMLP"):
         _require_spectral(weight, config)
+        split_of(weight, None, config)
         return _legacy_experts(weight, tp_size)
     shape = (weight.param.size(0), weight.param.size(1))
     partition_dim = partition_dim_of(weight)
-    rows, _ = whole_shape(weight, tp_size)
-    projections = projections_of(weight, rows) if config.split_qkv else None
-    if projections is not None:
-        _require_rows(weight, partition_dim, tp_size)
-        matrices = _fused(weight, shape, tp_size, projections)
-    elif weight.leaf == "linear_fc1" and weight.model_config.gated_linear_unit:
-        _require_rows(weight, partition_dim, tp_size)
-        matrices = stacked_halves(weight.name, shape, tp_size)
-    else:
+    fused = fused_of(weight, whole_shape(weight, tp_size)[0])
+    kind = split_of(weight, fused, config)
+    if fused is None or (kind == "whole" and len(fused.sections) == 1):
         matrices = whole_matrix(weight.name, shape, partition_dim, tp_size)
+    else:
+        _require_rows(weight, fused, partition_dim, tp_size)
+        matrices = sectioned(weight.name, shape, partition_dim, tp_size, fused.by(kind))
     return Holding(shape, partition_dim, matrices)
 
 
@@ -96,19 +89,16 @@ def _require_spectral(weight: Weight, config: MuonConfig) -> None:
         )
 
 
-def _fused(
-    weight: Weight, shape: tuple[int, int], tp_size: int, projections: Projections
-) -> Matrices:
-    if shape[0] * tp_size != projections.rows:
+def _require_rows(weight: Weight, fused: Fused, partition_dim: int | None, tp_size: int) -> None:
+    """It has the rows that its settings promise, and TP splits no columns of it."""
+    rows, _ = whole_shape(weight, tp_size)
+    if rows != fused.rows:
         raise NotImplementedError(
-            f"{weight.name}: {shape[0]} rows on each of {tp_size} TP ranks are not {projections}: "
-            f"cannot split it, set split_qkv=False in MuonConfig (--muon-no-split-qkv)"
+            f"{weight.name}: {weight.param.size(0)} rows on each of {tp_size} TP ranks are not "
+            f"{fused.what}: cannot split it, set split_qkv=False in MuonConfig "
+            f"(--muon-no-split-qkv), or {named('muon_splits')} {weight.name}=whole"
         )
-    return interleaved_rows(weight.name, shape, tp_size, projections.group_rows)
-
-
-def _require_rows(weight: Weight, partition_dim: int | None, tp_size: int) -> None:
-    if tp_size > 1 and partition_dim != 0:
+    if tp_size > 1 and partition_dim != 0 and not fused.may_be_replicated:
         raise NotImplementedError(
             f"{weight.name}: TP splits it by rows in every model that is known here, but its "
             f"partition_dim is {partition_dim}: put it in {named('muon_exclude')} of MuonConfig"

@@ -181,6 +181,18 @@ def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
     ]
 
 
+def is_matched(weight: Weight, pattern: str, tp_size: int, config: MuonConfig) -> bool:
+    """Whether one of ``config.patterns`` has an effect on a weight.
+
+    A pattern of ``muon_splits`` has one on Muon's weights only.
+    """
+    if not matching(weight, [pattern]):
+        return False
+    if pattern in (*config.muon_include, *config.muon_exclude):
+        return True
+    return weight.param.dim() == 2 and why_adamw(weight, tp_size, config) is None
+
+
 def is_adapter(weight: Weight) -> bool:
     """By its name it is one of the two factors of an adapter."""
     return _ADAPTER.search(weight.name) is not None

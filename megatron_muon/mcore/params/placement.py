@@ -13,7 +13,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.params.matrices import matrices_of
 from megatron_muon.mcore.params.param_routing import Weight, expert_name, weights, why_adamw
 from megatron_muon.mcore.process_groups import Sizes
-from megatron_muon.planning.bucket_order import UNPLACED
+from megatron_muon.planning.buckets.order import UNPLACED
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 
 Located = list[tuple[torch.nn.Parameter, Parameter]]

@@ -13,8 +13,8 @@ from megatron_muon.mcore.params.attention import is_unknown_fusion
 from megatron_muon.mcore.params.matrices import matrices_of
 from megatron_muon.mcore.params.param_routing import (
     Weight,
+    is_matched,
     is_unknown,
-    matching,
     partition_dim_of,
     weights,
     whole_shape,
@@ -44,13 +44,16 @@ def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> lis
     Raises:
         ValueError: a pattern matches no parameter of any stage.
     """
-    patterns = [*config.muon_include, *config.muon_exclude]
+    patterns = config.patterns
+
+    def _is_matched(weight: Weight, pattern: str) -> bool:
+        return is_matched(weight, pattern, stage.sizes.tp_of(weight), config)
 
     def own() -> tuple[list[Weight], Share, list[int], list[str], list[str]]:
         """It may fail on some stages only, as with an expert's weight that no other stage has."""
         held = list(weights(model_chunks))
         share = share_of(held, config, stage.sizes)
-        matched = [int(any(matching(weight, [p]) for weight in held)) for p in patterns]
+        matched = [int(any(_is_matched(weight, p) for weight in held)) for p in patterns]
         here = unsplit(held, config, stage.sizes)
         return held, share, matched, here, unknown_fusions(held, config, stage.sizes)
 
@@ -62,8 +65,8 @@ def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> lis
     for index, pattern in enumerate(patterns, start=-len(patterns)):
         if not any(numbers[index] for numbers in every):
             raise ValueError(
-                f"{pattern!r} in {named('muon_include')} or {named('muon_exclude')} matches no "
-                "parameter of the model; `megatron-muon routes` prints their names"
+                f"{pattern!r} in {config.setting_of(pattern)} matches no parameter of "
+                f"{whose(pattern, config)}; `megatron-muon routes` prints their names"
             )
     lines = unknown_lines(held, config, stage.sizes) if stage.speaks else []
     at = 2 + len(counts) - 1
@@ -77,6 +80,12 @@ def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> lis
     return lines
 
 
+def whose(pattern: str, config: MuonConfig) -> str:
+    """The parameters that one of ``config.patterns`` may match, for errors."""
+    of_all = pattern in (*config.muon_include, *config.muon_exclude)
+    return "the model" if of_all else "Muon's"
+
+
 def _of_all_stages(names: Sequence[str]) -> list[str]:
     """The different names of all ranks of the world, each of which calls."""
     texts = collectives.all_gather_texts("\n".join(names), None)
@@ -86,9 +95,15 @@ def _of_all_stages(names: Sequence[str]) -> list[str]:
 def unsplit(every: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> list[str]:
     """The fused projections of ``describe.UNSPLIT`` that Muon takes as one matrix each."""
     leaves = {
-        weight.leaf for weight in _muons_matrices(every, config, sizes) if weight.leaf in UNSPLIT
+        weight.leaf
+        for weight in _muons_matrices(every, config, sizes)
+        if weight.leaf in UNSPLIT and _is_one(weight, sizes, config)
     }
     return [leaf for leaf in UNSPLIT if leaf in leaves]
+
+
+def _is_one(weight: Weight, sizes: Sizes, config: MuonConfig) -> bool:
+    return len(matrices_of(weight, sizes.tp_of(weight), config).matrices[0]) == 1
 
 
 def _muons_matrices(every: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> Iterator[Weight]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from megatron_muon.mcore.seams.row import NEWEST, OLDEST, Attribute, Seam, Version
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_MIXER = "megatron.core.ssm.mamba_mixer"
+_DELTA = "megatron.core.ssm.gated_delta_net"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module"
 
 
@@ -88,6 +90,8 @@ SEAMS = (
     ),
 )
 
+_ROWS = "which rows of latent attention are a head's or a latent's"
+_PARTS = "which rows of in_proj are which part's"
 _REFUSED = "refused if on, since Muon does not support it yet"
 _EARLY = "refused with fp16 or experts, where Megatron trains wrongly"
 ATTRIBUTES = (
@@ -102,6 +106,15 @@ ATTRIBUTES = (
     _of_model("num_query_groups", "which rows of linear_qkv are q, k and v"),
     _of_model("kv_channels", "which rows of linear_qkv are q, k and v"),
     _of_model("attention_output_gate", "which rows of linear_qkv are q, k and v", (0, 16)),
+    *(
+        _setting("megatron.core.transformer", "MLATransformerConfig", name, _ROWS, OLDEST, NEWEST)
+        for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "kv_lora_rank")
+    ),
+    _setting(
+        "megatron.core.transformer", "MLATransformerConfig", "q_lora_rank", _ROWS, OLDEST, NEWEST
+    ),
+    _of_model("moe_mlp_glu_interleave_size", "blocks of gate and up rows", (0, 18)),
+    _of_model("moe_shared_expert_glu_interleave_size", "blocks of gate and up rows", (0, 19)),
     _of_model("fp8_param", "refused if on with another recipe than delayed scaling"),
     _of_model("fp8_recipe", "how fp8 parameters are scaled"),
     _of_model("fp4_param", _REFUSED, (0, 15)),
@@ -147,6 +160,24 @@ ATTRIBUTES = (
         "TransformerLayer",
         "layer_number",
         "a layer's number over all pipeline stages, from 1 on",
+    ),
+    Attribute(
+        "megatron.core.transformer.attention",
+        "CrossAttention",
+        "linear_q",
+        "the projection of q, which heads split",
+    ),
+    *(
+        Attribute(_MIXER, "MambaMixer", name, _PARTS, part="hybrid")
+        for name in ("d_inner", "ngroups", "d_state", "nheads")
+    ),
+    *(
+        Attribute(_DELTA, "GatedDeltaNet", name, _PARTS, False, (0, 16), (0, 18), "hybrid")
+        for name in ("qk_dim", "v_dim", "num_value_heads")
+    ),
+    *(
+        Attribute(f"{_DELTA}.gdn", "GatedDeltaNet", name, _PARTS, since=(0, 19), part="hybrid")
+        for name in ("in_proj_split_sections", "in_proj_split_names", "tp_size")
     ),
     # --- marks on parameters
     _mark(_LAYERS, "tensor_model_parallel", "whether TP splits it"),

@@ -279,7 +279,7 @@ def _module(row: Seam | Attribute, version: str) -> Any:
         raise _missing(row, version) from error
 
 
-def _check_source(row: Seam, version: str) -> None:
+def _check_source(row: Seam | Attribute, version: str) -> None:
     """Look for a name in the source of a module that cannot be imported here."""
     if row.name.split(".")[0] not in _names_in_source(row.module):
         raise _missing(row, version)
@@ -299,12 +299,20 @@ def _names_in_source(module: str) -> frozenset[str]:
             names.add(node.asname or node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
     return frozenset(names)
 
 
 def _check_attribute(row: Attribute, version: str) -> None:
     """Look for an attribute among those that the code sets: no object exists yet to be asked."""
-    module = _module(row, version)
+    try:
+        module = _module(row, version)
+    except ImportError:
+        if row.part != "hybrid":
+            raise
+        _check_source(row, version)
+        return
     if not row.owner:
         there = _marks_set(module)
     else:

@@ -29,7 +29,11 @@ from support.models.model_flags import TINY
         (["--muon-homes", "here"], "argument --muon-homes: invalid choice: 'here'"),
         (["--muon-link-gbytes", "0"], "link_gbytes (--muon-link-gbytes) must be above 0, got 0.0"),
         (["--muon-ns-steps", "0"], "ns_steps (--muon-ns-steps) must be at least 1, got 0"),
-        (["--muon-include", "no.such.*"], "'no.such.*' in --muon-include or --muon-exclude"),
+        (
+            ["--muon-include", "no.such.*"],
+            "'no.such.*' in muon_include (--muon-include) matches no",
+        ),
+        (["--muon-split", "*linear_proj*=heads"], "linear_proj.weight, which can only be whole"),
         (["--muon-include", "*norm*"], "Muon updates matrices: only 2-D weights"),
         (["--world-size", "3", "--tensor-model-parallel-size", "2"], "not a multiple of TP x CP"),
         (["--tensor-model-parallel-size", "3"], "num_attention_heads (4) must be a multiple"),

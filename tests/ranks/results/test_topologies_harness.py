@@ -42,21 +42,22 @@ def test_plain_adam_passes_the_same_comparison(case: Case, topology: Topology) -
     ("shape", "cuts"),
     [
         ((3, 4), []),
-        ((4, 3), [(0, 2, False)]),
-        ((3, 4), [(1, 4, False)]),
-        ((8, 3), [(0, 2, True)]),
-        ((4, 3, 8), [(0, 2, False), (2, 2, True)]),
-        ((4, 6, 5), [(0, 4, False), (1, 3, False)]),
+        ((4, 3), [(0, 2, (1,))]),
+        ((3, 4), [(1, 4, (1,))]),
+        ((8, 3), [(0, 2, (1, 1))]),
+        ((16, 3), [(0, 2, (4, 3, 1))]),
+        ((4, 3, 8), [(0, 2, (1,)), (2, 2, (1, 1))]),
+        ((4, 6, 5), [(0, 4, (1,)), (1, 3, (1,))]),
     ],
     ids=str,
 )
 def test_join_is_the_reverse_of_cut(
-    shape: tuple[int, ...], cuts: list[tuple[int, int, bool]]
+    shape: tuple[int, ...], cuts: list[tuple[int, int, tuple[int, ...]]]
 ) -> None:
     full = torch.randn(shape)
     every: list[tuple[Cut, ...]] = [()]
-    for dim, count, halves in cuts:
-        every = [(*c, Cut(dim, index, count, halves)) for c in every for index in range(count)]
+    for dim, count, sections in cuts:
+        every = [(*c, Cut(dim, index, count, sections)) for c in every for index in range(count)]
     local = list(shape)
     for dim, count, _ in cuts:
         local[dim] //= count
@@ -72,7 +73,7 @@ def test_join_is_the_reverse_of_cut(
 
 def test_gated_rows_are_cut_in_both_halves() -> None:
     full = torch.arange(8.0).view(8, 1)
-    part = cut(full, Piece((4, 1), (Cut(0, 1, 2, halves=True),)))
+    part = cut(full, Piece((4, 1), (Cut(0, 1, 2, (1, 1)),)))
     assert part.flatten().tolist() == [2, 3, 6, 7]
 
 

@@ -95,6 +95,10 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "distributed, TP 1": (["--muon-tp-mode", "distributed"], {}),
     "scalar-adam": (["--muon-scalar-optimizer", "adam"], {}),
     "decay-all": (["--weight-decay-all-params"], {"weight_decay_all_params": True}),
+    "split": (
+        ["--muon-split", "*.linear_qkv.*=heads", "--muon-split", "a=b=gate-up"],
+        {"muon_splits": (("*.linear_qkv.*", "heads"), ("a=b", "gate-up"))},
+    ),
     "include": (
         ["--muon-include", "a.*", "--muon-include", "b"],
         {"muon_include": ("a.*", "b")},

@@ -6,8 +6,9 @@ Transformer Engine are wrong, and telling so is the optimizer's work.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,20 +16,25 @@ from unittest import mock
 
 import torch
 
+from megatron_muon.dry_run.hybrid.gated_delta import attention_spec
+from megatron_muon.dry_run.hybrid.layers import build_hybrid
+from megatron_muon.dry_run.stand_ins import without_fla
 from megatron_muon.dry_run.versions import having
 from support import te_on_cpu
 from support.cases import (
+    DELTA,
     EXPERTS,
     HEAD_SIZE,
     HIDDEN,
+    IN_PROJ,
     KV_RANK,
+    MAMBA,
     MOE_FFN,
     Q_RANK,
     ROPE_HEAD,
     SEQUENCE,
     SHARED_FFN,
     TIED,
-    VOCAB,
     Case,
     Topology,
 )
@@ -127,6 +133,11 @@ def transformer_config(case: Case, topology: Topology) -> Any:
     }
     if case.moe:
         options |= _moe_options(case, topology)
+    if case.mixer == "mamba":
+        options |= {**MAMBA, "is_hybrid_model": True, "add_bias_linear": False}
+    if case.mixer == "delta":
+        options |= {**DELTA, "experimental_attention_variant": "gated_delta_net"}
+        options |= {"linear_attention_freq": [1] * case.layers, "add_bias_linear": False}
     if case.fp8:
         options |= {"fp8": "e4m3", "fp8_recipe": case.fp8, "fp8_param": True}
     if not case.mla:
@@ -159,6 +170,10 @@ def layer_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
 
     if takes_te(case):
         return _te_spec(case, config, chunk)
+    if case.mixer == "delta":
+        plain = get_gpt_layer_local_spec()
+        plain.submodules.self_attention = attention_spec(config)
+        return plain
     if case.dense_layers:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False, **chunk)
     options = {
@@ -183,7 +198,12 @@ def layer_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
 
 def takes_te(case: Case) -> bool:
     """Whether the case's layers are Transformer Engine's own: they have all but two kinds."""
-    return te_on_cpu.TE is not None and case.grouped != "legacy" and case.mla != "column"
+    return (
+        te_on_cpu.TE is not None
+        and not case.mixer
+        and case.grouped != "legacy"
+        and case.mla != "column"
+    )
 
 
 def _te_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
@@ -245,19 +265,25 @@ def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
     mtp = None
     if case.mtp:
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=takes_te(case), **chunk)
+    options = {
+        "vocab_size": case.vocab,
+        "max_sequence_length": SEQUENCE,
+        "pre_process": ps.is_pipeline_first_stage(ignore_virtual=False, **chunk),
+        "post_process": ps.is_pipeline_last_stage(ignore_virtual=False, **chunk),
+        "share_embeddings_and_output_weights": case.tied,
+        "position_embedding_type": "rope",
+    }
+    if case.mixer == "mamba":
+        name = "hybrid_override_pattern" if VERSION < (0, 17) else "hybrid_layer_pattern"
+        return build_hybrid(Namespace(**{name: "M" * case.layers}), config, **options)
     standin = case.mla and te_on_cpu.TE is None
-    with _as_if_te_were_installed() if standin else nullcontext():
+    with ExitStack() as stack:
+        if standin:
+            stack.enter_context(_as_if_te_were_installed())
+        if case.mixer == "delta":
+            stack.enter_context(without_fla())
         return GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=VOCAB,
-            max_sequence_length=SEQUENCE,
-            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, **chunk),
-            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, **chunk),
-            share_embeddings_and_output_weights=case.tied,
-            position_embedding_type="rope",
-            mtp_block_spec=mtp,
-            **chunk,
+            config=config, transformer_layer_spec=spec, mtp_block_spec=mtp, **options, **chunk
         )
 
 
@@ -303,8 +329,10 @@ def piece_of(
     dim = _split_dim(name, param, case)
     if dim is None:
         return Piece(tuple(param.shape))
-    gated = case.gated and ".linear_fc1." in name
-    cut = Cut(dim, place.tp_rank, topology.tp, halves=gated)
+    sections = (1, 1) if case.gated and ".linear_fc1." in name else (1,)
+    if name.endswith("in_proj.weight"):
+        sections = IN_PROJ[case.mixer]
+    cut = Cut(dim, place.tp_rank, topology.tp, sections)
     if ".mlp.experts." in name:
         cut = replace(cut, index=place.etp_rank, count=topology.expert_tp)
     return Piece(tuple(param.shape), (cut,))
@@ -318,7 +346,7 @@ def _split_dim(name: str, param: torch.nn.Parameter, case: Case) -> int | None:
         return None
     if not getattr(param, "tensor_model_parallel", False):
         return None
-    return int(param.partition_dim)  # Megatron's own modules mark what they cut
+    return int(getattr(param, "partition_dim", 0))  # Mamba mixers do not mark the dim
 
 
 def _batch_of_transposed(name: str, case: Case, place: Place, topology: Topology) -> Piece:
@@ -328,7 +356,7 @@ def _batch_of_transposed(name: str, case: Case, place: Place, topology: Topology
     over_experts = Cut(0, place.ep_rank, topology.ep)
     if name.endswith("weight1"):
         shape = (experts, HIDDEN, ffn * (2 if case.gated else 1))
-        over_ffn = Cut(2, place.etp_rank, topology.expert_tp, halves=case.gated)
+        over_ffn = Cut(2, place.etp_rank, topology.expert_tp, (1, 1) if case.gated else (1,))
     else:
         shape = (experts, ffn, HIDDEN)
         over_ffn = Cut(1, place.etp_rank, topology.expert_tp)

@@ -18,11 +18,10 @@ from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import (
     Parameter,
     Span,
-    interleaved_rows,
-    stacked_halves,
     whole_matrix,
 )
 from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.planning.sections import Rows, repeated, sectioned
 
 _COMMON = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
@@ -106,9 +105,10 @@ def _layer(layer: int, tp: int, hidden: int, ffn: int) -> Iterator[tuple[str, An
     name, shape = f"{layer}.linear_proj", (hidden, hidden // tp)
     yield name, shape, 1, whole_matrix(name, shape, 1, tp)
     name, shape = f"{layer}.linear_qkv", (3 * hidden // tp, hidden)
-    yield name, shape, 0, interleaved_rows(name, shape, tp, (("q", 8), ("k", 8), ("v", 8)))
+    groups = repeated(3 * hidden // 24, (("q", 8), ("k", 8), ("v", 8)))
+    yield name, shape, 0, sectioned(name, shape, 0, tp, groups)
     name, shape = f"{layer}.linear_fc1", (2 * ffn // tp, hidden)
-    yield name, shape, 0, stacked_halves(name, shape, tp)
+    yield name, shape, 0, sectioned(name, shape, 0, tp, ((Rows("", ffn),), (Rows("", ffn),)))
     name, shape = f"{layer}.linear_fc2", (hidden, ffn // tp)
     yield name, shape, 1, whole_matrix(name, shape, 1, tp)
     name, shape = f"{layer}.router", (8, hidden)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from figures.llama import WHOLE, contiguous_bucket_size, whole_buffer
 from megatron_muon.config import HomePolicy, MuonConfig
-from megatron_muon.planning.bucket_count import in_buckets
-from megatron_muon.planning.bucket_order import (
+from megatron_muon.planning.buckets.count import in_buckets
+from megatron_muon.planning.buckets.order import (
     UNPLACED,
     Bucket,
     Holders,

@@ -22,14 +22,14 @@ from megatron_muon.planning.agreed import description, fingerprint
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_SLACK, Price, Work, choose_homes
 from megatron_muon.planning.layout import (
+    Block,
     Parameter,
     Span,
     batched_matrices,
-    interleaved_rows,
-    stacked_halves,
     whole_matrix,
 )
 from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.planning.sections import Rows, repeated, sectioned
 
 KINDS = (
     *("rows", "columns", "replicated", "gated", "qkv", "one group", "batch", "transposed batch"),
@@ -42,15 +42,17 @@ def _parameter(kind: str, name: str, size: int, tp_size: int, start: int) -> Par
     partition_dim = {"columns": 1, "replicated": None, "transposed batch": 1}.get(kind, 0)
     if kind == "gated":
         rows *= 2
-        matrices, blocks = stacked_halves(name, (rows, cols), tp_size)
+        sections = (Rows("", rows * tp_size // 2),), (Rows("", rows * tp_size // 2),)
+        matrices, blocks = sectioned(name, (rows, cols), 0, tp_size, sections)
     elif kind == "qkv":
         rows *= 4
         parts = (("q", 2), ("k", 1), ("v", 1))
-        matrices, blocks = interleaved_rows(name, (rows, cols), tp_size, parts)
+        groups = repeated(rows * tp_size // 4, parts)
+        matrices, blocks = sectioned(name, (rows, cols), 0, tp_size, groups)
     elif kind == "one group":  # which TP cuts anywhere
         rows *= 4
         parts = (("q", rows * tp_size - 3), ("k", 2), ("v", 1))
-        matrices, blocks = interleaved_rows(name, (rows, cols), tp_size, parts)
+        matrices, blocks = sectioned(name, (rows, cols), 0, tp_size, repeated(1, parts))
     elif "batch" in kind:
         rows, cols, halves = 3 * rows, 2 * cols, 2 if partition_dim == 1 else 1
         names = ("a", "b", "c")
@@ -233,7 +235,7 @@ def test_tp_coordinates_are_those_of_one_rank() -> None:
         ],
     }.items():
         if kind == "gated":
-            matrices, blocks = stacked_halves("w", (8, 3), 2)
+            matrices, blocks = sectioned("w", (8, 3), 0, 2, ((Rows("", 8),), (Rows("", 8),)))
         else:
             matrices, blocks = whole_matrix("w", (8, 3), 0 if kind == "rows" else 1, 2)
         dim = 1 if kind == "columns" else 0
@@ -253,7 +255,8 @@ def test_tp_coordinates_are_those_of_one_rank() -> None:
 
 def test_query_groups_are_gathered_into_q_k_and_v() -> None:
     """Rows of two groups (q q k v | q q k v) on each of two TP ranks."""
-    matrices, blocks = interleaved_rows("qkv", (8, 1), 2, (("q", 2), ("k", 1), ("v", 1)))
+    groups = repeated(4, (("q", 2), ("k", 1), ("v", 1)))
+    matrices, blocks = sectioned("qkv", (8, 1), 0, 2, groups)
     assert [(m.name, m.rows, m.cols) for m in matrices] == [
         ("qkv[q]", 8, 1),
         ("qkv[k]", 4, 1),
@@ -278,7 +281,8 @@ def test_tp_cuts_the_rows_of_one_rank_wherever_it_may(tp_size: int, parts: tuple
     named = tuple((str(index), count) for index, count in enumerate(parts))
 
     def rows(tp_size: int) -> list[tuple[int, int]]:
-        _, blocks = interleaved_rows("w", (24 // tp_size, 1), tp_size, named)
+        sections = repeated(24 // sum(parts), named)
+        _, blocks = sectioned("w", (24 // tp_size, 1), 0, tp_size, sections)
         found = []
         for local in blocks:
             assert [b.rows.start for b in local] == [0, *(b.rows.stop for b in local[:-1])]
@@ -291,9 +295,41 @@ def test_tp_cuts_the_rows_of_one_rank_wherever_it_may(tp_size: int, parts: tuple
     assert rows(tp_size) == rows(1) == whole
 
 
-def test_rows_that_are_no_whole_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="w: 7 rows on each of 2 TP ranks are not a multiple of 4"):
-        interleaved_rows("w", (7, 1), 2, (("q", 2), ("k", 1), ("v", 1)))
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+@pytest.mark.parametrize("names", [("z", "x", "dt"), ("", "", "")], ids=["apart", "one"])
+def test_tp_cuts_each_section_for_itself(tp_size: int, names: tuple[str, ...]) -> None:
+    """A rank holds its range of every section; a matrix has its rows in the order of one rank."""
+    counts = (12, 6, 6)
+    sections = tuple((Rows(name, count),) for name, count in zip(names, counts, strict=True))
+    matrices, blocks = sectioned("w", (24 // tp_size, 1), 0, tp_size, sections)
+    whole = [(name, row) for name, count in zip(names, counts, strict=True) for row in range(count)]
+    if not names[0]:
+        whole = [("", row) for row in range(24)]
+    starts = [sum(counts[:index]) for index in range(3)]
+    parts = [m.name.removeprefix("w").strip("[]") for m in matrices]
+    for tp_rank, local in enumerate(blocks):
+        held = [
+            whole[start + tp_rank * count // tp_size + row]
+            for start, count in zip(starts, counts, strict=True)
+            for row in range(count // tp_size)
+        ]
+        found = [(parts[b.matrix], b.matrix_row + i) for b in local for i in range(b.rows.size)]
+        assert found == held
+
+
+def test_replicas_and_columns_hold_all_rows_of_every_part() -> None:
+    sections = ((Rows("latent", 3), Rows("rope", 1)),)
+    for dim, width in ((None, 5), (1, 10)):
+        matrices, blocks = sectioned("w", (4, 5), dim, 2, sections)
+        assert [(m.rows, m.cols) for m in matrices] == [(3, width), (1, width)]
+        assert blocks[0] == blocks[1] == (Block(0, Span(0, 3), 0), Block(1, Span(3, 4), 0))
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="w: 7 rows on each of 2 TP ranks are not the 16 of q, k"):
+        sectioned("w", (7, 1), 0, 2, repeated(4, (("q", 2), ("k", 2))))
+    with pytest.raises(ValueError, match="w: 2 TP ranks cannot hold equal parts of the 3 rows of"):
+        sectioned("w", (4, 1), 0, 2, ((Rows("gate", 3),), (Rows("up", 5),)))
 
 
 @given(

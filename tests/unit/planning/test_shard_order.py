@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.planning.bucket_order import ALIGNMENT, cut_off, shard_order, starts
+from megatron_muon.planning.buckets.order import ALIGNMENT, cut_off, shard_order, starts
 
 SIZES = st.lists(st.tuples(st.integers(1, 2000), st.booleans()), min_size=1, max_size=20)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.planning.bucket_order import (
+from megatron_muon.planning.buckets.order import (
     ALIGNMENT,
     Bucket,
     Holders,
@@ -148,7 +148,7 @@ def exchanged(
         buffers: all buffers of a rank; experts' buffers as if their EP rank were the only one.
         bucket_size: in elements.
         config: ``homes``, the two speeds and the Newton-Schulz settings are read.
-        ordered: whether parameters are in the order of ``bucket_order.orders`` in each bucket.
+        ordered: whether parameters are in the order of ``order.orders`` in each bucket.
     """
     total = 0
     for buffer in buffers:

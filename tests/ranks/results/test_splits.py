@@ -1,0 +1,142 @@
+"""``muon_splits``: each block of rows is orthogonalized as if it were a parameter of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support.installed import VERSION
+from support.models.gpt import Case, Topology, build, check, error_of_optimizer, start, truth
+from support.ranks import run
+from support.separate import trained_apart
+
+PLAIN = Case(steps=4, heads=12, groups=6, ffn=264, vocab=144)
+GATED = replace(PLAIN, gated=True)
+LATENT = Case(steps=4, mla="duplicated", ffn=264, vocab=144)
+COLUMN = replace(LATENT, mla="column")
+MIXER = Case(steps=4, mixer="mamba", groups=6, vocab=144)
+DELTA = Case(steps=4, mixer="delta", groups=6, ffn=264, vocab=144)
+EXPERTS = Case(steps=4, moe=True, gated=True)
+
+
+def _split(case: Case, *splits: tuple[str, str]) -> Case:
+    return replace(case, muon=(("muon_splits", splits),))
+
+
+# Each has a weight's kind in (pattern, kind) form, to look at its results.
+CASES = {
+    "qkv": _split(PLAIN, ("*.linear_qkv.*", "qkv")),
+    "qkv-heads": _split(PLAIN, ("*.linear_qkv.*", "heads")),
+    "qkv-whole": _split(PLAIN, ("*.linear_qkv.*", "whole")),
+    "gated-attention-heads": _split(replace(PLAIN, output_gate=True), ("*.linear_qkv.*", "heads")),
+    "multi-head": _split(replace(PLAIN, groups=12), ("*.linear_qkv.*", "heads")),
+    "one-group": _split(replace(PLAIN, groups=1), ("*.linear_qkv.*", "heads")),
+    "gate-up": _split(GATED, ("*.linear_fc1.*", "gate-up")),
+    "gate-up-whole": _split(GATED, ("*.linear_fc1.*", "whole")),
+    "latent-heads": _split(LATENT, ("*_up_proj.*", "heads"), ("*.linear_kv_down_proj.*", "parts")),
+    "latent-keys": _split(LATENT, ("*.linear_kv_up_proj.*", "qkv")),
+    "latent-column": _split(COLUMN, ("*_up_proj.*", "heads"), ("*.linear_kv_down_proj.*", "parts")),
+    "mamba": _split(MIXER, ("*.in_proj.*", "parts")),
+    "mamba-whole": _split(MIXER, ("*.in_proj.*", "whole")),
+    "delta": _split(DELTA, ("*.in_proj.*", "parts")),
+    "experts": _split(EXPERTS, ("*.linear_fc1.*", "gate-up")),
+    "grouped-experts": _split(replace(EXPERTS, grouped="te"), ("*.linear_fc1.*", "gate-up")),
+}
+# Of these sizes, three TP ranks cannot hold experts, nor the 112 rows of one query group.
+TP_3 = [name for name in CASES if "experts" not in name and name != "one-group"]
+OTHERS = [
+    (name, t) for name in ("qkv-heads", "gate-up") for t in (Topology(1, 1, 4), Topology(2, 2, 1))
+]
+
+
+def _lacks(case: Case, topology: Topology) -> str:
+    if case.mixer == "delta" and VERSION < (0, 16):
+        return "gated delta nets are since core 0.16"
+    if case.output_gate and VERSION < (0, 16):
+        return "gated attention is since core 0.16"
+    if case.groups < topology.tp and VERSION < (0, 16):
+        return "a query group on several TP ranks is since core 0.16"
+    return ""
+
+
+def _check(case: Case, topology: Topology) -> None:
+    if _lacks(case, topology):
+        pytest.skip(_lacks(case, topology))
+    check(case, topology)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_move_as_separate_parameters_would(name: str) -> None:
+    case = CASES[name]
+    if _lacks(case, Topology()):
+        pytest.skip(_lacks(case, Topology()))
+    whole = truth(case)
+    seen = set()
+    for pattern, kind in dict(case.muon)["muon_splits"]:
+        leaf = pattern.strip("*.")
+        for weight in [each for each in whole["main"] if leaf in each and "norm" not in each]:
+            if whole["main"][weight].dim() != 2:
+                continue
+            apart = trained_apart(case, weight, tuple(whole["main"][weight].shape), kind)
+            for what, expected in apart.items():
+                assert whole[what][weight].equal(expected), (weight, what)
+            seen.add(weight)
+    assert len(seen) >= case.layers
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_tp_and_two_dp_ranks_equal_one_process(name: str) -> None:
+    case = CASES[name]
+    _check(case, Topology(2, 1, 2, ep=2 if case.moe else 1))
+
+
+@pytest.mark.parametrize(("name", "topology"), OTHERS, ids=str)
+def test_other_topologies_equal_one_process(name: str, topology: Topology) -> None:
+    _check(CASES[name], topology)
+
+
+@pytest.mark.parametrize("name", TP_3)
+def test_three_tp_ranks_equal_one_process(name: str) -> None:
+    _check(CASES[name], Topology(3, 1, 1))
+
+
+# --- settings and errors -----------------------------------------------------------------------
+
+
+def _error(case: Case, *splits: tuple[str, str]) -> str:
+    return error_of_optimizer(build(case, Topology()), muon_splits=splits)
+
+
+def _chosen(case: Case, splits: tuple[tuple[str, str], ...]) -> list[tuple[str, int, int]]:
+    muon: Any = start(replace(case, muon=(("muon_splits", splits),)), Topology()).optimizer
+    (part,) = muon.chained_optimizers
+    return [(m.name, m.rows, m.cols) for m in part.muon.plan.matrices if ".0." in m.name]
+
+
+def test_the_last_pattern_that_matches_counts() -> None:
+    splits = (("*linear_qkv*", "heads"), ("*.0.self_attention.*", "whole"))
+    (matrices,) = run(_chosen, 1, replace(PLAIN, layers=1), splits)
+    assert [m for m in matrices if "qkv" in m[0]] == [
+        ("decoder.layers.0.self_attention.linear_qkv.weight", 192, 96)
+    ]
+    (matrices,) = run(_chosen, 1, replace(PLAIN, layers=1), splits[:1])
+    parts = [name.partition("[")[2].rstrip("]") for name, _, _ in matrices if "qkv" in name]
+    assert parts == [
+        part for g in range(6) for part in (f"q {2 * g}", f"q {2 * g + 1}", f"k {g}", f"v {g}")
+    ]
+
+
+def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
+    (text,) = run(_error, 1, PLAIN, ("*.linear_fc1.*", "gate-up"))
+    assert "muon_splits (--muon-split) *.linear_fc1.*=gate-up matches decoder.layers.0.mlp" in text
+    assert "which can only be whole: give another kind" in text
+    (text,) = run(_error, 1, PLAIN, ("*", "heads"))
+    assert "linear_proj.weight, which can only be whole" in text
+
+
+@pytest.mark.parametrize("pattern", ["*.linear_none.*", "*word_embeddings*"])
+def test_a_pattern_without_effect_is_an_error(pattern: str) -> None:
+    (text,) = run(_error, 1, PLAIN, (pattern, "whole"))
+    assert f"{pattern!r} in muon_splits (--muon-split) matches no parameter of Muon's" in text

@@ -1,0 +1,104 @@
+"""Muon on blocks of rows that are kept as separate parameters, on one process without Megatron.
+
+Which rows make a block is written from the modules' forward passes, without the package; the
+arithmetic is the package's own, so that results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+
+import megatron_muon
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from support.cases import (
+    HEAD_SIZE,
+    IN_PROJ,
+    KV_RANK,
+    ROPE_HEAD,
+    Case,
+    lr_at,
+    whole_grad,
+    whole_weight,
+)
+
+Tensor = torch.Tensor
+Blocks = list[list[int]]
+
+
+def blocks_of(case: Case, name: str, rows: int, kind: str) -> Blocks:
+    """The rows of each matrix of a weight by a kind of split."""
+    leaf = name.rsplit(".", 2)[-2]
+    if kind == "whole":
+        return [list(range(rows))]
+    if leaf == "linear_qkv":
+        return _of_attention(case, kind == "heads")
+    if leaf == "linear_q_up_proj":
+        return _cut([HEAD_SIZE + ROPE_HEAD] * case.heads)
+    if leaf == "linear_kv_up_proj":
+        each = _cut([HEAD_SIZE] * 2 * case.heads)
+        return each if kind == "heads" else [list(chain(*each[part::2])) for part in (0, 1)]
+    if leaf == "linear_kv_down_proj":
+        return _cut([KV_RANK, ROPE_HEAD])
+    if leaf == "in_proj":
+        return _cut(IN_PROJ[case.mixer])
+    assert leaf == "linear_fc1" and kind == "gate-up", (name, kind)
+    return _cut([rows // 2] * 2)
+
+
+def _cut(sizes: Sequence[int]) -> Blocks:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _of_attention(case: Case, heads: bool) -> Blocks:
+    """Per query group its q heads, their gates if any, its k, its v (SelfAttention's views)."""
+    per_group = case.heads // case.groups
+    parts = ["q"] * per_group + ["gate"] * per_group * case.output_gate + ["k", "v"]
+    every = _cut([case.head_size] * len(parts) * case.groups)
+    if heads:
+        return every
+    named = list(zip(parts * case.groups, every, strict=True))
+    kinds = dict.fromkeys(parts)
+    return [list(chain(*(rows for part, rows in named if part == own))) for own in kinds]
+
+
+@torch.no_grad()
+def trained_apart(case: Case, name: str, shape: tuple[int, int], kind: str) -> dict[str, Tensor]:
+    """What a run of the case makes of a weight, if each block is a parameter of its own.
+
+    Returns:
+        The main parameter and its momentum, ``shape``, fp32.
+    """
+    config = megatron_muon.MuonConfig(**dict(case.muon))
+    weight = whole_weight(case, name, shape)
+    momentum = torch.zeros(shape)
+    for rows in blocks_of(case, name, shape[0], kind):
+        own, moved = weight[rows], momentum[rows]
+        for step, grad in enumerate(_grads(case, name, shape)):
+            _step(own, moved, grad[rows], lr_at(case, step, name), case.weight_decay, config)
+        weight[rows], momentum[rows] = own, moved
+    return {"main": weight, "exp_avg": momentum}
+
+
+def _grads(case: Case, name: str, shape: tuple[int, int]) -> Iterator[Tensor]:
+    for step in range(case.steps):
+        yield whole_grad(case, name, shape, step)
+
+
+def _step(
+    weight: Tensor,
+    momentum: Tensor,
+    grad: Tensor,
+    lr: float,
+    decay: float,
+    config: megatron_muon.MuonConfig,
+) -> None:
+    momentum.mul_(config.momentum).add_(grad)
+    pushed = momentum.mul(config.momentum).add_(grad).bfloat16()  # as it travels
+    direction = orthogonalize(pushed, config)
+    scale = config.matched_adamw_rms * math.sqrt(max(weight.shape))
+    weight.mul_(1.0 - lr * decay).sub_(direction.float().mul_(lr * scale))
