@@ -55,7 +55,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seq-length", type=int, default=128)
     group.add_argument("--init-method-std", type=float, default=0.02)
     _switch(group, "--swiglu", "--untie-embeddings-and-output-weights", "--bf16")
-    _switch(group, "--disable-bias-linear")
+    _switch(group, "--disable-bias-linear", "--multi-latent-attention")
+    group.add_argument("--q-lora-rank", type=int, default=96)
+    group.add_argument("--kv-lora-rank", type=int, default=64)
+    group.add_argument("--qk-head-dim", type=int, default=32)
+    group.add_argument("--qk-pos-emb-head-dim", type=int, default=16)
+    group.add_argument("--v-head-dim", type=int, default=32)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +90,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--muon-matched-adamw-rms", type=float, default=0.2)
     group.add_argument("--muon-ns-steps", type=int, default=5)
     _switch(group, "--no-muon-nesterov")
+    group.add_argument("--muon-split", action="append", default=[], metavar="PATTERN=KIND")
     _switch(group, "--weight-decay-all-params", text="decay norms and biases too")
 
 

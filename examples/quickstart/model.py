@@ -15,16 +15,24 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 VOCAB_SIZE = 256  # bytes; even for every usual TP, so no padding and the same loss for any TP
+LATENT_SIZES = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+)
 SCALED_BY_DEPTH = ("linear_proj.weight", "linear_fc2.weight")  # Megatron's scaled_init_method
 
 
 def model_config(args: Namespace) -> TransformerConfig:
     """megatron-core's configuration for these flags, fusions that need CUDA kernels off."""
-    return TransformerConfig(
+    kind, latent = TransformerConfig, {}
+    if args.multi_latent_attention:
+        kind = MLATransformerConfig
+        latent = {name: getattr(args, name) for name in LATENT_SIZES} | {"rope_type": "rope"}
+    return kind(
+        **latent,
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
@@ -56,7 +64,9 @@ def build_model(args: Namespace) -> DistributedDataParallel:
     config = model_config(args)
     gpt: torch.nn.Module = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        get_gpt_layer_local_spec(
+            normalization="RMSNorm", multi_latent_attention=args.multi_latent_attention
+        ),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=args.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -82,6 +82,7 @@ def build_optimizer(
                 nesterov=not args.no_muon_nesterov,
                 ns_steps=args.muon_ns_steps,
                 weight_decay_all_params=args.weight_decay_all_params,
+                muon_splits=tuple(tuple(each.rsplit("=", 1)) for each in args.muon_split),
             )
         )
     config = OptimizerConfig(

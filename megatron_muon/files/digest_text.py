@@ -79,6 +79,7 @@ def _are_parameters(value: Any) -> bool:
         and isinstance(entry.get("shape"), list)
         and all(_is_number(size) for size in entry["shape"])
         and isinstance(entry.get("optimizer"), str)
+        and isinstance(entry.get("split", ""), str)
         for entry in value.values()
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ from megatron_muon.mcore.params.param_routing import (
     expert_name,
     partition_dim_of,
     weights,
+    whole_shape,
     why_adamw,
 )
 from megatron_muon.mcore.params.placement import local_experts
+from megatron_muon.mcore.params.splits import fused_of, split_of
 from megatron_muon.mcore.process_groups import Sizes, Stage
 
 Table = dict[str, dict[str, Any]]
@@ -53,8 +56,36 @@ def table_of(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> T
         table[expert_name(weight.name, ep_rank, experts)] = {
             "shape": _whole_shape(weight, sizes),
             "optimizer": whose if weight.param.requires_grad else "frozen",
+            **(_split(weight, sizes, config) if whose == "muon" else {}),
         }
     return table
+
+
+def _split(weight: Weight, sizes: Sizes, config: MuonConfig) -> dict[str, str]:
+    """The kind of split of a weight that can have several; else nothing."""
+    if weight.is_module("GroupedMLP"):
+        return {}
+    fused = fused_of(weight, whole_shape(weight, sizes.tp_of(weight))[0])
+    return {} if fused is None else {"split": split_of(weight, fused, config)}
+
+
+def changed_splits(saved: Table, own: Table) -> list[str]:
+    """A phrase for each change of split: the module, both kinds and the number of weights.
+
+    Args:
+        saved: ``parameters`` of the checkpoint's digest; one without splits is of an older plugin.
+        own: ``parameters`` of the model that is to be loaded.
+    """
+    changes = Counter(
+        (name.rsplit(".", 2)[-2], then, now)
+        for name in sorted(saved.keys() & own.keys())
+        for then, now in [(saved[name].get("split"), own[name].get("split"))]
+        if then is not None and now is not None and then != now
+    )
+    return [
+        f"{leaf} {then} there and {now} here ({count} weight(s))"
+        for (leaf, then, now), count in changes.items()
+    ]
 
 
 def _whole_shape(weight: Weight, sizes: Sizes) -> list[int]:

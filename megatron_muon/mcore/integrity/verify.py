@@ -20,7 +20,7 @@ from megatron_muon.files.digest_text import printable
 from megatron_muon.files.regular import irregular
 from megatron_muon.files.torch_dist import read_metadata
 from megatron_muon.mcore.integrity.model_settings import SETTINGS_WAY_OUT, changed_settings
-from megatron_muon.mcore.integrity.model_table import check_model
+from megatron_muon.mcore.integrity.model_table import changed_splits, check_model
 from megatron_muon.mcore.integrity.registry import (
     Trained,
     Wanted,
@@ -86,6 +86,8 @@ def check(find: Callable[[], Trained | None], checkpoint_dir: str, exact: bool) 
 def _check_model(saved: Digest, own: Whole, folder: str, exact: bool) -> None:
     vocabularies = (saved["vocabulary"], vocabulary())
     check_model(saved["parameters"], own.table, folder, exact, vocabularies)
+    if exact and dist.get_rank() == 0:
+        _tell_of_splits(changed_splits(saved["parameters"], own.table), folder)
     changed = changed_settings(saved["model"], own.settings)
     if not changed:
         return
@@ -94,6 +96,16 @@ def _check_model(saved: Digest, own: Whole, folder: str, exact: bool) -> None:
         raise DigestError(f"{told}. {SETTINGS_WAY_OUT}")
     if dist.get_rank() == 0:
         line = printable(f"WARNING: {told}. Its weights are loaded into this one")
+        print(f"[megatron_muon] {line}", flush=True)
+
+
+def _tell_of_splits(changes: list[str], folder: str) -> None:
+    """Momentum is the same under every split, so nothing is converted; the next step differs."""
+    if changes:
+        line = printable(
+            f"{folder} was trained with other matrices (--muon-split): {'; '.join(changes)}. "
+            "Momentum goes on as it is"
+        )
         print(f"[megatron_muon] {line}", flush=True)
 
 

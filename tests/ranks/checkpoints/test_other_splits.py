@@ -1,0 +1,61 @@
+"""A checkpoint loads under another split: nothing of its state changes, and one line says so."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from support.cases import Case, Topology
+from support.checkpoints import sealing
+from support.checkpoints.saving import formats
+from support.models.gpt import held, start, take_step
+from support.ranks import run
+from support.whole import differences, whole
+
+BEFORE = Case(steps=2, gated=True, heads=12, groups=6)
+HEADS = (("*.linear_qkv.*", "heads"), ("*.0.mlp.linear_fc1.*", "gate-up"))
+AFTER = replace(BEFORE, muon=(("muon_splits", HEADS),))
+LINE = (
+    "was trained with other matrices (--muon-split): linear_fc1 whole there and gate-up here "
+    "(1 weight(s)); linear_qkv qkv there and heads here (2 weight(s)). Momentum goes on as it is"
+)
+
+
+def _saved(case: Case, topology: Topology, folder: str, format: str) -> dict[str, Any]:
+    built = start(case, topology)
+    for step in range(case.steps):
+        take_step(built, step)
+    sealing.save(built, folder, format)
+    return held(built)
+
+
+def _loaded(case: Case, topology: Topology, folder: str, format: str) -> tuple[Any, Any, str]:
+    """What a rank holds after the load and a step later, and what it prints as it loads."""
+    built = start(case, topology)
+    with redirect_stdout(io.StringIO()) as printed:
+        sealing.load(built, folder, format)
+    before = held(built)
+    take_step(built, case.steps)
+    return before, held(built), printed.getvalue()
+
+
+def test_a_checkpoint_goes_on_under_another_split(tmp_path: Path) -> None:
+    format = next(each for each in formats() if each.startswith("fully"))
+    folder = str(tmp_path / "checkpoint")
+    topology = Topology(2, 1, 2)
+    saved = whole(run(_saved, 4, BEFORE, topology, folder, format))
+    alone = run(_loaded, 1, AFTER, Topology(), folder, format)
+    together = run(_loaded, 4, AFTER, replace(topology, tp=1, dp=4), folder, format)
+    same = run(_loaded, 4, BEFORE, topology, folder, format)
+    for results in (alone, together, same):
+        assert differences(saved, whole([at_load for at_load, _, _ in results])) == []
+    later = [whole([after for _, after, _ in results]) for results in (alone, together, same)]
+    assert differences(later[0], later[1]) == []
+    changed = {text.split(":")[0].split(" ")[1] for text in differences(later[0], later[2])}
+    assert len(changed) == 3, changed  # and no weight whose split is the same
+    told = [printed.count(LINE) for _, _, printed in together]
+    assert told == [1, 0, 0, 0]
+    assert not any("--muon-split" in printed for _, _, printed in same)
