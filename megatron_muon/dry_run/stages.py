@@ -321,8 +321,9 @@ def _take(planned: _Planned, plan: ExchangePlan, config: MuonConfig) -> None:
     matrices = iter(plan.matrices)
     for parameter in plan.parameters:
         planned.matrices[parameter.name, parameter.ep_rank] = tuple(
-            Routed(m.name, m.rows, m.cols, update_scale(m.rows, m.cols, config), m.home)
+            Routed(m.name, *m.unit, update_scale(*m.unit, config), m.home)
             for m in (next(matrices) for _ in parameter.matrices)
+            for _ in range(m.units)
         )
 
 

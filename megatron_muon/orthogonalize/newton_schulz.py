@@ -91,6 +91,7 @@ def orthogonalize_staged(
     cols: int,
     column_parts: int = 1,
     column_blocks: int = 1,
+    apart: bool = False,
 ) -> None:
     """Turn matrices of one shape in staging order into their directions, in place.
 
@@ -103,10 +104,16 @@ def orthogonalize_staged(
         moves: ``(k,)`` bool; where it is False the direction is zero.
         config: the settings whose names begin with ``ns_`` are read.
         rows, cols, column_parts, column_blocks: layout of each matrix (``segments.Matrix``).
+        apart: each column block is orthogonalized as a matrix of its own.
     """
     width = cols // (column_parts * column_blocks)
     cut = staged.view(-1, column_parts, rows, column_blocks, width)
     in_rows = cut.permute(0, 2, 3, 1, 4)
+    if apart:
+        for block in range(column_blocks):
+            of_block = in_rows[:, :, block]
+            _orthogonalize_into(of_block, of_block, config, moves)
+        return
     is_direct = column_parts == 1
     _orthogonalize_into(in_rows, in_rows, config, moves, memory=staged, is_direct=is_direct)
 

@@ -26,7 +26,7 @@ def description(
 
 
 def _describe(parameter: Parameter) -> str:
-    matrices = ", ".join(f"{m.name} {m.rows}x{m.cols}" for m in parameter.matrices)
+    matrices = ", ".join(f"{m.name} {m.units}x{m.rows}x{m.cols}" for m in parameter.matrices)
     place = f"buffer {parameter.buffer}, bucket {parameter.bucket}, elements {parameter.span}"
     return (
         f"{parameter.name}: local shape {parameter.shape}, partition_dim {parameter.partition_dim},"

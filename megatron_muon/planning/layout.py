@@ -58,12 +58,25 @@ class MatrixShape:
         rows, cols: its size over all TP ranks.
         column_blocks: number of equal column ranges. Each TP rank holds a part of every range, in
             order. More than one only where TP splits the columns of a gate and an up half.
+        apart: each column range is a matrix of its own for Newton-Schulz and for the scale. They
+            travel together, since their elements alternate row by row.
     """
 
     name: str
     rows: int
     cols: int
     column_blocks: int = 1
+    apart: bool = False
+
+    @property
+    def units(self) -> int:
+        """How many matrices Newton-Schulz takes it as."""
+        return self.column_blocks if self.apart else 1
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        """(rows, cols) of each of these."""
+        return self.rows, self.cols // self.units
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +164,8 @@ def batched_matrices(
     partition_dim: int,
     tp_size: int,
     column_blocks: int = 1,
+    *,
+    apart: bool = False,
 ) -> Matrices:
     """A batch of matrices in one parameter, one after another, each split by TP in the same way.
 
@@ -159,7 +174,7 @@ def batched_matrices(
         shape: local (rows of all matrices, cols).
         partition_dim: the dim of each matrix that TP splits.
         tp_size: number of TP ranks.
-        column_blocks: see ``MatrixShape``.
+        column_blocks, apart: see ``MatrixShape``.
     """
     rows, cols = shape
     if rows % len(names):
@@ -172,6 +187,7 @@ def batched_matrices(
             each * (tp_size if by_rows else 1),
             cols * (1 if by_rows else tp_size),
             column_blocks,
+            apart,
         )
         for name in names
     )

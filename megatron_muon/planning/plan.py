@@ -128,7 +128,7 @@ def make_plan(
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
     runs = list(_all_runs(parameters, grid))
     held = _held_elements(runs, len(shapes))
-    flops = tuple(ns_flops(shape.rows, shape.cols, config, device) for _, shape in shapes)
+    flops = tuple(shape.units * ns_flops(*shape.unit, config, device) for _, shape in shapes)
     itemsize = 4 if config.ns_dtype == "fp32" else 2
     work = [
         Work(one, shape.rows * shape.cols, by_rank)
@@ -136,7 +136,7 @@ def make_plan(
     ]
     homes = choose_homes(work, grid.size, config.homes, prices(config, itemsize))
     matrices = tuple(
-        Matrix(s.name, s.rows, s.cols, parameter.column_parts, s.column_blocks, home)
+        Matrix(s.name, s.rows, s.cols, parameter.column_parts, s.column_blocks, home, s.units)
         for (parameter, s), home in zip(shapes, homes, strict=True)
     )
     plan = ExchangePlan(

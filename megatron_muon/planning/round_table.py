@@ -158,10 +158,11 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
 
 
 def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Alike]:
-    groups: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index in homes:
         matrix = matrices[index]
-        layout = (matrix.rows, matrix.cols, matrix.column_parts, matrix.column_blocks)
+        columns = (matrix.column_parts, matrix.column_blocks, matrix.units)
+        layout = (matrix.rows, matrix.cols, *columns)
         groups[layout].append(index)
     start = 0
     for _, indices in sorted(groups.items()):

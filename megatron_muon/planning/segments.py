@@ -21,6 +21,8 @@ class Matrix:
         rows, cols: size over all TP ranks.
         column_parts: number of equal column ranges that staging lays out one after another.
         column_blocks: number of equal column ranges of which each part holds a piece, in order.
+        units, unit: number of matrices that Newton-Schulz takes it as, and (rows, cols) of each:
+            its column blocks one by one, or all of it.
         home: rank of the stage's group.
     """
 
@@ -30,6 +32,11 @@ class Matrix:
     column_parts: int
     column_blocks: int
     home: int
+    units: int = 1
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        return self.rows, self.cols // self.units
 
     @property
     def numel(self) -> int:

@@ -65,7 +65,7 @@ def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
     for index, parameter in enumerate(plan.parameters):
         for _ in parameter.matrices:
             matrix = next(matrices)
-            round_of[index].shapes[matrix.home][matrix.rows, matrix.cols] += 1
+            round_of[index].shapes[matrix.home][matrix.unit] += matrix.units
     return rounds
 
 

@@ -62,7 +62,7 @@ class Work:
     @staticmethod
     def of(matrices: Sequence[Matrix], config: MuonConfig, meter: Meter, phase: Phase) -> Work:
         """For the stage's matrices."""
-        scales = [update_scale(matrix.rows, matrix.cols, config) for matrix in matrices]
+        scales = [update_scale(*matrix.unit, config) for matrix in matrices]
         return Work(config, scales, scratch_limit(matrices), meter, phase)
 
 
@@ -145,7 +145,7 @@ class Round:
         a matrix by a whole update in every step: an expert without tokens, a layer frozen part-way.
         """
         like, count, work = alike.like, len(alike.matrices), self._work
-        most = at_once_on(elements.device, work.config, like.rows, like.cols, work.scratch)
+        most = at_once_on(elements.device, work.config, *like.unit, work.scratch)
         for at in range(0, count, most):
             together = min(most, count - at)
             start = alike.start + at * like.numel
@@ -157,10 +157,11 @@ class Round:
                 cols=like.cols,
                 column_parts=like.column_parts,
                 column_blocks=like.column_blocks,
+                apart=like.units > 1,
             )
         kind = plan_device(elements.device)
-        work.meter.matrices += count
-        work.meter.ns_flops += count * ns_flops(like.rows, like.cols, work.config, kind)
+        work.meter.matrices += count * like.units
+        work.meter.ns_flops += count * like.units * ns_flops(*like.unit, work.config, kind)
 
     def _update(self, shards: Shards, directions: list[Tensor]) -> None:
         factors, decays = [], []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ def _of_attention(case: Case, heads: bool) -> Blocks:
 
 
 @torch.no_grad()
-def trained_apart(case: Case, name: str, shape: tuple[int, int], kind: str) -> dict[str, Tensor]:
+def trained_apart(case: Case, name: str, shape: tuple[int, ...], kind: str) -> dict[str, Tensor]:
     """What a run of the case makes of a weight, if each block is a parameter of its own.
 
     Returns:
@@ -76,15 +77,25 @@ def trained_apart(case: Case, name: str, shape: tuple[int, int], kind: str) -> d
     config = megatron_muon.MuonConfig(**dict(case.muon))
     weight = whole_weight(case, name, shape)
     momentum = torch.zeros(shape)
-    for rows in blocks_of(case, name, shape[0], kind):
-        own, moved = weight[rows], momentum[rows]
+    for place in _places(case, name, shape, kind):
+        own, moved = weight[place].contiguous(), momentum[place].contiguous()
         for step, grad in enumerate(_grads(case, name, shape)):
-            _step(own, moved, grad[rows], lr_at(case, step, name), case.weight_decay, config)
-        weight[rows], momentum[rows] = own, moved
+            _step(own, moved, grad[place], lr_at(case, step, name), case.weight_decay, config)
+        weight[place], momentum[place] = own, moved
     return {"main": weight, "exp_avg": momentum}
 
 
-def _grads(case: Case, name: str, shape: tuple[int, int]) -> Iterator[Tensor]:
+def _places(case: Case, name: str, shape: tuple[int, ...], kind: str) -> Iterator[Any]:
+    """An index of each block."""
+    if len(shape) == 2:
+        yield from blocks_of(case, name, shape[0], kind)
+        return
+    half = shape[2] // 2  # legacy experts: [experts, in, out]
+    for expert in range(shape[0]):
+        yield from ((expert, slice(None), cols) for cols in (slice(half), slice(half, None)))
+
+
+def _grads(case: Case, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
     for step in range(case.steps):
         yield whole_grad(case, name, shape, step)
 

@@ -204,10 +204,11 @@ class PaperMuon(DistributedMuon):
             cols=matrix.cols,
             column_parts=matrix.column_parts,
             column_blocks=matrix.column_blocks,
+            apart=matrix.units > 1,
         )
-        self.meter.matrices += 1
+        self.meter.matrices += matrix.units
         kind = plan_device(self.device)
-        self.meter.ns_flops += ns_flops(matrix.rows, matrix.cols, self.config, kind)
+        self.meter.ns_flops += matrix.units * ns_flops(*matrix.unit, self.config, kind)
 
     def _update_runs(
         self,

@@ -20,7 +20,7 @@ from megatron_muon.mcore.params.param_routing import (
     why_adamw,
 )
 from megatron_muon.mcore.params.placement import local_experts
-from megatron_muon.mcore.params.splits import fused_of, split_of
+from megatron_muon.mcore.params.splits import fused_of, split_of, split_of_legacy_experts
 from megatron_muon.mcore.process_groups import Sizes, Stage
 
 Table = dict[str, dict[str, Any]]
@@ -64,9 +64,10 @@ def table_of(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> T
 def _split(weight: Weight, sizes: Sizes, config: MuonConfig) -> dict[str, str]:
     """The kind of split of a weight that can have several; else nothing."""
     if weight.is_module("GroupedMLP"):
-        return {}
+        gated = weight.name.endswith("weight1") and weight.model_config.gated_linear_unit
+        return {"split": split_of_legacy_experts(weight, config, gated=True)} if gated else {}
     fused = fused_of(weight, whole_shape(weight, sizes.tp_of(weight))[0])
-    return {} if fused is None else {"split": split_of(weight, fused, config)}
+    return {} if fused is None else {"split": split_of(weight, config, fused)}
 
 
 def changed_splits(saved: Table, own: Table) -> list[str]:

@@ -10,7 +10,12 @@ from typing import NamedTuple
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.params.param_routing import Weight, partition_dim_of, whole_shape
-from megatron_muon.mcore.params.splits import Fused, fused_of, split_of
+from megatron_muon.mcore.params.splits import (
+    Fused,
+    fused_of,
+    split_of,
+    split_of_legacy_experts,
+)
 from megatron_muon.planning.layout import Matrices, batched_matrices, whole_matrix
 from megatron_muon.planning.sections import sectioned
 from megatron_muon.setting_names import named
@@ -44,12 +49,11 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
     """
     if weight.is_module("GroupedMLP"):
         _require_spectral(weight, config)
-        split_of(weight, None, config)
-        return _legacy_experts(weight, tp_size)
+        return _legacy_experts(weight, tp_size, config)
     shape = (weight.param.size(0), weight.param.size(1))
     partition_dim = partition_dim_of(weight)
     fused = fused_of(weight, whole_shape(weight, tp_size)[0])
-    kind = split_of(weight, fused, config)
+    kind = split_of(weight, config, fused)
     if fused is None or (kind == "whole" and len(fused.sections) == 1):
         matrices = whole_matrix(weight.name, shape, partition_dim, tp_size)
     else:
@@ -58,7 +62,7 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
     return Holding(shape, partition_dim, matrices)
 
 
-def _legacy_experts(weight: Weight, tp_size: int) -> Holding:
+def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
     """Megatron's legacy GroupedMLP: a batch of transposed matrices, whatever the 2-D shape says.
 
     ``weight1`` is ``(experts, hidden, fc1 outputs)`` in memory, ``weight2`` ``(experts, fc2 inputs,
@@ -74,7 +78,8 @@ def _legacy_experts(weight: Weight, tp_size: int) -> Holding:
     names = tuple(f"{weight.name}[expert {expert}]" for expert in range(experts))
     partition_dim = 1 if first else 0
     halves = 2 if first and weight.model_config.gated_linear_unit else 1
-    matrices = batched_matrices(names, shape, partition_dim, tp_size, halves)
+    apart = split_of_legacy_experts(weight, config, gated=halves == 2) == "gate-up"
+    matrices = batched_matrices(names, shape, partition_dim, tp_size, halves, apart=apart)
     return Holding(shape, partition_dim, matrices)
 
 

@@ -82,23 +82,44 @@ def fused_of(weight: Weight, rows: int) -> Fused | None:
     return None
 
 
-def split_of(weight: Weight, fused: Fused | None, config: MuonConfig) -> SplitKind:
+def split_of(weight: Weight, config: MuonConfig, fused: Fused | None) -> SplitKind:
     """The kind of split that a weight of Muon's has. The last pattern that matches counts.
 
     Args:
         weight: Muon's.
-        fused: how its rows lie.
         config: ``muon_splits`` and ``split_qkv`` are read.
+        fused: how its rows lie.
 
     Raises:
         ValueError: a pattern asks for a split that the weight cannot have.
     """
+    if fused is None:
+        return _chosen(weight, config, "whole", ("whole",))
+    default = fused.default if config.split_qkv or fused.default != "qkv" else "whole"
+    return _chosen(weight, config, default, fused.kinds)
+
+
+def split_of_legacy_experts(weight: Weight, config: MuonConfig, *, gated: bool) -> SplitKind:
+    """``split_of`` for Megatron's legacy GroupedMLP, whose gate and up halves are columns.
+
+    Args:
+        weight: Muon's.
+        config: ``muon_splits`` is read.
+        gated: it has two halves.
+
+    Raises:
+        ValueError: a pattern asks for a split that the weight cannot have.
+    """
+    return _chosen(weight, config, "whole", ("whole", "gate-up") if gated else ("whole",))
+
+
+def _chosen(
+    weight: Weight, config: MuonConfig, default: SplitKind, kinds: tuple[SplitKind, ...]
+) -> SplitKind:
     chosen = [pair for pair in config.muon_splits if matching(weight, pair[:1])]
     if not chosen:
-        default: SplitKind = "whole" if fused is None else fused.default
-        return default if config.split_qkv or default != "qkv" else "whole"
+        return default
     pattern, kind = chosen[-1]
-    kinds = ("whole",) if fused is None else fused.kinds
     if kind not in kinds:
         raise ValueError(
             f"{named('muon_splits')} {pattern}={kind} matches {weight.name}, which can only be "
