@@ -273,7 +273,7 @@ def test_what_was_saved_is_loaded(format: str, checkpoint: Any, tmp_path: Path) 
     assert found is not None and found["complete"]
     assert {entry["optimizer"] for entry in found["parameters"].values()} == {"muon", "adamw"}
     qkv = found["parameters"]["decoder.layers.1.self_attention.linear_qkv.weight"]
-    assert qkv == {"shape": [160, 96], "optimizer": "muon"}
+    assert qkv == {"shape": [160, 96], "optimizer": "muon", "split": "qkv"}
     files = {
         str(path.relative_to(checkpoint(format))): path
         for path in checkpoint(format).rglob("*")
