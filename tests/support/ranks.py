@@ -48,6 +48,9 @@ PRELOAD = [
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.pipeline_parallel",
     "megatron.core.distributed",
+    "torch._dynamo",  # the first optimizer that is made imports it
+    "megatron_muon.mcore.install",
+    "support.frozen",
 ]
 
 
