@@ -103,6 +103,10 @@ class MuonConfig:
             models that are wrapped in DDP after ``install``, and from core 0.18 on.
         checkpoint_digest: write sizes and checksums of a checkpoint's files into its folder. Before
             a load, check them, and that the model is the same (``files.digest``).
+        log_interval: steps between two logging steps, which write what the matrices are like
+            (module ``watching``) to ``log_file``; None: no step does.
+        log_file: path of the file of JSON lines that the last rank of the world appends to. It is
+            given with ``log_interval``, and not without it.
 
     Raises:
         TypeError: a setting is of the wrong kind.
@@ -130,6 +134,8 @@ class MuonConfig:
     round_bytes: int | None = None
     align_shards: bool = False
     checkpoint_digest: bool = True
+    log_interval: int | None = None
+    log_file: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("matched_adamw_rms", "rank_tflops", "link_gbytes"):
@@ -154,9 +160,10 @@ class MuonConfig:
             _require_patterns(name, getattr(self, name))
         _require_splits(self.muon_splits)
         _require_choice("homes", self.homes, ("balanced", "local"))
-        for name in ("ns_batch", "round_bytes"):
+        for name in ("ns_batch", "round_bytes", "log_interval"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))
+        _require_log(self.log_interval, self.log_file)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -223,6 +230,18 @@ def _require_restarts(config: MuonConfig) -> None:
         f"{named('ns_dtype')} {config.ns_dtype!r}: take {named('ns_iteration')} 'standard', or "
         f"what it has been tested with: {'; '.join(known)} steps"
     )
+
+
+def _require_log(interval: int | None, file: object) -> None:
+    if file is not None and not isinstance(file, str):
+        raise TypeError(f"{named('log_file')} must be a path as a text, got {file!r}")
+    if file is not None and (not file.strip() or "\0" in file):
+        raise ValueError(f"{named('log_file')} must be a path, got {file!r}")
+    if (interval is None) != (file is None):
+        raise ValueError(
+            f"{named('log_interval')} {interval!r} with {named('log_file')} {file!r}: give both, "
+            "the steps between two lines and the file that takes them, or neither"
+        )
 
 
 def _require_patterns(name: str, value: object) -> None:

@@ -24,6 +24,8 @@ FLAG_OF = {
     "round_bytes": "--muon-round-mib",
     "align_shards": "--muon-dp-layout",
     "checkpoint_digest": "--no-muon-checkpoint-digest",
+    "log_interval": "--muon-log-interval",
+    "log_file": "--muon-log-file",
 }
 
 

@@ -34,6 +34,7 @@ from megatron_muon.mcore.params.survey import survey
 from megatron_muon.mcore.process_groups import Stage
 from megatron_muon.mcore.seams.rows import check_built, megatron_version
 from megatron_muon.mcore.shards import device_of, owned_shards
+from megatron_muon.mcore.watching.watch import Watch
 from megatron_muon.orthogonalize.iteration import iteration_of
 from megatron_muon.orthogonalize.matmul import (
     plan_device,
@@ -108,6 +109,8 @@ def make_muons(
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, config, stage), None, device)
     lines += _connected(muons, stage)
+    if config.log_interval is not None and muons:
+        optimizer.watch = Watch(muons, model_chunks, config, stage, optimizer.voters)
     registry.remember(model_chunks, config, stage)
     for line in lines:
         print(line, flush=True)

@@ -12,6 +12,7 @@ from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.late_norm import LateNorm
 from megatron_muon.mcore.params.param_routing import expert_name, weights
 from megatron_muon.mcore.shards import device_of, owned_shards
+from megatron_muon.mcore.watching.watch import Watch
 from megatron_muon.runtime.collectives import any_rank, in_megatrons
 from megatron_muon.runtime.consensus import attempt, raise_quoting
 
@@ -22,6 +23,15 @@ class MuonChainedOptimizer(CheckpointChain):
     """A ChainedOptimizer of MuonDistributedOptimizers."""
 
     _late_norm: LateNorm | None = None
+    watch: Watch | None = None  # with ``log_interval`` only
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Megatron's step of each optimizer; every ``log_interval`` steps it is watched."""
+        if self.watch is None:
+            return bool(super().step_with_ready_grads())
+        with self.watch.step():
+            return bool(super().step_with_ready_grads())
 
     @torch.no_grad()
     def get_grad_norm(self) -> Any:

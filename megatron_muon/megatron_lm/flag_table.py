@@ -259,6 +259,20 @@ FLAGS = (
         **_ON,
     ),
     _flag(
+        "--muon-log-interval",
+        "steps between two logging steps, which write each matrix's update, weight, momentum and "
+        "direction in a few numbers to --muon-log-file, TensorBoard and W&B; no effect on the "
+        f"training; megatron-muon watch shows them; {_OURS}; default: never",
+        type=int,
+        metavar="STEPS",
+    ),
+    _flag(
+        "--muon-log-file",
+        "file of JSON lines that --muon-log-interval appends to, written by the last rank; "
+        f"{_OURS}; default muon_watch.jsonl in the folder of --tensorboard-dir, else of --save",
+        metavar="PATH",
+    ),
+    _flag(
         "--muon-cpu",
         "hide the GPUs and run on the CPU over gloo; options that need a GPU are replaced, and "
         f"each replacement is printed; with any optimizer; {_OURS}; default: the CPU only where "

@@ -11,6 +11,7 @@ Every default is None, which shows the flags that were given. Megatron's own def
 from __future__ import annotations
 
 import argparse
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -155,6 +156,8 @@ def muon_config(args: Namespace) -> MuonConfig:
         link_gbytes=_number(args, "link_gbytes"),
         round_bytes=_round_bytes(args),
         checkpoint_digest=not value_given(args, "no_muon_checkpoint_digest"),
+        log_interval=value_given(args, "muon_log_interval"),
+        log_file=_log_file(args),
     )
 
 
@@ -166,6 +169,20 @@ def _splits(args: Namespace) -> tuple[tuple[str, SplitKind], ...]:
             raise ValueError(f"--muon-split must be PATTERN=KIND, got {text!r}")
         pairs.append((pattern, kind))
     return tuple(pairs)
+
+
+def _log_file(args: Namespace) -> str | None:
+    given: str | None = value_given(args, "muon_log_file")
+    interval = value_given(args, "muon_log_interval")
+    if given is not None or interval is None:
+        return given
+    folder = value_given(args, "tensorboard_dir") or value_given(args, "save")
+    if not folder:
+        raise ValueError(
+            f"--muon-log-interval {interval} needs a place for its lines: give --muon-log-file, "
+            "--tensorboard-dir or --save"
+        )
+    return os.path.join(folder, "muon_watch.jsonl")
 
 
 def _number(args: Namespace, name: str) -> float:

@@ -20,6 +20,7 @@ from megatron_muon.mcore.seams.rows import (
 )
 from megatron_muon.megatron_lm import bucketing, checkpointing, flags, memory, namespace, tracker
 from megatron_muon.megatron_lm.flag_values import KEPT
+from megatron_muon.megatron_lm.watching import writers
 from megatron_muon.runtime.patches import Patches, around
 
 _patches = Patches()
@@ -72,6 +73,7 @@ def uninstall_training() -> None:
     """Restore megatron.training's own functions, and leave no trace in its modules."""
     global _is_on
     tracker.take_out()
+    writers.disconnect()
     _patches.undo()
     _is_on = False
 
@@ -190,6 +192,8 @@ def _turn_on(args: Any) -> list[str]:
         config = dataclasses.replace(config, align_shards=True)
     told = flags.differences(args)
     install(config)
+    if config.log_interval is not None:
+        writers.connect()
     namespace.put_in_force(args, config)
     args.megatron_muon = True
     return told

@@ -13,7 +13,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.runtime.exchange import Exchange, Meter
-from megatron_muon.runtime.round import Round, Shard, Shards, Work
+from megatron_muon.runtime.round import Observer, Round, Shard, Shards, Work
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, Foreach
 
@@ -43,6 +43,7 @@ class DistributedMuon:
 
     Attributes:
         elementwise: see above.
+        exchange: see above.
         rounds: the rounds of a step, in order.
         start_next: starts the next optimizer's step while the last directions travel; None where
             there is no next one.
@@ -75,7 +76,7 @@ class DistributedMuon:
         self.rounds = [Round(each, self._work, elementwise()) for each in exchange.rounds]
         self.start_next: Callable[[], None] | None = None
         self._turns = _turns(self.rounds)
-        self._exchange, self._phase = exchange, phase
+        self.exchange, self._phase = exchange, phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
         self._started: Shards | None = None
 
@@ -85,7 +86,12 @@ class DistributedMuon:
 
     def connect(self) -> int:
         """See ``Exchange.connect``."""
-        return self._exchange.connect()
+        return self.exchange.connect()
+
+    def observe(self, observer: Observer | None) -> None:
+        """Show each round's matrices and updates to ``observer`` from now on; None: to none."""
+        for each in self.rounds:
+            each.observer = observer
 
     @torch.no_grad()
     def start(self, groups: ParamGroups, state: State) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor, split_with_sizes
 
@@ -12,7 +12,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
-from megatron_muon.planning.round_table import Alike
+from megatron_muon.planning.round_table import Alike, RoundTable
 from megatron_muon.planning.rounds import scratch_limit
 from megatron_muon.planning.segments import Matrix
 from megatron_muon.runtime.exchange import (
@@ -66,6 +66,21 @@ class Work:
         return Work(config, scales, scratch_limit(matrices), meter, phase)
 
 
+class Observer(Protocol):
+    """Sees what a logging step's rounds compute, and changes none of it."""
+
+    def before_newton_schulz(self, staged: Staged) -> None:
+        """Matrices at their home, before they become directions."""
+
+    def after_newton_schulz(self, staged: Staged) -> None:
+        """The same matrices as directions."""
+
+    def before_update(
+        self, table: RoundTable, shards: Shards, directions: Sequence[Tensor]
+    ) -> None:
+        """The directions of the runs that are held here, before the shards are updated."""
+
+
 class Round:
     """A round on one rank: ``start`` it, ``orthogonalize``, ``start_scatter``, ``finish`` it.
 
@@ -76,11 +91,15 @@ class Round:
         exchange: moves its pieces and directions.
         work: settings and tools of all rounds.
         elementwise: does momentum and update.
+
+    Attributes:
+        observer: sees this step's matrices and updates; None except in a logging step.
     """
 
     def __init__(self, exchange: RoundExchange, work: Work, elementwise: Elementwise) -> None:
         self._exchange, self._work, self._elementwise = exchange, work, elementwise
         self._table = exchange.table
+        self.observer: Observer | None = None
         self._gathering: Gathering | None = None
         self._scattering: Scattering | None = None
 
@@ -106,12 +125,16 @@ class Round:
 
     def orthogonalize(self, staged: Staged) -> None:
         """Turn matrices into directions, in place."""
+        if self.observer is not None:
+            self.observer.before_newton_schulz(staged)
         with self._work.phase("muon/newton_schulz"):
             first = 0
             for alike in staged.alike:
                 stop = first + len(alike.matrices)
                 self._orthogonalize_alike(alike, staged.elements, staged.moves[first:stop])
                 first = stop
+        if self.observer is not None:
+            self.observer.after_newton_schulz(staged)
 
     def start_scatter(self, staged: Staged) -> None:
         """Send the directions to the ranks that hold pieces of their matrices."""
@@ -124,6 +147,8 @@ class Round:
         assert scattering is not None, "a round whose directions were not sent"
         with self._work.phase("muon/scatter"):
             directions = self._exchange.finish_scatter(scattering)
+        if self.observer is not None:
+            self.observer.before_update(self._table, shards, directions)
         with self._work.phase("muon/update"):
             self._update(shards, directions)
 

@@ -24,6 +24,7 @@ TIERS = (
     ("planning",),
     ("pricing", "files"),
     ("runtime",),
+    ("watching",),
     ("mcore", "cpu"),
     ("", "megatron_lm", "dry_run"),
     ("virtual_gpu",),

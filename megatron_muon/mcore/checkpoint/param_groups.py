@@ -25,6 +25,9 @@ FORMAT = 1
 _REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
 _PREFERRED = ("wd_mult", "max_lr", "min_lr")
 
+# Settings of what is written beside a run: no bit of it, nor of its checkpoint, depends on them.
+_WATCHING = ("log_interval", "log_file")
+
 # Keys of a group that overrule a schedule's own values.
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
@@ -63,13 +66,14 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
             f"megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
         )
     # An older megatron_muon that lacked a setting did what is now its default.
-    then = {**dataclasses.asdict(MuonConfig(ns_iteration="standard")), **own["settings"]}
+    default = MuonConfig(ns_iteration="standard")
+    then = {**_in_force(default, device), **own["settings"]}
     now = _in_force(config, device)
     if then["ns_iteration"] is None:  # another Muon's checkpoint does not say which it took
         then["ns_iteration"] = now["ns_iteration"]
     if "ns_coefficients" in then:  # a set may have been saved as its numbers
         then["ns_coefficients"] = canonical(then["ns_coefficients"])
-    for name in sorted(then.keys() | now.keys()):
+    for name in sorted((then.keys() | now.keys()) - set(_WATCHING)):
         before, after = (
             settings.get(name, "nothing: this megatron_muon has no such setting")
             for settings in (then, now)
@@ -84,8 +88,9 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
 
 
 def _in_force(config: MuonConfig, device: Device) -> Group:
-    """The settings, with the iteration that the run takes in place of None."""
-    return {**dataclasses.asdict(config), "ns_iteration": iteration_of(config, device)}
+    """The settings that results depend on, with the run's iteration in place of None."""
+    settings = {**dataclasses.asdict(config), "ns_iteration": iteration_of(config, device)}
+    return {name: value for name, value in settings.items() if name not in _WATCHING}
 
 
 def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:

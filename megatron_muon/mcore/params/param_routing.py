@@ -122,6 +122,16 @@ def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
                 )
 
 
+def layers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each layer of all chunks with its name, numbered over all pipeline stages."""
+    for chunk in model_chunks:
+        for path, module in chunk.named_modules():
+            match = _LAYER.match(path)
+            if match and isinstance(getattr(module, "layer_number", None), int):
+                name = f"{match[1]}{module.layer_number - 1}"
+                yield _model_wide(name, {}), module
+
+
 def _around(path: str) -> Iterator[str]:
     """The paths of the modules that a module is in, from the innermost."""
     while path:

@@ -134,6 +134,12 @@ SEAMS = (
         "called",
         "whether all of its chained_optimizers share one norm",
     ),
+    _chained(
+        "step_with_ready_grads",
+        "overridden",
+        "called on every rank once gradients are prepared and clipped; steps its "
+        "chained_optimizers one after another",
+    ),
     _distributed(
         "step_with_ready_grads",
         "called",

@@ -12,6 +12,7 @@ _PACKAGE = "megatron.training"
 _ARGUMENTS = "megatron.training.arguments"
 _CHECKPOINTING = "megatron.training.checkpointing"
 _INITIALIZE = "megatron.training.initialize"
+_VARIABLES = "megatron.training.global_vars"
 _LOOP = "megatron.training.training"
 
 
@@ -66,6 +67,18 @@ SEAMS = (
         until=(0, 17),
     ),
     _seam(_PACKAGE, "get_args", "called", "the arguments of the run"),
+    _seam(
+        _VARIABLES,
+        "get_tensorboard_writer",
+        "called",
+        "the SummaryWriter of --tensorboard-dir on the last rank, else None",
+    ),
+    _seam(
+        _VARIABLES,
+        "get_wandb_writer",
+        "called",
+        "the wandb module of --wandb-project on the last rank, else None",
+    ),
     _seam(_PACKAGE, "get_tokenizer", "called", "the number of tokens before padding"),
     # --- the training loop
     _seam(
@@ -209,6 +222,7 @@ UNCHECKED_ARGUMENTS = {
     "releases",
     "dump_param_to_param_group_map": "with 0.16 and 0.17, passed on to get_megatron_optimizer",
     "yaml_cfg": "read only if the namespace has it",
+    "curr_iteration": "read only if the namespace has it",
     "ckpt_step": "read only if the namespace has it",
     "pretrained_checkpoint": "read only if the namespace has it",
 }

@@ -149,7 +149,7 @@ def lost_message(patch: Patch) -> None:
     """One rank leaves a message of its exchange out."""
 
     def drop(muon: DistributedMuon) -> None:
-        for round in muon._exchange.rounds:
+        for round in muon.exchange.rounds:
             route = round._gather
             messages = tuple(m for m in route.messages if not m.is_sent)
             round._gather = dataclasses.replace(route, messages=messages)

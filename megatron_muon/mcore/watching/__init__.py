@@ -1,0 +1,1 @@
+"""A run that can be watched: logging steps of Megatron's chain of optimizers."""

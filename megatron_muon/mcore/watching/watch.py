@@ -1,0 +1,180 @@
+"""Logging steps of a chain of optimizers: what is observed, added up once, and written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.params.param_routing import layers, weights
+from megatron_muon.mcore.params.placement import muons_of
+from megatron_muon.mcore.params.survey import share_of
+from megatron_muon.mcore.process_groups import Stage
+from megatron_muon.mcore.shards import owned_shards
+from megatron_muon.mcore.watching.host import host
+from megatron_muon.mcore.watching.layer_outputs import LayerOutputs
+from megatron_muon.runtime import collectives
+from megatron_muon.runtime.collectives import Group
+from megatron_muon.runtime.consensus import attempt, together
+from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.setting_names import named
+from megatron_muon.version import __version__
+from megatron_muon.watching.lines import Lines
+from megatron_muon.watching.observer import MatrixObserver
+from megatron_muon.watching.record import scalars, start_record, step_record
+from megatron_muon.watching.rows import PLACE, Part, Row, Table, muon_rows, row_name
+from megatron_muon.watching.sums import Message, dot
+
+Muons = Sequence[tuple[Any, DistributedMuon]]
+
+_ADAMW = PLACE["adamw"]
+
+
+class Watch:
+    """The logging steps of one chain, on one rank. Every rank of the group makes one.
+
+    Args:
+        muons: each optimizer that is no stub, with its Muon.
+        model_chunks: this rank's.
+        config: the settings, with a ``log_interval``.
+        stage: this rank's.
+        group: the ranks that step together; None for the world. Its last rank writes, as in
+            Megatron.
+
+    Raises:
+        OSError: the file cannot be written; on the rank that writes.
+        RuntimeError: likewise, on the others.
+    """
+
+    def __init__(
+        self,
+        muons: Muons,
+        model_chunks: Sequence[Any],
+        config: MuonConfig,
+        stage: Stage,
+        group: Group | None,
+    ) -> None:
+        assert config.log_interval is not None and config.log_file is not None
+        self._group, self._device, self._interval = group, stage.device, config.log_interval
+        self._steps = 0
+        self._table = _table(muons, model_chunks, config, stage, group)
+        self._muons = [muon for _, muon in muons]
+        self._observers = [MatrixObserver(muon, self._table) for muon in self._muons]
+        names = {weight.param: row_name(weight.name) for weight in weights(model_chunks)}
+        self._adamws = [
+            (shard, self._table.starts["adamw", names[param]])
+            for part, muon in muons
+            for param, shard in owned_shards(part)
+            if not muon.owns(shard)
+        ]
+        self._first = muons[0][0]  # its groups are new objects after each load
+        self._outputs = LayerOutputs(list(layers(model_chunks)), self._table)
+        self._outputs.attach()  # the number of the first step is not known yet
+        self._rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._writes = self._rank == size - 1
+        path = config.log_file
+        self._lines = together(lambda: _lines(path) if self._writes else None, group, stage.device)
+        self._has_started = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step of the chain; every rank of the group enters it."""
+        self._steps += 1
+        given = host().step()
+        number = self._steps if given is None else given
+        if number % self._interval == 0:
+            message = Message(self._table.size, self._device)
+            self._before(message)
+            try:
+                yield
+            finally:
+                for muon in self._muons:
+                    muon.observe(None)
+            self._after(message, number)
+        else:
+            yield
+        if (number + 1) % self._interval == 0:
+            self._outputs.attach()
+        else:
+            self._outputs.detach()
+
+    def _before(self, message: Message) -> None:
+        self._outputs.add_to(message)
+        for shard, start in self._adamws:
+            message.add(start + _ADAMW["elements"], float(shard.numel()))
+            message.add(start + _ADAMW["weight_squares"], dot(shard, shard))
+            grad = shard.grad
+            assert grad is not None  # checked before the step
+            message.add(start + _ADAMW["gradient_squares"], dot(grad, grad))
+        for muon, observer in zip(self._muons, self._observers, strict=True):
+            observer.message = message
+            observer.observe_weights()
+            muon.observe(observer)
+
+    def _after(self, message: Message, number: int) -> None:
+        milliseconds = sum(observer.milliseconds() for observer in self._observers)
+        message.add(self._table.times + self._rank, milliseconds)
+        total = message.total()
+        collectives.add_up("muon/watch", total, self._group)
+        if self._writes:
+            _, error = attempt(lambda: self._write(total.tolist(), number))
+            if error is not None:  # a full disk does not stop a run
+                text = f"{type(error).__name__}: {error}"
+                print(f"[megatron_muon] step {number} is not logged: {text}", flush=True)
+
+    def _write(self, totals: Sequence[float], number: int) -> None:
+        lines, now = self._lines, time.time()
+        assert lines is not None
+        if not self._has_started:
+            lines.append(
+                start_record(self._table, version=__version__, interval=self._interval, time=now)
+            )
+            self._has_started = True
+        groups = self._first.optimizer.param_groups
+        lr = float(groups[0]["lr"]) if groups else None
+        record = step_record(self._table, totals, step=number, time=now, lr=lr)
+        lines.append(record)
+        host().write(number, dict(scalars(record)))
+
+
+def _lines(path: str) -> Lines:
+    try:
+        return Lines(path)
+    except OSError as error:
+        raise OSError(
+            f"{named('log_file')} {path}: {error}: give a path that the last rank can write"
+        ) from error
+
+
+def _table(
+    muons: Muons,
+    model_chunks: Sequence[Any],
+    config: MuonConfig,
+    stage: Stage,
+    group: Group | None,
+) -> Table:
+    """The rows of all stages: the first rank of each stage tells the others."""
+
+    def own() -> str:
+        return _part(muons, model_chunks, config, stage).text() if stage.speaks else ""
+
+    mine = together(own, group, stage.device)
+    texts = collectives.all_gather_texts(mine, group)
+    return Table([Part.of_text(text) for text in texts if text], len(texts))
+
+
+def _part(muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> Part:
+    matrices = [matrix for _, muon in muons for matrix in muon.plan.matrices]
+    held, of_muon = list(weights(model_chunks)), muons_of(model_chunks, stage.sizes, config)
+    adamws = {row_name(w.name) for w in held if w.param.requires_grad and w.param not in of_muon}
+    rows = [
+        *muon_rows(matrices, config),
+        *(Row("adamw", name) for name in sorted(adamws)),
+        *(Row("layers", name) for name, _ in layers(model_chunks)),
+    ]
+    share = share_of(held, config, stage.sizes)
+    return Part(tuple(rows), share.muon, share.total)

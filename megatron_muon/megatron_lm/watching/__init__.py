@@ -1,0 +1,1 @@
+"""Logging steps in runs of Megatron-LM's scripts."""

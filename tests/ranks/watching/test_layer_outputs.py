@@ -1,0 +1,100 @@
+"""The layers' outputs, in real forward passes by Megatron's own schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import parallel
+from support.models.parallel_model import Model, Topology
+from support.ranks import run
+from support.watching import records
+
+DENSE = Model(steps=3, optimizer="muon")
+RUNS = [
+    (DENSE, Topology(tp=2)),
+    (DENSE, Topology(dp=2)),
+    (DENSE, Topology(pp=2)),
+    (replace(DENSE, recompute=True), Topology()),
+]
+
+
+def _train(model: Model, topology: Topology, path: str, interval: int) -> dict[str, Any]:
+    """What ``parallel.train`` returns, in a run that logs; and each forward pass's outputs."""
+    import megatron_muon
+
+    settings = megatron_muon.MuonConfig(log_interval=interval, log_file=path)
+    outputs: dict[str, list[float]] = {}
+    make = parallel._chunk
+
+    def chunk(*args: Any) -> Any:
+        made = make(*args)
+        for name, module in made.named_modules():
+            if name.rpartition(".")[2].isdigit() and name.split(".")[-2] == "layers":
+                row = f"decoder.layers.{module.layer_number - 1}"
+                module.register_forward_hook(_keep(outputs.setdefault(row, [])))
+        return made
+
+    parallel._chunk = chunk
+    megatron_muon.install(settings)
+    try:
+        return {**parallel.train(model, topology), "outputs": outputs}
+    finally:
+        parallel._chunk = make
+        megatron_muon.uninstall()
+
+
+def _keep(seen: list[float]) -> Any:
+    def hook(module: Any, given: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        seen.append(float(hidden.detach().double().square().mean()))
+
+    return hook
+
+
+def _logged(path: Path) -> list[dict[str, float]]:
+    return [
+        {row: numbers["output_rms"] for row, numbers in line["layers"].items()}
+        for line in records(path)
+        if line["kind"] == "step"
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    path = tmp_path_factory.mktemp("alone") / "lines.jsonl"
+    (held,) = run(_train, 1, DENSE, Topology(), str(path), 1)
+    found = _logged(path)
+    assert len(found) == DENSE.steps and all(len(rows) == DENSE.layers for rows in found)
+    for row, squares in held["outputs"].items():
+        passes = torch.tensor(squares).view(DENSE.steps, -1).mean(1).sqrt().tolist()
+        assert [rows[row] for rows in found] == pytest.approx(passes, rel=1e-5)
+    return found
+
+
+@pytest.mark.parametrize(("model", "topology"), RUNS, ids=str)
+def test_outputs_are_those_of_one_process(
+    model: Model, topology: Topology, alone: list[dict[str, float]], tmp_path: Path
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    run(_train, topology.world_size, model, topology, str(path), 1)
+    found = _logged(path)
+    assert len(found) == len(alone)
+    for here, there in zip(found, alone, strict=True):
+        assert here == pytest.approx(there, rel=1e-3)
+
+
+def test_training_is_the_same_and_only_logging_steps_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    (seldom,) = run(_train, 1, DENSE, Topology(), str(path), 2)
+    (never,) = run(parallel.train, 1, DENSE, Topology())
+    assert (seldom["losses"], seldom["norms"]) == (never["losses"], never["norms"])
+    assert [line["step"] for line in records(path) if line["kind"] == "step"] == [2]
+    (second,) = _logged(path)
+    passes = len(seldom["outputs"]["decoder.layers.0"]) // DENSE.steps
+    squares = seldom["outputs"]["decoder.layers.0"][passes : 2 * passes]
+    assert second["decoder.layers.0"] == pytest.approx((sum(squares) / passes) ** 0.5, rel=1e-5)

@@ -1,0 +1,168 @@
+"""Each number of a record is that of the whole matrices, in float64 on one process."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.cases import whole_grad
+from support.models.gpt import Case, Topology, muon_weights, trained, truth
+from support.oracle import newton_schulz, qkv_rows
+from support.watching import records, watched
+
+Tensor = torch.Tensor
+Numbers = dict[str, dict[str, float]]
+STEPS = 3
+FP32 = Case(bf16=False, steps=STEPS, muon=(("ns_dtype", "fp32"),))
+BF16 = Case(steps=STEPS)
+MOE = replace(FP32, moe=True)
+IDLE = replace(MOE, zero_grads=("*.local_experts.3.*",))
+RUNS = [
+    (FP32, Topology()),
+    (FP32, Topology(dp=3)),
+    (FP32, Topology(2, 2, 2, overlap=True)),
+    (FP32, Topology(dp=4, instances=2)),
+    (replace(FP32, gated=True), Topology(2, 1, 2)),
+    (replace(FP32, gated=True, muon=(*FP32.muon, ("scale_mode", "shape_scaling"))), Topology(dp=2)),
+    (BF16, Topology(2, 1, 2)),
+    (MOE, Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)),
+    (IDLE, Topology(dp=6, ep=2)),
+]
+
+
+@pytest.mark.parametrize(("case", "topology"), RUNS, ids=str)
+def test_numbers_of_matrices(case: Case, topology: Topology, tmp_path: Path) -> None:
+    start, *records = logged(case, topology, tmp_path / "lines.jsonl")
+    rough = 3e-2 if case.bf16 else 2e-4  # of a direction; bf16 rounds in Newton-Schulz
+    for step, record in enumerate(records):
+        expected = expected_numbers(case, step)
+        assert record["muon"].keys() == expected.keys()
+        for row, numbers in record["muon"].items():
+            for name, value in expected[row].items():
+                allowed = rough if name in DIRECTIONS else 1e-2 * case.bf16 + 1e-5
+                if name == "spectral_norm":
+                    assert 0.9 * value <= numbers[name] <= value * (1 + 1e-5 + 4e-3 * case.bf16)
+                    continue
+                assert numbers[name] == pytest.approx(value, rel=allowed), (step, row, name)
+            assert numbers.keys() == expected[row].keys()
+    promised = {row: about["promised_rms"] for row, about in start["rows"].items()}
+    assert promised == pytest.approx(_promised(case), rel=1e-5)
+
+
+DIRECTIONS = {"update_rms", "orthogonality_error", "cosine"}
+
+
+def logged(case: Case, topology: Topology, path: Path) -> list[Any]:
+    """The records of a run."""
+    trained(watched(case, path), topology)
+    return records(path)
+
+
+@cache
+def expected_numbers(case: Case, step: int) -> Numbers:
+    """From whole weights before the step, and whole gradients and momenta."""
+    before = truth(replace(case, steps=step))["main"]
+    momenta = truth(replace(case, steps=step + 1))["exp_avg"]
+    rows: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for name in sorted(muon_weights(case)):
+        weight, momentum = before[name].double(), momenta[name].double()
+        gradient = whole_grad(case, name, tuple(weight.shape), step).double()
+        for row, at in _matrices(case, name, weight):
+            rows[row].append(_of_matrix(case, weight[at], gradient[at], momentum[at]))
+    return {row: _pooled(members) for row, members in rows.items()}
+
+
+def _matrices(case: Case, name: str, weight: Tensor) -> list[tuple[str, list[int]]]:
+    row = name.removesuffix(".weight")
+    if row.endswith("linear_qkv"):
+        parts = qkv_rows(case.heads, case.groups, case.head_size)
+        return [(f"{row}[{part}]", at) for part, at in zip("qkv", parts, strict=True)]
+    for expert in range(4):
+        row = row.replace(f".local_experts.{expert}.", ".")
+    return [(row, list(range(len(weight))))]
+
+
+def _of_matrix(case: Case, weight: Tensor, gradient: Tensor, momentum: Tensor) -> dict[str, float]:
+    given = gradient + 0.95 * momentum
+    moved = bool(gradient.any())
+    direction = newton_schulz(given) if moved else torch.zeros_like(given)
+    rows, cols = weight.shape
+    update = _scale(case, rows, cols) * direction
+    squared = torch.linalg.svdvals(given).square()
+    error = torch.linalg.svdvals(direction).square() - 1
+    return {
+        "elements": weight.numel(),
+        "moved": float(moved),
+        "update": float(update.square().sum()),
+        "weight": float(weight.square().sum()),
+        "momentum": float(momentum.square().sum()),
+        "gradient": float(gradient.square().sum()),
+        "product": float((gradient * update).sum()),
+        "spectral": float(torch.linalg.svdvals(weight)[0]) ** 2,
+        "error": float(error.square().mean()) * moved,
+        "rank": float(squared.sum() ** 2 / squared.square().sum()) if moved else 0.0,
+    }
+
+
+def _scale(case: Case, rows: int, cols: int) -> float:
+    shaped = dict(case.muon).get("scale_mode") == "shape_scaling"
+    return 0.2 * math.sqrt(max(1.0, rows / cols) if shaped else max(rows, cols))
+
+
+def _pooled(members: list[dict[str, float]]) -> dict[str, float]:
+    total = {name: sum(member[name] for member in members) for name in members[0]}
+    moved = sum(member["elements"] for member in members if member["moved"])
+    count = len(members)
+    return {
+        "update_rms": math.sqrt(total["update"] / moved),
+        "weight_rms": math.sqrt(total["weight"] / total["elements"]),
+        "spectral_norm": math.sqrt(total["spectral"] / count),
+        "momentum_norm": math.sqrt(total["momentum"]),
+        "gradient_norm": math.sqrt(total["gradient"]),
+        "moved": total["moved"] / count,
+        "orthogonality_error": math.sqrt(total["error"] / total["moved"]),
+        "effective_rank": total["rank"] / total["moved"],
+        "cosine": total["product"] / math.sqrt(total["gradient"] * total["update"]),
+    }
+
+
+def _promised(case: Case) -> dict[str, float]:
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, weight in truth(case)["main"].items():
+        if name in muon_weights(case):
+            for row, at in _matrices(case, name, weight):
+                shapes[row] = (len(at), weight.shape[1])
+    return {row: _scale(case, *shape) / math.sqrt(max(shape)) for row, shape in shapes.items()}
+
+
+def test_adamws_parameters_have_their_sizes(tmp_path: Path) -> None:
+    _, first, *_ = logged(FP32, Topology(2, 2, 2), tmp_path / "lines.jsonl")
+    before = truth(replace(FP32, steps=0))["main"]
+    names = {name.removesuffix(".weight"): name for name in before.keys() - muon_weights(FP32)}
+    assert first["adamw"].keys() == names.keys()
+    for row, numbers in first["adamw"].items():
+        weight = before[names[row]].double()
+        gradient = whole_grad(FP32, names[row], tuple(weight.shape), 0).double()
+        assert numbers["weight_rms"] == pytest.approx(_rms(weight), rel=1e-5)
+        assert numbers["gradient_rms"] == pytest.approx(_rms(gradient), rel=1e-5)
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
+
+
+def test_muons_share_and_the_times_of_newton_schulz_are_written(tmp_path: Path) -> None:
+    start, first, *_ = logged(MOE, Topology(dp=2, ep=2), tmp_path / "lines.jsonl")
+    whole = truth(replace(MOE, steps=0))["main"]
+    muons = sum(whole[name].numel() for name in muon_weights(MOE))
+    total = sum(tensor.numel() for tensor in whole.values())
+    assert start["muon_share"] == pytest.approx(muons / total, rel=1e-5)
+    times = first["newton_schulz_ms"]
+    assert 0 < times["mean"] <= times["max"] and times["rank"] in (0, 1)
