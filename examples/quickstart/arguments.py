@@ -91,6 +91,8 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--muon-ns-steps", type=int, default=5)
     _switch(group, "--no-muon-nesterov")
     group.add_argument("--muon-split", action="append", default=[], metavar="PATTERN=KIND")
+    group.add_argument("--muon-log-interval", type=int, default=None)
+    group.add_argument("--muon-log-file", default=None)
     _switch(group, "--weight-decay-all-params", text="decay norms and biases too")
 
 

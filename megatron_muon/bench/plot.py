@@ -1,4 +1,4 @@
-"""The bar chart of ``megatron-muon bench step``; the one module that imports matplotlib."""
+"""The bar chart of ``megatron-muon bench step``; one of the two modules that import matplotlib."""
 
 from __future__ import annotations
 

@@ -39,6 +39,10 @@ COMMANDS: Commands = {
         "megatron_muon.cli.inspect.command",
         "inspect: a checkpoint's contents, and whether they are complete",
     ),
+    "watch": (
+        "megatron_muon.cli.watch.command",
+        "the numbers that a run logs by --muon-log-interval: text, a picture, warnings",
+    ),
     "bench": (
         "megatron_muon.bench.command",
         "measure an optimizer step beside AdamW's, Newton-Schulz, the speed of a rank and its "

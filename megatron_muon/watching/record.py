@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_muon.watching.line_format import FORMAT
 from megatron_muon.watching.rows import SUMS, Row, Table
-
-FORMAT = 1
 
 Record = dict[str, Any]
 
@@ -23,6 +22,7 @@ def start_record(table: Table, *, version: str, interval: int, time: float) -> R
         "interval": interval,
         "ranks": table.ranks,
         "muon_share": _short(table.muon_share),
+        "newton_schulz_planned": _short(table.planned_ratio),
         "rows": {
             row.name: {
                 "elements": row.elements,

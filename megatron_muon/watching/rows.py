@@ -100,26 +100,32 @@ def promised_rms(matrix: Matrix, config: MuonConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of one pipeline stage, and how much of it is Muon's.
+    """The rows of one pipeline stage, how much of it is Muon's, and its Newton-Schulz work.
 
     Attributes:
         rows: its rows.
         muon, total: trainable elements of the stage, each once.
+        flops, busiest: planned for all its ranks together, and for the one that has most.
+        ranks: number of its ranks.
     """
 
     rows: tuple[Row, ...]
     muon: int
     total: int
+    flops: int
+    busiest: int
+    ranks: int
 
     def text(self) -> str:
         """The text that ``of_text`` reads, on another rank."""
-        return json.dumps([[astuple(row) for row in self.rows], self.muon, self.total])
+        rows = [astuple(row) for row in self.rows]
+        return json.dumps([rows, self.muon, self.total, self.flops, self.busiest, self.ranks])
 
     @staticmethod
     def of_text(text: str) -> Part:
         """The inverse of ``text``."""
-        rows, muon, total = json.loads(text)
-        return Part(tuple(Row(*row) for row in rows), muon, total)
+        rows, *numbers = json.loads(text)
+        return Part(tuple(Row(*row) for row in rows), *numbers)
 
 
 class Table:
@@ -135,6 +141,7 @@ class Table:
         times: the place of the first rank's time.
         size: length of the message.
         muon_share: Muon's share of the trainable elements.
+        planned_ratio: Newton-Schulz work of the busiest rank over the mean; 0 without any.
     """
 
     def __init__(self, parts: Sequence[Part], ranks: int) -> None:
@@ -149,3 +156,6 @@ class Table:
         self.size = place + ranks
         total = sum(part.total for part in parts)
         self.muon_share = sum(part.muon for part in parts) / total if total else 0.0
+        flops = sum(part.flops for part in parts)
+        mean = flops / sum(part.ranks for part in parts) if flops else math.inf
+        self.planned_ratio = max((part.busiest for part in parts), default=0) / mean

@@ -177,4 +177,6 @@ def _part(muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: 
         *(Row("layers", name) for name, _ in layers(model_chunks)),
     ]
     share = share_of(held, config, stage.sizes)
-    return Part(tuple(rows), share.muon, share.total)
+    work = [sum(flops) for flops in zip(*(muon.plan.ns_flops() for _, muon in muons), strict=True)]
+    size = stage.group.size()
+    return Part(tuple(rows), share.muon, share.total, sum(work), max(work, default=0), size)

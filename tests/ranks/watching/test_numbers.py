@@ -164,5 +164,6 @@ def test_muons_share_and_the_times_of_newton_schulz_are_written(tmp_path: Path) 
     muons = sum(whole[name].numel() for name in muon_weights(MOE))
     total = sum(tensor.numel() for tensor in whole.values())
     assert start["muon_share"] == pytest.approx(muons / total, rel=1e-5)
+    assert start["newton_schulz_planned"] >= 1
     times = first["newton_schulz_ms"]
     assert 0 < times["mean"] <= times["max"] and times["rank"] in (0, 1)

@@ -1,0 +1,1 @@
+"""``megatron-muon watch``: the lines that a run logs, as text and as a picture."""
