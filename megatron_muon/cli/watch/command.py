@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
         if draw is not None:
             draw(history, given.plot)
             _show(f"\nwrote {given.plot}")
+    except BrokenPipeError:  # the reader of the output is gone
+        raise
     except OSError as error:
         print(f"{parser.prog}: error: {_printable(str(error))}", file=sys.stderr)
         return 2

@@ -17,6 +17,6 @@ def by_kind(rows: Sequence[str]) -> dict[str, list[tuple[int | None, str]]]:
         if match is None or len(number) > 9:
             kinds.setdefault(row, []).append((None, row))
             continue
-        kind = ".".join(part for part in (match[1].removesuffix("layers"), match[3]) if part)
-        kinds.setdefault(kind.replace("..", "."), []).append((int(number), row))
+        around = match[1].removesuffix("layers")
+        kinds.setdefault(around + match[3] if match[3] else match[1], []).append((int(number), row))
     return {kind: sorted(rows, key=lambda row: row[0] or 0) for kind, rows in kinds.items()}

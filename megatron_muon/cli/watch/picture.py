@@ -94,8 +94,12 @@ def _name_rows(axes: object, labels: Sequence[str]) -> None:
         sum(at for at, label in enumerate(labels) if label == kind) / labels.count(kind)
         for kind in kinds
     ]
-    short = [kind if len(kind) <= 26 else f"…{kind[-25:]}" for kind in kinds]
-    axes.set_yticks(places, short, fontsize=6)  # type: ignore[attr-defined]
+    leaves = [kind.rpartition(".")[2] for kind in kinds]
+    short = [
+        leaf if leaves.count(leaf) == 1 else ".".join(kind.split(".")[-2:])
+        for kind, leaf in zip(kinds, leaves, strict=True)
+    ]
+    axes.set_yticks(places, short, fontsize=8)  # type: ignore[attr-defined]
     for at, label in enumerate(labels[1:]):
         if label != labels[at]:
             axes.axhline(at + 0.5, color="white", linewidth=0.8)  # type: ignore[attr-defined]

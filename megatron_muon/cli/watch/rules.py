@@ -10,7 +10,8 @@ from statistics import median
 from megatron_muon.cli.watch.history import History
 
 LOW, HIGH = 0.5, 1.25  # of a promised update; five Newton-Schulz steps give 0.75 to 0.95 of it
-GROWTH = 3.0  # of a layer's output, from the second quarter of the records to the last
+GROWTH = 2.0  # of a layer's output, from the second quarter of the records to the last
+SETTLED = 1000  # steps; before, outputs grow from their start in every run
 FEWEST = 8  # records in which growth and lateness can be seen
 LATE = 1.5  # times the planned ratio between the slowest rank and the mean
 
@@ -70,7 +71,7 @@ def _update_sizes(history: History) -> Iterator[Warning]:
     for row, promised in history.start.promised.items():
         last = [v for v in history.values(("muon", row, "update_rms"))[-2:] if math.isfinite(v)]
         ratios = [value / promised for value in last] if promised else []
-        if ratios and (max(ratios) < LOW or min(ratios) > HIGH):
+        if len(ratios) == 2 and (max(ratios) < LOW or min(ratios) > HIGH):
             off.append(f"{row} {ratios[-1]:.2f}")
     if off:
         text = f"updates are off their promised size, as a share of it: {_some(off)}"
@@ -90,7 +91,7 @@ def _without_gradient(history: History) -> Iterator[Warning]:
 
 def _growing_outputs(history: History) -> Iterator[Warning]:
     growing = []
-    for row in history.rows("layers"):
+    for row in history.rows("layers") if history.steps[-1].step >= SETTLED else []:
         values = [v for v in history.values(("layers", row, "output_rms")) if math.isfinite(v)]
         quarter = len(values) // 4
         if len(values) < FEWEST:

@@ -16,9 +16,12 @@ ROW, LAYER = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0"
 
 
 def history(
-    change: Callable[[int], dict[str, Any]] = lambda step: {}, steps: int = 20, **begin: Any
+    change: Callable[[int], dict[str, Any]] = lambda number: {},
+    steps: int = 20,
+    every: int = 100,
+    **begin: Any,
 ) -> History:
-    """A run that is well, but for ``change`` of each step and ``begin`` of its start."""
+    """A run that is well, but for ``change`` of each record and ``begin`` of its start."""
     found = History()
     rows = {ROW: {"promised_rms": 0.2, "full_rank": 96.0}}
     record = {"kind": "start", "format": 1, "ranks": 4, "muon_share": 0.9, "rows": rows}
@@ -27,7 +30,7 @@ def history(
     for number in range(1, steps + 1):
         record = {
             "kind": "step",
-            "step": number,
+            "step": number * every,
             "muon": {ROW: {"update_rms": 0.17, "moved": 1.0, "cosine": 0.3}},
             "layers": {LAYER: {"output_rms": 1.0 + 0.02 * number}},
             "logits": {f"{LAYER}.self_attention": {"max_logit": 40.0}},
@@ -86,8 +89,9 @@ def test_one_odd_step_gives_none() -> None:
     assert warnings(history(odd), 100.0) == []
 
 
-def test_growth_and_lateness_need_several_records() -> None:
-    found = history(lambda step: {"layers": {LAYER: {"output_rms": 10.0**step}}}, steps=7)
+@pytest.mark.parametrize(("steps", "every"), [(7, 1000), (20, 10)])
+def test_growth_needs_several_records_and_a_run_past_its_start(steps: int, every: int) -> None:
+    found = history(lambda step: {"layers": {LAYER: {"output_rms": 1.3**step}}}, steps, every)
     assert warnings(found, 100.0) == []
 
 

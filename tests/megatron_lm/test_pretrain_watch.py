@@ -1,0 +1,70 @@
+"""Logging steps in the real ``pretrain_gpt.py``: needs a Megatron-LM checkout and tensorboard.
+
+MEGATRON_LM_PATH=... pytest tests/megatron_lm/test_pretrain_watch.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.megatron_lm.scripts import MUON, argument, needs_checkout, pretrain, steps
+from support.watching import records
+
+needs_tensorboard = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is an extra"
+)
+pytestmark = [needs_checkout, needs_tensorboard, pytest.mark.timeout(900)]
+TP_PP = f"{MUON} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16"
+
+
+def _scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """TensorBoard's own reading of its event files: value by step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read: Any = EventAccumulator(str(folder))
+    read.Reload()
+    return {
+        tag: {event.step: event.value for event in read.Scalars(tag)}
+        for tag in read.Tags()["scalars"]
+    }
+
+
+def test_a_run_is_the_same_and_tensorboard_has_its_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / "tensorboard"
+    watched = f"--muon-log-interval 2 --tensorboard-dir {folder}"
+    logged = pretrain(4, TP_PP, watched)
+    assert steps(logged) == steps(pretrain(4, TP_PP)) and len(steps(logged)) == 6
+    assert argument(logged, "muon_log_file") == str(folder / "muon_watch.jsonl")
+    start, *lines = records(folder / "muon_watch.jsonl")
+    assert [line["step"] for line in lines] == [2, 4, 6] and start["ranks"] == 4
+    found = _scalars(folder)
+    named = {name for name in found if name.startswith("muon/")}
+    for line in lines:
+        for kind in ("muon", "adamw", "layers"):
+            assert line[kind]
+            for row, numbers in line[kind].items():
+                for name, value in numbers.items():
+                    tag = f"muon/{name}/{row}"
+                    assert found[tag][line["step"]] == pytest.approx(value, rel=1e-5), tag
+                    named.discard(tag)
+    assert named == {f"muon/newton_schulz_ms/{name}" for name in ("mean", "max", "rank")}
+    assert len(lines[0]["layers"]) == 4  # on both stages
+
+
+def test_a_run_that_goes_on_counts_iterations_as_megatron_does(tmp_path: Path) -> None:
+    """Of a logging step that comes first, the layers' outputs are there, too."""
+    save = f"{MUON} --save {tmp_path} --save-interval 3 --muon-log-interval 2 --ckpt-format torch"
+    pretrain(1, save, "--exit-interval 3")
+    pretrain(1, save, f"--load {tmp_path}")
+    steps_ = [line for line in records(tmp_path / "muon_watch.jsonl") if line["kind"] == "step"]
+    assert [line["step"] for line in steps_] == [2, 4, 6]
+    assert all(len(line["layers"]) == 4 for line in steps_)
+
+
+def test_a_log_without_a_place_is_refused() -> None:
+    text = pretrain(1, MUON, "--muon-log-interval 2", fails=True)
+    assert "give --muon-log-file, --tensorboard-dir or --save" in text
