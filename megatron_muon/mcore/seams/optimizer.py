@@ -135,6 +135,11 @@ SEAMS = (
         "whether all of its chained_optimizers share one norm",
     ),
     _chained(
+        "prepare_grads",
+        "overridden",
+        "called on every rank before each step; True where the step is skipped",
+    ),
+    _chained(
         "step_with_ready_grads",
         "overridden",
         "called on every rank once gradients are prepared and clipped; steps its "

@@ -29,7 +29,7 @@ class LayerOutputs:
 
     def attach(self) -> None:
         """Observe the next step's forward passes."""
-        self._seen.clear()
+        self.forget()
         if not self._hooks:
             self._hooks = [
                 module.register_forward_hook(self._hook(start)) for start, module in self._layers
@@ -40,6 +40,10 @@ class LayerOutputs:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave out what was seen so far."""
         self._seen.clear()
 
     def add_to(self, message: Message) -> None:

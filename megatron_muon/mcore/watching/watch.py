@@ -102,6 +102,10 @@ class Watch:
         else:
             self._outputs.detach()
 
+    def skip(self) -> None:
+        """A step is skipped: forget its forward passes."""
+        self._outputs.forget()
+
     def _before(self, message: Message) -> None:
         self._outputs.add_to(message)
         for shard, start in self._adamws:

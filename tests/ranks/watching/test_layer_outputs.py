@@ -88,6 +88,20 @@ def test_outputs_are_those_of_one_process(
         assert here == pytest.approx(there, rel=1e-3)
 
 
+def test_a_skipped_step_is_forgotten(tmp_path: Path) -> None:
+    """In fp16 the first loss scale is too large: some steps are skipped until it fits."""
+    path = tmp_path / "lines.jsonl"
+    model = replace(DENSE, dtype=torch.float16, loss_scale=2.0**40, steps=24)
+    (held,) = run(_train, 1, model, Topology(), str(path), 1)
+    assert 0 < sum(held["ok"]) < len(held["ok"])
+    found, squares = _logged(path), held["outputs"]["decoder.layers.0"]
+    passes = len(squares) // model.steps
+    taken = [step for step, ok in enumerate(held["ok"]) if ok]
+    for rows, step in zip(found, taken, strict=True):
+        seen = squares[step * passes : (step + 1) * passes]
+        assert rows["decoder.layers.0"] == pytest.approx((sum(seen) / passes) ** 0.5, rel=1e-3)
+
+
 def test_training_is_the_same_and_only_logging_steps_are_seen(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     (seldom,) = run(_train, 1, DENSE, Topology(), str(path), 2)

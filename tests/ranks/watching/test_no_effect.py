@@ -23,6 +23,7 @@ RUNS = [
     (BF16, Topology(2, 1, 2, overlap=True)),
     (FP32, Topology(2, 2, 2)),
     (BF16, Topology(pp=2, chunks=2)),
+    (BF16, Topology(pp=2, dp=2, chunks=2, overlap=True, step_overlap=True)),
     (BF16, Topology(dp=4, instances=2)),
     (replace(BF16, bf16=False, fp16=True, overflow=((1, "*.linear_fc1.weight"),)), Topology(dp=2)),
     (MOE, Topology(tp=2, dp=2, ep=2, sequence_parallel=True)),
