@@ -70,15 +70,15 @@ def step_record(
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """``(muon/NUMBER/ROW, value)`` of each number in a step's record, for TensorBoard and W&B."""
+    """``(muon_NUMBER/ROW, value)`` of each number; TensorBoard and W&B group them by number."""
     for kind in SUMS:
         for row, numbers in record.get(kind, {}).items():
             for name, value in numbers.items():
                 if value is not None:
-                    yield f"muon/{name}/{row}", value
+                    yield f"muon_{name}/{row}", value
     for name, value in record["newton_schulz_ms"].items():
         if value is not None:
-            yield f"muon/newton_schulz_ms/{name}", value
+            yield f"muon_newton_schulz_ms/{name}", value
 
 
 def _muon_numbers(row: Row, sums: Mapping[str, float]) -> dict[str, float]:

@@ -28,8 +28,8 @@ class LayerOutputs:
         self._hooks: list[Any] = []
 
     def attach(self) -> None:
-        """Observe the next step's forward passes."""
-        self.forget()
+        """Observe the next step's forward passes, and forget those before."""
+        self._seen.clear()
         if not self._hooks:
             self._hooks = [
                 module.register_forward_hook(self._hook(start)) for start, module in self._layers
@@ -40,10 +40,6 @@ class LayerOutputs:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.forget()
-
-    def forget(self) -> None:
-        """Leave out what was seen so far."""
         self._seen.clear()
 
     def add_to(self, message: Message) -> None:

@@ -83,9 +83,8 @@ class Watch:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a step of the chain; every rank of the group enters it."""
+        number = self._number()
         self._steps += 1
-        given = host().step()
-        number = self._steps if given is None else given
         if number % self._interval == 0:
             message = Message(self._table.size, self._device)
             self._before(message)
@@ -97,14 +96,24 @@ class Watch:
             self._after(message, number)
         else:
             yield
-        if (number + 1) % self._interval == 0:
+        self._expect(number + 1)
+
+    def skip(self) -> None:
+        """A step is skipped: forget its forward passes. Only a loop's own numbers count it."""
+        number = self._number()
+        self._expect(number + 1 if host().step() is not None else number)
+
+    def _number(self) -> int:
+        """Of the step under way."""
+        given = host().step()
+        return self._steps + 1 if given is None else given
+
+    def _expect(self, number: int) -> None:
+        """Observe the forward passes of this step, which comes next, if it is a logging step."""
+        if number % self._interval == 0:
             self._outputs.attach()
         else:
             self._outputs.detach()
-
-    def skip(self) -> None:
-        """A step is skipped: forget its forward passes."""
-        self._outputs.forget()
 
     def _before(self, message: Message) -> None:
         self._outputs.add_to(message)

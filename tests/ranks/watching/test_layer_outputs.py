@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import pipeline_parallel
 
 from support import parallel
 from support.models.parallel_model import Model, Topology
 from support.ranks import run
 from support.watching import records
 
-DENSE = Model(steps=3, optimizer="muon")
+DENSE = Model(steps=2, optimizer="muon")
 RUNS = [
-    (DENSE, Topology(tp=2)),
-    (DENSE, Topology(dp=2)),
-    (DENSE, Topology(pp=2)),
-    (replace(DENSE, recompute=True), Topology()),
+    (DENSE, Topology(tp=2, dp=2)),
+    (replace(DENSE, recompute=True), Topology(pp=2)),
 ]
 
 
@@ -88,27 +87,62 @@ def test_outputs_are_those_of_one_process(
         assert here == pytest.approx(there, rel=1e-3)
 
 
-def test_a_skipped_step_is_forgotten(tmp_path: Path) -> None:
-    """In fp16 the first loss scale is too large: some steps are skipped until it fits."""
+def _train_with_overflow(path: str, at: int, numbered: bool) -> dict[str, Any]:
+    """``_train`` of 6 steps, of which one is skipped: a gradient is not finite.
+
+    Args:
+        path: of the lines, of every second step.
+        at: the step, counted from 1.
+        numbered: steps have the numbers of a loop, which counts the skipped one, too.
+    """
+    from megatron_muon.mcore.watching.host import NO_HOST, Host, set_host
+
+    begun: list[str] = []
+    real = pipeline_parallel.get_forward_backward_func
+
+    def forward_backward(**given: Any) -> Any:
+        begun.append("a step")
+        found = real()(**given)
+        if len(begun) == at:
+            next(given["model"].parameters()).main_grad.fill_(torch.inf)
+        return found
+
+    pipeline_parallel.get_forward_backward_func = lambda: forward_backward
+    if numbered:
+        set_host(Host(lambda: len(begun), NO_HOST.write))
+    try:
+        model = replace(DENSE, dtype=torch.float16, steps=6)
+        return _train(model, Topology(), path, 2)
+    finally:
+        pipeline_parallel.get_forward_backward_func = real
+        set_host(NO_HOST)
+
+
+# The step that is skipped, whether steps have a loop's numbers, and the steps that log: their
+# numbers, and when they were.
+SKIPPED = [(5, True, [2, 4, 6], [2, 4, 6]), (4, False, [2, 4], [2, 5])]
+
+
+@pytest.mark.parametrize(("at", "numbered", "numbers", "times"), SKIPPED)
+def test_a_skipped_steps_outputs_are_forgotten(
+    at: int, numbered: bool, numbers: list[int], times: list[int], tmp_path: Path
+) -> None:
     path = tmp_path / "lines.jsonl"
-    model = replace(DENSE, dtype=torch.float16, loss_scale=2.0**40, steps=24)
-    (held,) = run(_train, 1, model, Topology(), str(path), 1)
-    assert 0 < sum(held["ok"]) < len(held["ok"])
-    found, squares = _logged(path), held["outputs"]["decoder.layers.0"]
-    passes = len(squares) // model.steps
-    taken = [step for step, ok in enumerate(held["ok"]) if ok]
-    for rows, step in zip(found, taken, strict=True):
-        seen = squares[step * passes : (step + 1) * passes]
-        assert rows["decoder.layers.0"] == pytest.approx((sum(seen) / passes) ** 0.5, rel=1e-3)
+    (held,) = run(_train_with_overflow, 1, str(path), at, numbered)
+    assert [step for step, ok in enumerate(held["ok"], 1) if not ok] == [at]
+    assert [line["step"] for line in records(path)[1:]] == numbers
+    squares = torch.tensor(held["outputs"]["decoder.layers.0"]).view(6, -1).mean(1).sqrt()
+    found = [rows["decoder.layers.0"] for rows in _logged(path)]
+    assert found == pytest.approx([float(squares[step - 1]) for step in times], rel=1e-3)
 
 
 def test_training_is_the_same_and_only_logging_steps_are_seen(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    (seldom,) = run(_train, 1, DENSE, Topology(), str(path), 2)
-    (never,) = run(parallel.train, 1, DENSE, Topology())
+    path, model = tmp_path / "lines.jsonl", replace(DENSE, steps=3)
+    (seldom,) = run(_train, 1, model, Topology(), str(path), 2)
+    (never,) = run(parallel.train, 1, model, Topology())
     assert (seldom["losses"], seldom["norms"]) == (never["losses"], never["norms"])
     assert [line["step"] for line in records(path) if line["kind"] == "step"] == [2]
     (second,) = _logged(path)
-    passes = len(seldom["outputs"]["decoder.layers.0"]) // DENSE.steps
+    passes = len(seldom["outputs"]["decoder.layers.0"]) // model.steps
     squares = seldom["outputs"]["decoder.layers.0"][passes : 2 * passes]
     assert second["decoder.layers.0"] == pytest.approx((sum(squares) / passes) ** 0.5, rel=1e-5)

@@ -1,4 +1,7 @@
-"""Each number of a record is that of the whole matrices, in float64 on one process."""
+"""Each number of a record is that of the whole matrices, in float64 on one process.
+
+The same runs hold that logging changes no bit.
+"""
 
 from __future__ import annotations
 
@@ -16,44 +19,46 @@ from support.cases import whole_grad
 from support.models.gpt import Case, Topology, muon_weights, trained, truth
 from support.oracle import newton_schulz, qkv_rows
 from support.watching import records, watched
+from support.whole import differences
 
 Tensor = torch.Tensor
 Numbers = dict[str, dict[str, float]]
-STEPS = 3
-FP32 = Case(bf16=False, steps=STEPS, muon=(("ns_dtype", "fp32"),))
-BF16 = Case(steps=STEPS)
+FP32 = Case(bf16=False, steps=2, muon=(("ns_dtype", "fp32"),))
 MOE = replace(FP32, moe=True)
-IDLE = replace(MOE, zero_grads=("*.local_experts.3.*",))
+SPLITS = (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))
+SPLIT = replace(
+    FP32, gated=True, heads=12, groups=6, ffn=264, muon=(*FP32.muon, ("muon_splits", SPLITS))
+)
+SHAPED = replace(FP32, gated=True, muon=(*FP32.muon, ("scale_mode", "shape_scaling")))
 RUNS = [
-    (FP32, Topology()),
-    (FP32, Topology(dp=3)),
-    (FP32, Topology(2, 2, 2, overlap=True)),
-    (FP32, Topology(dp=4, instances=2)),
-    (replace(FP32, gated=True), Topology(2, 1, 2)),
-    (replace(FP32, gated=True, muon=(*FP32.muon, ("scale_mode", "shape_scaling"))), Topology(dp=2)),
-    (BF16, Topology(2, 1, 2)),
+    (FP32, Topology(pp=2, dp=2, overlap=True)),
+    (SPLIT, Topology(tp=2, cp=2)),
+    (SHAPED, Topology(dp=3)),
+    (Case(steps=2), Topology(dp=4, instances=2)),
     (MOE, Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)),
-    (IDLE, Topology(dp=6, ep=2)),
+    (replace(MOE, zero_grads=("*.local_experts.3.*",)), Topology(dp=3)),
 ]
 
 
 @pytest.mark.parametrize(("case", "topology"), RUNS, ids=str)
 def test_numbers_of_matrices(case: Case, topology: Topology, tmp_path: Path) -> None:
-    start, *records = logged(case, topology, tmp_path / "lines.jsonl")
+    path = tmp_path / "lines.jsonl"
+    assert differences(truth(case), trained(watched(case, path), topology)) == []
+    start, *steps = records(path)
     rough = 3e-2 if case.bf16 else 2e-4  # of a direction; bf16 rounds in Newton-Schulz
-    for step, record in enumerate(records):
+    for step, record in enumerate(steps):
         expected = expected_numbers(case, step)
         assert record["muon"].keys() == expected.keys()
         for row, numbers in record["muon"].items():
+            assert numbers.keys() == expected[row].keys()
             for name, value in expected[row].items():
                 allowed = rough if name in DIRECTIONS else 1e-2 * case.bf16 + 1e-5
                 if name == "spectral_norm":
                     assert 0.9 * value <= numbers[name] <= value * (1 + 1e-5 + 4e-3 * case.bf16)
                     continue
                 assert numbers[name] == pytest.approx(value, rel=allowed), (step, row, name)
-            assert numbers.keys() == expected[row].keys()
     promised = {row: about["promised_rms"] for row, about in start["rows"].items()}
-    assert promised == pytest.approx(_promised(case), rel=1e-5)
+    assert len(steps) == case.steps and promised == pytest.approx(_promised(case), rel=1e-5)
 
 
 DIRECTIONS = {"update_rms", "orthogonality_error", "cosine"}
@@ -80,10 +85,20 @@ def expected_numbers(case: Case, step: int) -> Numbers:
 
 
 def _matrices(case: Case, name: str, weight: Tensor) -> list[tuple[str, list[int]]]:
+    """``(row of the record, rows of the weight)`` of each of its matrices."""
     row = name.removesuffix(".weight")
+    is_split = "muon_splits" in dict(case.muon)
     if row.endswith("linear_qkv"):
         parts = qkv_rows(case.heads, case.groups, case.head_size)
-        return [(f"{row}[{part}]", at) for part, at in zip("qkv", parts, strict=True)]
+        return [
+            (f"{row}[{part}]", at[first : first + size])
+            for part, at in zip("qkv", parts, strict=True)
+            for size in [case.head_size if is_split else len(at)]
+            for first in range(0, len(at), size)
+        ]
+    if is_split and row.endswith("linear_fc1"):
+        half = len(weight) // 2
+        return [(f"{row}[gate]", list(range(half))), (f"{row}[up]", list(range(half, 2 * half)))]
     for expert in range(4):
         row = row.replace(f".local_experts.{expert}.", ".")
     return [(row, list(range(len(weight))))]
@@ -143,7 +158,7 @@ def _promised(case: Case) -> dict[str, float]:
 
 
 def test_adamws_parameters_have_their_sizes(tmp_path: Path) -> None:
-    _, first, *_ = logged(FP32, Topology(2, 2, 2), tmp_path / "lines.jsonl")
+    _, first, *_ = logged(FP32, Topology(2, 1, 2), tmp_path / "lines.jsonl")
     before = truth(replace(FP32, steps=0))["main"]
     names = {name.removesuffix(".weight"): name for name in before.keys() - muon_weights(FP32)}
     assert first["adamw"].keys() == names.keys()
