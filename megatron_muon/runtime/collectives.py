@@ -2,8 +2,8 @@
 
 In a step, for each of Megatron's DistributedOptimizers (one, and one for experts):
 ``start_messages`` twice per round over the stage; ``any_rank`` over all stages where Megatron's
-norm of the gradients is not finite. A logging step has one ``add_up`` over the world more, and
-``start_messages`` once more per round.
+norm of the gradients is not finite. A logging step has one ``add_up`` over the world more,
+``start_messages`` once more per round, and one ``max_over`` where the attention keeps its logits.
 
 While the optimizers are built: votes and numbers over the world; numbers over the stage, which also
 creates its communicator; ``split_world`` once where there are several optimizer instances, and once
@@ -263,6 +263,18 @@ def add_up(name: str, numbers: Tensor, group: Group | None) -> None:
     """
     with _named(name, group):
         dist.all_reduce(numbers, group=group)
+
+
+def max_over(name: str, numbers: Tensor, group: Group | None) -> None:
+    """Put the largest of all ranks' numbers into ``numbers``, element by element.
+
+    Args:
+        name: name of the phase, for errors and traces.
+        numbers: (n,), the same n on all ranks.
+        group: all its ranks call this together; None for the world.
+    """
+    with _named(name, group):
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
 
 
 def all_gather_numbers(

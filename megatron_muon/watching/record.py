@@ -37,13 +37,20 @@ def start_record(table: Table, *, version: str, interval: int, time: float) -> R
 
 
 def step_record(
-    table: Table, totals: Sequence[float], *, step: int, time: float, lr: float | None
+    table: Table,
+    totals: Sequence[float],
+    maxima: Sequence[float],
+    *,
+    step: int,
+    time: float,
+    lr: float | None,
 ) -> Record:
     """The line of one logging step; a number that is not finite is null.
 
     Args:
         table: the rows.
         totals: the message, added up over all ranks.
+        maxima: the largest logits of all ranks; -inf where an attention did not run.
         step: number of the step.
         time: seconds since 1970.
         lr: of Muon's first group on the rank that writes; None where it has none.
@@ -53,12 +60,17 @@ def step_record(
         made["lr"] = lr
     numbers_of = {"muon": _muon_numbers, "adamw": _adamw_numbers, "layers": _layer_numbers}
     for row in table.rows:
+        if row.kind == "logits":
+            continue
         start = table.starts[row.kind, row.name]
         names = SUMS[row.kind]
         sums = dict(zip(names, totals[start : start + len(names)], strict=True))
         numbers = numbers_of[row.kind](row, sums)
         if numbers:
             made.setdefault(row.kind, {})[row.name] = {k: _short(v) for k, v in numbers.items()}
+    for name, at in table.logits.items():
+        if maxima[at] != -math.inf:
+            made.setdefault("logits", {})[name] = {"max_logit": _short(maxima[at])}
     times = totals[table.times : table.times + table.ranks]
     slowest = max(range(len(times)), key=times.__getitem__)
     made["newton_schulz_ms"] = {

@@ -19,7 +19,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.planning.segments import Matrix
 from megatron_muon.runtime.update import update_scale
 
-Kind = Literal["muon", "adamw", "layers"]
+Kind = Literal["muon", "adamw", "layers", "logits"]
 
 # The sums of a row. Squares are of elements, but of ``spectral_squares`` and
 # ``orthogonality_squares``, which are of matrices; ``home_elements`` are those of whole matrices at
@@ -33,6 +33,7 @@ SUMS: Mapping[Kind, tuple[str, ...]] = {
     ),
     "adamw": ("elements", "weight_squares", "gradient_squares"),
     "layers": ("elements", "output_squares"),
+    "logits": (),  # they have a message of their own, of which the ranks' maximum is taken
 }
 PLACE: Mapping[Kind, Mapping[str, int]] = {
     kind: {name: at for at, name in enumerate(names)} for kind, names in SUMS.items()
@@ -47,7 +48,7 @@ class Row:
     """One row.
 
     Attributes:
-        kind: Muon's matrices, AdamW's parameters, or a layer's output.
+        kind: Muon's matrices, AdamW's parameters, a layer's output, or a group of heads' logits.
         name: see ``row_name``.
         elements: those of its matrices, each once; 0 but for Muon's.
         matrices: number of its matrices; 0 but for Muon's.
@@ -138,6 +139,7 @@ class Table:
     Attributes:
         rows: all rows, each name once: a tied embedding is on two stages.
         starts: the place of each row's first sum, by kind and name.
+        logits: the place of each row of logits in their message, by name.
         times: the place of the first rank's time.
         size: length of the message.
         muon_share: Muon's share of the trainable elements.
@@ -147,6 +149,8 @@ class Table:
     def __init__(self, parts: Sequence[Part], ranks: int) -> None:
         every = {(row.kind, row.name): row for part in parts for row in part.rows}
         self.rows = tuple(every.values())
+        names = [row.name for row in self.rows if row.kind == "logits"]
+        self.logits = {name: at for at, name in enumerate(names)}
         self.starts: dict[tuple[Kind, str], int] = {}
         place = 0
         for row in self.rows:

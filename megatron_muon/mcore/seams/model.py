@@ -7,6 +7,7 @@ from megatron_muon.mcore.seams.row import NEWEST, OLDEST, Attribute, Seam, Versi
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _MIXER = "megatron.core.ssm.mamba_mixer"
 _DELTA = "megatron.core.ssm.gated_delta_net"
+_ATTENTION = "megatron.core.transformer.attention"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module"
 
 
@@ -88,6 +89,8 @@ SEAMS = (
         "read",
         "the class whose linear_kv has heads of k and v rows",
     ),
+    # --- attention logits
+    Seam(_ATTENTION, "Attention", "read", "the class of all attentions with a core_attention"),
 )
 
 _ROWS = "which rows of latent attention are a head's or a latent's"
@@ -120,6 +123,7 @@ ATTRIBUTES = (
     _of_model("fp4_param", _REFUSED, (0, 15)),
     _of_model("moe_single_grouped_weight", _REFUSED, (0, 18)),
     _of_model("qk_clip", _REFUSED, (0, 16)),
+    _of_model("log_max_attention_logit", "whether attention logits are watched", (0, 16)),
     _of_optimizer("optimizer", "whether it is muon; adam while Megatron builds"),
     _of_optimizer("use_distributed_optimizer", "refused if off"),
     _of_optimizer("decoupled_weight_decay", "refused if off", (0, 15)),
@@ -167,6 +171,7 @@ ATTRIBUTES = (
         "linear_q",
         "the projection of q, which heads split",
     ),
+    Attribute(_ATTENTION, "Attention", "core_attention", "the module that computes logits"),
     *(
         Attribute(_MIXER, "MambaMixer", name, _PARTS, part="hybrid")
         for name in ("d_inner", "ngroups", "d_state", "nheads")

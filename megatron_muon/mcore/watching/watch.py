@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_muon.config import MuonConfig
@@ -17,6 +18,7 @@ from megatron_muon.mcore.process_groups import Stage
 from megatron_muon.mcore.shards import owned_shards
 from megatron_muon.mcore.watching.host import host
 from megatron_muon.mcore.watching.layer_outputs import LayerOutputs
+from megatron_muon.mcore.watching.logits import kept_logits
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
@@ -73,6 +75,7 @@ class Watch:
         ]
         self._first = muons[0][0]  # its groups are new objects after each load
         self._outputs = LayerOutputs(list(layers(model_chunks)), self._table)
+        self._logits, self._tp = list(kept_logits(model_chunks)), stage.tp
         self._outputs.attach()  # the number of the first step is not known yet
         self._rank, size = dist.get_rank(group), dist.get_world_size(group)
         self._writes = self._rank == size - 1
@@ -133,13 +136,25 @@ class Watch:
         message.add(self._table.times + self._rank, milliseconds)
         total = message.total()
         collectives.add_up("muon/watch", total, self._group)
+        maxima = self._largest_logits()
         if self._writes:
-            _, error = attempt(lambda: self._write(total.tolist(), number))
+            _, error = attempt(lambda: self._write(total.tolist(), maxima.tolist(), number))
             if error is not None:  # a full disk does not stop a run
                 text = f"{type(error).__name__}: {error}"
                 print(f"[megatron_muon] step {number} is not logged: {text}", flush=True)
 
-    def _write(self, totals: Sequence[float], number: int) -> None:
+    def _largest_logits(self) -> torch.Tensor:
+        """Of all ranks, for each of the table's; -inf where an attention did not run."""
+        places = self._table.logits
+        maxima = torch.full((len(places),), -torch.inf, device=self._device)
+        for attention in self._logits:
+            start = places[attention.rows()[0]]
+            attention.put_into(maxima[start : start + attention.groups], self._tp)
+        if places:
+            collectives.max_over("muon/watch", maxima, self._group)
+        return maxima
+
+    def _write(self, totals: Sequence[float], maxima: Sequence[float], number: int) -> None:
         lines, now = self._lines, time.time()
         assert lines is not None
         if not self._has_started:
@@ -149,7 +164,7 @@ class Watch:
             self._has_started = True
         groups = self._first.optimizer.param_groups
         lr = float(groups[0]["lr"]) if groups else None
-        record = step_record(self._table, totals, step=number, time=now, lr=lr)
+        record = step_record(self._table, totals, maxima, step=number, time=now, lr=lr)
         lines.append(record)
         host().write(number, dict(scalars(record)))
 
@@ -188,6 +203,7 @@ def _part(muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: 
         *muon_rows(matrices, config),
         *(Row("adamw", name) for name in sorted(adamws)),
         *(Row("layers", name) for name, _ in layers(model_chunks)),
+        *(Row("logits", name) for each in kept_logits(model_chunks) for name in each.rows()),
     ]
     share = share_of(held, config, stage.sizes)
     work = [sum(flops) for flops in zip(*(muon.plan.ns_flops() for _, muon in muons), strict=True)]
