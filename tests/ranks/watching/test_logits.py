@@ -1,0 +1,73 @@
+"""The largest logits of real attentions: by head group, over TP and DP, those of one process.
+
+Transformer Engine, whose attention keeps them in Megatron, needs a GPU. A hook keeps them here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import parallel
+from support.models.parallel_model import GROUPS, HEADS, Model, Topology
+from support.ranks import run
+from support.watching import records
+
+MODEL = Model(steps=2, optimizer="muon")
+
+
+def _train(topology: Topology, path: str) -> list[float]:
+    """A run that logs; and the largest logit of each of layer 0's heads here in the last step."""
+    import megatron_muon
+
+    make, seen = parallel._chunk, []
+
+    def chunk(*args: Any) -> Any:
+        made = make(*args)
+        for module in made.modules():
+            if hasattr(module, "core_attention"):
+                module.config.log_max_attention_logit = True
+                _keep(module.core_attention)
+                seen.append(module.core_attention)
+        return made
+
+    parallel._chunk = chunk
+    megatron_muon.install(megatron_muon.MuonConfig(log_interval=2, log_file=path))
+    try:
+        parallel.train(MODEL, topology)
+    finally:
+        parallel._chunk = make
+        megatron_muon.uninstall()
+    return [float(logit) for logit in seen[0].current_max_attn_logits]
+
+
+def _keep(core: Any) -> None:
+    """Keep the largest logit of each head, under Megatron's name and until it is None."""
+    core.current_max_attn_logits = None
+
+    def before_softmax(module: Any, given: tuple[Any, ...]) -> None:
+        largest = given[0].detach().amax(dim=(0, 2, 3))
+        before = core.current_max_attn_logits
+        core.current_max_attn_logits = largest if before is None else before.maximum(largest)
+
+    core.scale_mask_softmax.register_forward_pre_hook(before_softmax)
+
+
+def _logged(path: Path) -> dict[str, float]:
+    _, step = records(path)
+    return {row: numbers["max_logit"] for row, numbers in step["logits"].items()}
+
+
+def test_logits_are_those_of_one_process(tmp_path: Path) -> None:
+    alone, spread = tmp_path / "alone.jsonl", tmp_path / "spread.jsonl"
+    (heads,) = run(_train, 1, Topology(), str(alone))
+    found = _logged(alone)
+    groups = torch.tensor(heads).view(GROUPS, HEADS // GROUPS).amax(1).tolist()
+    names = [f"decoder.layers.{layer}.self_attention" for layer in range(MODEL.layers)]
+    assert list(found) == [f"{name}[group {group}]" for name in names for group in range(GROUPS)]
+    assert list(found.values())[:GROUPS] == pytest.approx(groups, rel=1e-5)
+    run(_train, 4, Topology(tp=2, dp=2), str(spread))
+    assert _logged(spread) == pytest.approx(found, rel=1e-3)
