@@ -1,4 +1,4 @@
-"""The largest logits of real attentions: by head group, over TP and DP, those of one process.
+"""The largest logits of real attentions, by head group: over TP ranks those of one process.
 
 Transformer Engine, whose attention keeps them in Megatron, needs a GPU. A hook keeps them here.
 """
@@ -12,10 +12,15 @@ import pytest
 import torch
 
 from support import parallel
+from support.installed import VERSION
 from support.models.parallel_model import GROUPS, HEADS, Model, Topology
 from support.ranks import run
 from support.watching import records
 
+pytestmark = pytest.mark.skipif(
+    VERSION < (0, 13),
+    reason="the model is built with vp_stage; test_pretrain_watch.py has core 0.12",
+)
 MODEL = Model(steps=2, optimizer="muon")
 
 
@@ -69,5 +74,5 @@ def test_logits_are_those_of_one_process(tmp_path: Path) -> None:
     names = [f"decoder.layers.{layer}.self_attention" for layer in range(MODEL.layers)]
     assert list(found) == [f"{name}[group {group}]" for name in names for group in range(GROUPS)]
     assert list(found.values())[:GROUPS] == pytest.approx(groups, rel=1e-5)
-    run(_train, 4, Topology(tp=2, dp=2), str(spread))
+    run(_train, 2, Topology(tp=2), str(spread))
     assert _logged(spread) == pytest.approx(found, rel=1e-3)
