@@ -21,7 +21,7 @@ _PANELS = (
     ("muon", "cosine", "cosine of update and gradient", ""),
     ("muon", "effective_rank", "effective rank / full", "full_rank"),
     ("layers", "output_rms", "RMS of the layer's output", ""),
-    ("logits", "", "largest attention logit", ""),
+    ("logits", "max_logit", "largest attention logit", ""),
 )
 _COLUMNS = 4
 
@@ -70,14 +70,11 @@ def draw(history: History, path: Path) -> None:
 
 def _rows(history: History, kind: str, name: str) -> list[tuple[str, tuple[str, str, str]]]:
     """``(kind of matrix, column)`` of each row, kind by kind, in the order of layers."""
-    names = {column[2] for column in history.columns if column[0] == kind}
-    wanted = [name] if name else sorted(names)
     return [
-        (label or row, (kind, row, number))
+        (label, (kind, row, name))
         for label, rows in by_kind(history.rows(kind)).items()
         for _, row in rows
-        for number in wanted
-        if (kind, row, number) in history.columns
+        if (kind, row, name) in history.columns
     ]
 
 

@@ -106,9 +106,8 @@ def _growing_outputs(history: History) -> Iterator[Warning]:
 def _logits(history: History, threshold: float) -> Iterator[Warning]:
     above = [
         f"{row} {value:.4g}"
-        for kind, row, name in history.columns
-        if kind == "logits"
-        for value in history.values((kind, row, name))[-1:]
+        for row in history.rows("logits")
+        for value in history.values(("logits", row, "max_logit"))[-1:]
         if math.isfinite(value) and value > threshold
     ]
     if above:

@@ -95,11 +95,11 @@ def _outputs(history: History) -> list[str]:
 
 
 def _logits(history: History) -> list[str]:
-    cells = [["largest logit of", "", "now"]]
-    for kind, row, name in list(history.columns):
-        if kind == "logits":
-            cells.append([row, name, _number(history.values((kind, row, name))[-1])])
-    return _aligned(cells[: _MOST_LAYERS + 1]) * (len(cells) > 1)
+    cells = [["largest logit of", "now", "by step"]]
+    for row in history.rows("logits")[:_MOST_LAYERS]:
+        values = history.values(("logits", row, "max_logit"))
+        cells.append([row, _number(values[-1]), _bars(values)])
+    return _aligned(cells) * (len(cells) > 1)
 
 
 def _faults(history: History) -> list[str]:

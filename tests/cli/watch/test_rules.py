@@ -57,7 +57,7 @@ SIGNS: dict[str, tuple[History, str]] = {
         rf"outputs of layers grow: {LAYER} \d",
     ),
     "logit": (
-        history(lambda step: {"logits": {LAYER: {"head_group_0": 130.0}}}),
+        history(lambda step: {"logits": {LAYER: {"max_logit": 130.0}}}),
         f"logits above 100: {LAYER} 130",
     ),
     "late": (
