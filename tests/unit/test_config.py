@@ -152,6 +152,14 @@ def test_a_checkpoint_with_simples_numbers_differs_in_nothing() -> None:
     check_record({"megatron_muon": saved}, MuonConfig(), "cpu")
 
 
+def test_a_checkpoint_knows_nothing_of_logging_steps() -> None:
+    from megatron_muon.mcore.checkpoint.param_groups import check_record, record
+
+    logs = MuonConfig(log_interval=10, log_file="lines.jsonl")
+    assert record(logs, "cpu") == record(MuonConfig(), "cpu")
+    check_record({"megatron_muon": record(MuonConfig(), "cpu")}, logs, "cpu")  # nothing differs
+
+
 def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
     from megatron_muon.mcore.checkpoint.param_groups import check_record, record
 
