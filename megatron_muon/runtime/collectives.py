@@ -2,7 +2,7 @@
 
 In a step, for each of Megatron's DistributedOptimizers (one, and one for experts):
 ``start_messages`` twice per round over the stage; ``any_rank`` over all stages where Megatron's
-norm of the gradients is not finite.
+norm of the gradients is not finite. After a step whose logits are clipped ``max_over`` the stage.
 
 While the optimizers are built: votes and numbers over the world; numbers over the stage, which also
 creates its communicator; ``split_world`` once where there are several optimizer instances, and once
@@ -250,6 +250,18 @@ def any_rank(name: str, flag: Tensor, group: Group | None) -> bool:
     with _named(name, group):
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
         return bool(vote.item())
+
+
+def max_over(name: str, numbers: Tensor, group: Group | None) -> None:
+    """Put the largest of all ranks' numbers into ``numbers``, element by element.
+
+    Args:
+        name: name of the phase, for errors and traces.
+        numbers: (n,), the same n on all ranks.
+        group: all its ranks call this together; None for the world.
+    """
+    with _named(name, group):
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
 
 
 def all_gather_numbers(

@@ -1,0 +1,78 @@
+"""QK-Clip on shards is Megatron's clip of whole weights, bit for bit, in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from support.cases import Case, Topology
+from support.installed import VERSION, lacks
+from support.models.clipped import clipped, clipped_whole
+from support.ranks import run
+from support.whole import Whole, differences, whole
+
+pytestmark = pytest.mark.skipif(VERSION < (0, 16), reason="this core has no --qk-clip")
+
+PLAIN = Case(steps=3, qk_clip=(100.0, 0.5))
+
+
+@cache
+def _whole(case: Case, dtype: torch.dtype = torch.float32) -> Whole:
+    return whole(run(clipped_whole, 1, case, dtype))
+
+
+def _check(case: Case, topology: Topology, dtype: torch.dtype = torch.float32) -> Any:
+    lacking = lacks(case, topology)
+    if lacking:
+        pytest.skip(lacking)
+    found = whole(run(clipped, topology.world_size, case, topology, dtype))
+    assert differences(_whole(case, dtype), found) == []
+    return found
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology(),
+        Topology(dp=3),
+        Topology(tp=2, dp=2, overlap=True, sequence_parallel=True),
+        Topology(pp=2, dp=2, chunks=2),
+        Topology(tp=2, cp=2),
+        Topology(dp=4, instances=2),
+    ],
+    ids=str,
+)
+def test_a_clip_of_shards_is_that_of_whole_weights(topology: Topology) -> None:
+    layers = 2 * topology.chunks if topology.chunks > 1 else 2
+    _check(replace(PLAIN, layers=layers), topology)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"groups": 6},
+        {"groups": 1},
+        {"bf16": False},
+        {"bf16": False, "fp16": True},
+        {"qk_clip": (100.0, 0.3)},
+        {"muon": (("split_qkv", False),)},
+        {"optimizer": "adam"},
+        {"frozen": ("*layers.0.self_attention.linear_qkv.weight",)},
+        {"moe": True},
+        {"mla": "column"},
+        {"mla": "column", "qk_clip": (100.0, 0.3)},
+    ],
+    ids=lambda changes: "-".join(map(str, changes)),
+)
+def test_a_clip_of_shards_is_that_of_whole_weights_in_every_model(changes: dict[str, Any]) -> None:
+    case = replace(PLAIN, **changes)
+    tp = 1 if case.groups == 1 else 2
+    _check(case, Topology(tp=tp, dp=2, ep=2 if case.moe else 1, sequence_parallel=case.moe))
+
+
+def test_logits_in_bf16_are_clipped_in_bf16_as_megatron_does() -> None:
+    _check(PLAIN, Topology(tp=2, dp=2), torch.bfloat16)
