@@ -27,10 +27,10 @@ def scale_rows(flat: torch.Tensor, start: int, cols: int, factors: torch.Tensor)
     head = min(-start % cols, count)  # up to the end of a row that has begun before
     rows = (count - head) // cols
     body = head + rows * cols
-    first = (start + head) // cols
+    first = -(-start // cols)  # the first row that begins here
     # a factor of one element keeps its dimension: a scalar would be cast to the dtype of ``flat``
     if head:
-        flat[:head].mul_(factors[first - 1 : first])
+        flat[:head].mul_(factors[start // cols : start // cols + 1])
     if rows:
         flat[head:body].view(rows, cols).mul_(factors[first : first + rows, None])
     if body < count:

@@ -15,14 +15,17 @@ from support.models.clipped import clipped, clipped_whole
 from support.ranks import run
 from support.whole import Whole, differences, whole
 
-pytestmark = pytest.mark.skipif(VERSION < (0, 16), reason="this core has no --qk-clip")
+megatrons = pytest.mark.skipif(VERSION < (0, 16), reason="this core has no --qk-clip")
 
 PLAIN = Case(steps=3, qk_clip=(100.0, 0.5))
+OURS = Case(steps=3, muon=(("qk_clip", 100.0),))
 
 
 @cache
 def _whole(case: Case, dtype: torch.dtype = torch.float32) -> Whole:
-    return whole(run(clipped_whole, 1, case, dtype))
+    """Clipped by Megatron, where it can: it knows no gates, and older cores have no clip."""
+    by_hand = case.output_gate or case.qk_clip is None
+    return whole(run(clipped_whole, 1, case, dtype, by_hand))
 
 
 def _check(case: Case, topology: Topology, dtype: torch.dtype = torch.float32) -> Any:
@@ -34,6 +37,7 @@ def _check(case: Case, topology: Topology, dtype: torch.dtype = torch.float32) -
     return found
 
 
+@megatrons
 @pytest.mark.parametrize(
     "topology",
     [
@@ -51,6 +55,7 @@ def test_a_clip_of_shards_is_that_of_whole_weights(topology: Topology) -> None:
     _check(replace(PLAIN, layers=layers), topology)
 
 
+@megatrons
 @pytest.mark.parametrize(
     "changes",
     [
@@ -63,6 +68,7 @@ def test_a_clip_of_shards_is_that_of_whole_weights(topology: Topology) -> None:
         {"optimizer": "adam"},
         {"frozen": ("*layers.0.self_attention.linear_qkv.weight",)},
         {"moe": True},
+        {"output_gate": True},
         {"mla": "column"},
         {"mla": "column", "qk_clip": (100.0, 0.3)},
     ],
@@ -74,5 +80,22 @@ def test_a_clip_of_shards_is_that_of_whole_weights_in_every_model(changes: dict[
     _check(case, Topology(tp=tp, dp=2, ep=2 if case.moe else 1, sequence_parallel=case.moe))
 
 
+@megatrons
 def test_logits_in_bf16_are_clipped_in_bf16_as_megatron_does() -> None:
     _check(PLAIN, Topology(tp=2, dp=2), torch.bfloat16)
+
+
+@megatrons
+def test_a_query_group_that_several_tp_ranks_share_is_clipped_once() -> None:
+    """Megatron's own clip fails with TP, and knows no part of a group."""
+    case = replace(PLAIN, heads=8, groups=2, optimizer="adam")
+    _check(case, Topology(tp=4))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"optimizer": "adam"}, {"bf16": False}, {"mla": "column"}],
+    ids=lambda changes: "-".join(map(str, changes)),
+)
+def test_the_plugins_own_flag_clips_at_the_end_of_a_step(changes: dict[str, Any]) -> None:
+    _check(replace(OURS, **changes), Topology(tp=2, dp=2, overlap=True))

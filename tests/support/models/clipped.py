@@ -1,13 +1,15 @@
 """A run whose attention logits are clipped after each step, by given largest logits.
 
 ``clipped`` runs on every rank of a topology with the plugin's clip, and ``clipped_whole`` on one
-process with Megatron's own clip of whole weights: their results are to be the same bits.
+process, with Megatron's own clip of whole weights or one that is written here from the paper. Their
+results are to be the same bits.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,42 +59,61 @@ def _start(case: Case, topology: Topology) -> Built:
 
 
 def clipped(case: Case, topology: Topology, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """What this rank holds after the case's steps, each with Megatron's call of ``clip_qk``."""
+    """What this rank holds after the case's steps, each with a clip.
+
+    With Megatron's ``qk_clip`` its training loop calls ``clip_qk`` after a step; with the plugin's
+    the step itself clips.
+    """
     import megatron_muon
 
     megatron_muon.install(megatron_muon.MuonConfig(**dict(case.muon)))
     try:
-        from megatron.core.optimizer import qk_clip
-
         built = _start(case, topology)
-
-        def clip() -> None:
-            largest = set_logits(built, step, dtype)
-            assert qk_clip.clip_qk(built.chunks) == largest
-
         for step in range(case.steps):
-            take_step(built, step, clip)
+            largest = set_logits(built, step, dtype)
+            take_step(built, step, partial(_loops_clip, built, largest) if case.qk_clip else _no)
+            assert all(a.core_attention.current_max_attn_logits is None for a in attentions(built))
         return held(built)
     finally:
         megatron_muon.uninstall()
 
 
-def clipped_whole(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The same on one process, where Megatron's own clip gets whole main parameters."""
+def _no() -> None:
+    pass
+
+
+def _loops_clip(built: Built, largest: float) -> None:
+    from megatron.core.optimizer import qk_clip
+
+    assert qk_clip.clip_qk(built.chunks) == largest
+
+
+def clipped_whole(
+    case: Case, dtype: torch.dtype = torch.float32, by_hand: bool = False
+) -> dict[str, Any]:
+    """The same on one process, where whole weights are clipped.
+
+    Args:
+        case: as in ``clipped``.
+        dtype: that of the largest logits.
+        by_hand: by ``_clip_by_hand`` in place of Megatron's own.
+    """
     import megatron_muon
 
-    megatron_muon.install(megatron_muon.MuonConfig(**dict(case.muon)))
+    settings = {k: v for k, v in case.muon if not k.startswith("qk_clip")}
+    megatron_muon.install(megatron_muon.MuonConfig(**settings))
     try:
         built = _start(case, Topology())
     finally:
         megatron_muon.uninstall()
+    clip_one = _clip_by_hand if by_hand else _clip_by_megatron
 
     def clip() -> None:
-        set_logits(built, step, dtype)
         for attention in attentions(built):
-            _clip_by_megatron(attention)
+            clip_one(attention)
 
     for step in range(case.steps):
+        set_logits(built, step, dtype)
         take_step(built, step, clip)
     return held(built)
 
@@ -107,3 +128,46 @@ def _clip_by_megatron(attention: Any) -> None:
     finally:
         for param, main in zip(params, flat, strict=True):
             param.main_param = main
+
+
+@torch.no_grad()
+def _clip_by_hand(attention: Any) -> None:
+    """Kimi K2's clip at 100 with alpha 0.5, written from the paper, head by head."""
+    config, core = attention.config, attention.core_attention
+    if hasattr(attention, "linear_kv_up_proj"):
+        _clip_latent(attention)
+        return
+    groups, size = config.num_query_groups, config.kv_channels
+    heads = config.num_attention_heads // groups
+    parts = [heads, heads if getattr(config, "attention_output_gate", False) else 0, 1, 1]
+    for weight in _copies(attention.linear_qkv.weight):
+        whole = weight.view(groups, sum(parts) * size, -1)
+        for group in range(groups):
+            largest = core.current_max_attn_logits[group * heads : (group + 1) * heads].max()
+            if largest <= 100:
+                continue
+            queries, _, keys, _ = whole[group].split([part * size for part in parts])
+            root = (100 / largest).sqrt().view(1)
+            queries.mul_(root)
+            keys.mul_(root)
+
+
+def _clip_latent(attention: Any) -> None:
+    config, logits = attention.config, attention.core_attention.current_max_attn_logits
+    head, rotary, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+    for number, largest in enumerate(logits):
+        if largest <= 100:
+            continue
+        eta = (100 / largest).view(1)
+        for weight in _copies(attention.linear_q_up_proj.weight):
+            own = weight.view(len(logits), head + rotary, -1)[number]
+            own[:head].mul_(eta.sqrt())
+            own[head:].mul_(eta)
+        for weight in _copies(attention.linear_kv_up_proj.weight):
+            weight.view(len(logits), head + value, -1)[number, :head].mul_(eta.sqrt())
+
+
+def _copies(param: Any) -> list[Tensor]:
+    """The weight, and its main parameter where that is apart."""
+    main = getattr(param, "main_param", None)
+    return [param.data, *([] if main is None else [main.data.view(param.shape)])]
