@@ -199,9 +199,8 @@ def refuse(args: Namespace) -> None:
     Raises:
         ValueError: names every one of them, with what to write.
     """
-    refused = REFUSED
-    if not getattr(args, "use_distributed_optimizer", False):
-        refused += _WITHOUT_SHARDS
+    sharded = getattr(args, "use_distributed_optimizer", False)
+    refused = REFUSED if sharded else (*REFUSED, *_WITHOUT_SHARDS)
     bad = [
         f"{row.option}{_shown(value)} ({row.why}): {row.instead}"
         for row in refused

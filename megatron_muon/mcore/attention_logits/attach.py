@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +20,27 @@ from megatron_muon.mcore.attention_logits.clip import QkClip, shards_of
 from megatron_muon.mcore.attention_logits.local import collect_maxima
 from megatron_muon.mcore.shards import device_of
 from megatron_muon.runtime.patches import turn_into
+from megatron_muon.setting_names import named
 
-# Key: a rank's first model chunk.
-_clips: weakref.WeakKeyDictionary[Any, QkClip] = weakref.WeakKeyDictionary()
+_WATCH = "_muon_watch"  # an attribute of a rank's first model chunk
+
+
+@dataclass(slots=True)
+class Watch:
+    """The clip of a run, and what its steps have found.
+
+    Attributes:
+        clip: of this rank.
+        clips_in_step: the optimizer's step clips; else Megatron's training loop asks for it.
+        largest: the largest logit of the last step that clipped.
+    """
+
+    clip: QkClip
+    clips_in_step: bool
+    largest: float = 0.0
+
+    def after_step(self) -> None:
+        self.largest = self.clip.apply()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +54,15 @@ class Prepared:
 def is_wanted(optimizer_config: Any, model_chunks: Sequence[Any], config: MuonConfig) -> bool:
     """Whether the plugin watches or clips the logits of this run; the same on every rank.
 
-    Without the distributed optimizer, Megatron's own clip has whole matrices: it is left alone.
+    Without the distributed optimizer Megatron's own clip has whole matrices: it is left alone.
     """
+    if config.qk_clip is not None:
+        return True
     if not optimizer_config.use_distributed_optimizer:
         return False
-    return is_asked(model_chunks, config) or is_asked_to_watch(model_chunks)
+    if is_asked(model_chunks, config):
+        return True
+    return is_asked_to_watch(model_chunks) and not _fsdp(model_chunks)
 
 
 def prepare(
@@ -53,7 +74,7 @@ def prepare(
         ValueError, NotImplementedError: it cannot be; names the cause and the way out.
     """
     if is_asked(model_chunks, config):
-        _refuse_modes(optimizer_config)
+        _refuse_modes(optimizer_config, model_chunks)
     process_groups.whole_stage(pg_collection)
     tp = process_groups.tensor_parallel(pg_collection)
     return Prepared(tuple(watched_attentions(model_chunks, config, tp.size())), pg_collection)
@@ -86,9 +107,10 @@ def attach(
         tp_size=tp.size(),
         device=device_of(model_chunks),
     )
-    _clips[model_chunks[0]] = clip
-    if config.qk_clip is not None:
-        optimizer.qk_clip = clip
+    watch = Watch(clip, clips_in_step=config.qk_clip is not None)
+    setattr(model_chunks[0], _WATCH, watch)
+    if watch.clips_in_step:
+        optimizer.logits = watch
         turn_into(optimizer, _clipping(type(optimizer)))
 
 
@@ -105,37 +127,52 @@ def clip_qk(
     Returns:
         The largest logit.
     """
-    clip = _clips.get(model[0])
-    if clip is None:
+    watch: Watch | None = getattr(model[0], _WATCH, None)
+    if watch is None:
         return original(model, log_max_only=log_max_only)
-    return clip.apply(only_watch=log_max_only)
+    if watch.clips_in_step:
+        return watch.largest
+    return watch.clip.apply(only_watch=log_max_only)
 
 
 def _clipping(optimizer: type) -> type:
     """A subclass of a chain of optimizers that clips at the end of its step."""
 
     class Clipping(optimizer):  # type: ignore[misc]
-        qk_clip: QkClip
+        logits: Watch
 
         def step(self) -> Any:
             result = super().step()
-            self.qk_clip.apply()
+            self.logits.after_step()
             return result
 
     Clipping.__name__ = f"Clipping{optimizer.__name__}"
     return Clipping
 
 
-def _refuse_modes(optimizer_config: Any) -> None:
+def _fsdp(model_chunks: Sequence[Any]) -> bool:
+    ddp = model_chunks[0].ddp_config
+    names = ("use_megatron_fsdp", "use_custom_fsdp")  # the newer and the older name
+    return any(getattr(ddp, name, False) for name in names)
+
+
+def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
     """Refuse what keeps main parameters elsewhere, or gathers weights before the clip."""
+    if not optimizer_config.use_distributed_optimizer:
+        raise ValueError(
+            f"{named('qk_clip')} clips what the distributed optimizer has of the weights: set "
+            "use_distributed_optimizer (--use-distributed-optimizer), or leave it out"
+        )
     modes = {
         "use_precision_aware_optimizer": "the optimizer keeps the main parameters to itself",
         "optimizer_cpu_offload": "the main parameters that it updates are elsewhere",
         "overlap_param_gather_with_optimizer_step": "weights are gathered before they are clipped",
     }
-    for name, why in modes.items():
-        if getattr(optimizer_config, name, False):
-            raise NotImplementedError(
-                f"clipped attention logits (--qk-clip, --muon-qk-clip) with {name} "
-                f"(--{name.replace('_', '-')}): {why}: leave out one of both"
-            )
+    on = {name: why for name, why in modes.items() if getattr(optimizer_config, name, False)}
+    if _fsdp(model_chunks):
+        on["use_megatron_fsdp"] = "a rank has parts of the weights themselves"
+    for name, why in on.items():
+        raise NotImplementedError(
+            f"clipped attention logits (--qk-clip, --muon-qk-clip) with {name} "
+            f"(--{name.replace('_', '-')}): {why}: leave out one of both"
+        )

@@ -41,10 +41,10 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class ClippedWeight:
-    """A weight that a clip scales.
+    """A weight or a bias that a clip scales.
 
     Attributes:
-        param: the local TP slice, (rows, cols).
+        param: the local TP slice, (rows, cols) or (rows,).
         heads: which of the whole weight's rows belong to which head.
     """
 
@@ -140,7 +140,7 @@ def _watched(
     clipped: tuple[ClippedWeight, ...] = ()
     if clip is not None:
         _require_clippable(name, attention, config)
-        clipped = tuple(_clipped(name, attention, by_param, tp_size))
+        clipped = tuple(_clipped(name, attention, by_param, config, tp_size))
     yield WatchedAttention(name, core, model.num_attention_heads, clip, clipped)
 
 
@@ -207,7 +207,11 @@ def _require_clippable(name: str, attention: Any, config: MuonConfig) -> None:
 
 
 def _clipped(
-    name: str, attention: Any, by_param: dict[torch.nn.Parameter, Weight], tp_size: int
+    name: str,
+    attention: Any,
+    by_param: dict[torch.nn.Parameter, Weight],
+    config: MuonConfig,
+    tp_size: int,
 ) -> Iterator[ClippedWeight]:
     for linear, heads in _linears(attention, by_param, tp_size):
         param = _weight_of(name, linear, getattr(attention, linear, None))
@@ -219,6 +223,9 @@ def _clipped(
                 "cannot be clipped, leave the clip out"
             )
         yield ClippedWeight(param, heads)
+        bias = getattr(getattr(attention, linear), "bias", None)
+        if config.qk_clip is not None and isinstance(bias, torch.nn.Parameter):
+            yield ClippedWeight(bias, heads)  # Megatron's own clip leaves it
 
 
 def _linears(

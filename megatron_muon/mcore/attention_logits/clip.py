@@ -110,7 +110,7 @@ class QkClip:
             factors = row_factors(eta_of(largest, heads.groups, clip.threshold), heads, clip.alpha)
             here = heads.local(self.tp_rank, self.tp_size)
             local = factors[here.start : here.stop]
-            cols = param.shape[1]
+            cols = param.shape[1:].numel()
             scale_rows(param.data.view(-1), 0, cols, local)
             shard = self.shards.get(param)
             if shard is not None:

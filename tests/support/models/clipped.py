@@ -106,7 +106,7 @@ def clipped_whole(
         built = _start(case, Topology())
     finally:
         megatron_muon.uninstall()
-    clip_one = _clip_by_hand if by_hand else _clip_by_megatron
+    clip_one = partial(_clip_by_hand, case) if by_hand else _clip_by_megatron
 
     def clip() -> None:
         for attention in attentions(built):
@@ -131,8 +131,11 @@ def _clip_by_megatron(attention: Any) -> None:
 
 
 @torch.no_grad()
-def _clip_by_hand(attention: Any) -> None:
-    """Kimi K2's clip at 100 with alpha 0.5, written from the paper, head by head."""
+def _clip_by_hand(case: Case, attention: Any) -> None:
+    """Kimi K2's clip at 100 with alpha 0.5, written from the paper, head by head.
+
+    Megatron's flag leaves biases, and the plugin's clips them.
+    """
     config, core = attention.config, attention.core_attention
     if hasattr(attention, "linear_kv_up_proj"):
         _clip_latent(attention)
@@ -140,8 +143,10 @@ def _clip_by_hand(attention: Any) -> None:
     groups, size = config.num_query_groups, config.kv_channels
     heads = config.num_attention_heads // groups
     parts = [heads, heads if getattr(config, "attention_output_gate", False) else 0, 1, 1]
-    for weight in _copies(attention.linear_qkv.weight):
-        whole = weight.view(groups, sum(parts) * size, -1)
+    linear = attention.linear_qkv
+    clipped = [linear.weight] if case.qk_clip else [linear.weight, linear.bias]  # as Megatron does
+    for weight in (copy for each in clipped for copy in _copies(each)):
+        whole = weight.view(groups, sum(parts) * size, -1)  # a bias has one column
         for group in range(groups):
             largest = core.current_max_attn_logits[group * heads : (group + 1) * heads].max()
             if largest <= 100:
