@@ -154,19 +154,19 @@ def clip_of(model_config: Any, config: MuonConfig) -> Clip | None:
         return None if config.qk_clip is None else Clip(config.qk_clip, config.qk_clip_alpha)
     if config.qk_clip is not None:
         raise ValueError(
-            f"{named('qk_clip')} {config.qk_clip} and Megatron's qk_clip (--qk-clip) both clip the "
+            f"{named('qk_clip')} {config.qk_clip} and Megatron's --qk-clip both clip the "
             "attention's logits: leave out one of them"
         )
     threshold, alpha = model_config.qk_clip_threshold, model_config.qk_clip_alpha
     if not threshold > 0:
-        raise ValueError(f"qk_clip_threshold must be above 0, got {threshold}")
+        raise ValueError(f"Megatron's --qk-clip-threshold must be above 0, got {threshold}")
     if not 0 < alpha < 1:
-        raise ValueError(f"qk_clip_alpha must be between 0 and 1, got {alpha}")
+        raise ValueError(f"Megatron's --qk-clip-alpha must be between 0 and 1, got {alpha}")
     return Clip(threshold, alpha)
 
 
 def _flag(config: MuonConfig) -> str:
-    return named("qk_clip") if config.qk_clip is not None else "qk_clip (--qk-clip)"
+    return named("qk_clip") if config.qk_clip is not None else "--qk-clip"
 
 
 def _require_maxima(name: str, core: Any, config: MuonConfig) -> None:

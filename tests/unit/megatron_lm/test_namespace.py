@@ -105,7 +105,9 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
     unset = {flag.dest for flag in FLAGS if getattr(args, flag.dest) is None}
     spectral = config.scale_mode == "spectral"
     expected = set() if spectral else {"muon_matched_adamw_rms"}
-    assert unset == expected | ({"muon_ns_iteration"} if config.ns_iteration is None else set())
+    expected |= {"muon_ns_iteration"} if config.ns_iteration is None else set()
+    expected |= {"muon_qk_clip", "muon_qk_clip_alpha"} if config.qk_clip is None else set()
+    assert unset == expected
     assert args.muon_extra_scale_factor == config.matched_adamw_rms
     assert (args.muon_nesterov, args.no_muon_nesterov) == (config.nesterov, not config.nesterov)
     json.dumps(vars(args))  # plain values
