@@ -91,6 +91,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--muon-ns-steps", type=int, default=5)
     _switch(group, "--no-muon-nesterov")
     group.add_argument("--muon-split", action="append", default=[], metavar="PATTERN=KIND")
+    group.add_argument("--muon-qk-clip", type=float, default=None, metavar="THRESHOLD")
     _switch(group, "--weight-decay-all-params", text="decay norms and biases too")
 
 
@@ -110,6 +111,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "moments start at zero)",
     )
     group.add_argument("--figures", type=Path, default=None, help="JSON file for curve and figures")
+    _switch(
+        group,
+        "--log-max-attention-logit",
+        text="record each step's largest attention logit (megatron-core 0.16 on)",
+    )
     _switch(
         group,
         "--record-update-rms",

@@ -74,7 +74,8 @@ def build_optimizer(
     args: Namespace, model: DistributedDataParallel
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Megatron's optimizer and learning-rate schedule for these flags."""
-    if args.optimizer == "muon" or args.weight_decay_all_params:  # which holds for AdamW, too
+    of_adamw_too = args.weight_decay_all_params, args.log_max_attention_logit, args.muon_qk_clip
+    if args.optimizer == "muon" or any(of_adamw_too):
         megatron_muon.install(
             megatron_muon.MuonConfig(
                 matched_adamw_rms=args.muon_matched_adamw_rms,
@@ -83,6 +84,7 @@ def build_optimizer(
                 ns_steps=args.muon_ns_steps,
                 weight_decay_all_params=args.weight_decay_all_params,
                 muon_splits=tuple(tuple(each.rsplit("=", 1)) for each in args.muon_split),
+                qk_clip=args.muon_qk_clip,
             )
         )
     config = OptimizerConfig(
@@ -220,6 +222,8 @@ def train(
         if not updated:
             raise FloatingPointError(f"Megatron skipped step {step}: gradients overflowed")
         ended = time.perf_counter()
+        if args.log_max_attention_logit:
+            progress.watched(step, measure.largest_logit(model, device))
         lr = scheduler.get_lr(optimizer.param_groups[0])
         if recorded:
             progress.updated(step, measure.update_rms(before, model, lr, args.weight_decay))
