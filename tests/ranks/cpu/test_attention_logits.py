@@ -170,3 +170,25 @@ def _logged() -> tuple[float, bool]:
         return largest, same
     finally:
         megatron_muon.uninstall()
+
+
+@pytest.mark.skipif(VERSION < (0, 16), reason="this core has no clip_qk")
+def test_the_log_has_the_logits_that_a_step_has_clipped() -> None:
+    ((found, logged),) = run(_logged_after_a_step, 1)
+    assert found == logged > 0.05
+
+
+def _logged_after_a_step() -> tuple[float, float]:
+    import megatron_muon
+
+    built = _watched(replace(WATCHED, muon=(("qk_clip", 0.05),)), Topology())
+    _forward(built, 0)
+    found = max(max(each.tolist()) for each in _maxima(built))
+    built.optimizer.logits.after_step()
+    megatron_muon.install()
+    try:
+        from megatron.core.optimizer import qk_clip
+
+        return found, qk_clip.clip_qk(built.chunks, log_max_only=True)
+    finally:
+        megatron_muon.uninstall()
