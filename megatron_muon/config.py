@@ -79,6 +79,12 @@ class MuonConfig:
             halves of a gated ``linear_fc1``; ``parts``: latents and rope key of multi-latent
             attention's down-projections, and the parts of the ``in_proj`` of a Mamba mixer or a
             gated delta net. Patterns are like those of ``muon_include``.
+        qk_clip: threshold of attention logits. After a step the query and key rows of a head whose
+            largest logit passed it are scaled so that it would be the threshold (Kimi K2's QK-Clip,
+            arXiv 2507.20534). None: off. It holds for ``optimizer='adam'`` as well. It is for
+            Megatron's DotProductAttention, on every core; Megatron's own ``qk_clip`` (--qk-clip,
+            core 0.16 on) is also for Transformer Engine's attention.
+        qk_clip_alpha: the queries' share of the clip, in (0, 1); 0.5 is an equal share.
         muon_include, muon_exclude: patterns of parameter names (``fnmatch``: ``*``, ``?``, ``[]``)
             that overrule the routing. ``muon_include`` gives parameters to Muon (2-D weights only),
             ``muon_exclude`` to AdamW. Names are Megatron's, with layers numbered over all pipeline
@@ -126,6 +132,8 @@ class MuonConfig:
     weight_decay_all_params: bool = False
     split_qkv: bool = True
     muon_splits: tuple[tuple[str, SplitKind], ...] = ()
+    qk_clip: float | None = None
+    qk_clip_alpha: float = 0.5
     muon_include: tuple[str, ...] = ()
     muon_exclude: tuple[str, ...] = ()
     homes: HomePolicy = "balanced"
@@ -156,6 +164,7 @@ class MuonConfig:
         schedule(self.ns_coefficients, self.ns_steps, self.ns_dtype)
         if self.ns_iteration not in (None, "standard"):
             _require_restarts(self)
+        _require_clip(self.qk_clip, self.qk_clip_alpha)
         for name in ("muon_include", "muon_exclude"):
             _require_patterns(name, getattr(self, name))
         _require_splits(self.muon_splits)
@@ -196,6 +205,14 @@ def _require_positive(name: str, value: float) -> None:
     _require_number(name, value)
     if value <= 0:
         raise ValueError(f"{named(name)} must be above 0, got {value}")
+
+
+def _require_clip(threshold: float | None, alpha: float) -> None:
+    if threshold is not None:
+        _require_positive("qk_clip", threshold)
+    _require_number("qk_clip_alpha", alpha)
+    if not 0 < alpha < 1:
+        raise ValueError(f"{named('qk_clip_alpha')} must be in (0, 1), got {alpha}")
 
 
 def _require_count(name: str, value: object, most: int | None = None) -> None:

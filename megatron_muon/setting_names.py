@@ -16,6 +16,8 @@ FLAG_OF = {
     "weight_decay_all_params": "--weight-decay-all-params",
     "split_qkv": "--muon-no-split-qkv",
     "muon_splits": "--muon-split",
+    "qk_clip": "--muon-qk-clip",
+    "qk_clip_alpha": "--muon-qk-clip-alpha",
     "muon_include": "--muon-include",
     "muon_exclude": "--muon-exclude",
     "homes": "--muon-homes",

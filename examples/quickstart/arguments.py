@@ -93,6 +93,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--muon-split", action="append", default=[], metavar="PATTERN=KIND")
     group.add_argument("--muon-log-interval", type=int, default=None)
     group.add_argument("--muon-log-file", default=None)
+    group.add_argument("--muon-qk-clip", type=float, default=None, metavar="THRESHOLD")
     _switch(group, "--weight-decay-all-params", text="decay norms and biases too")
 
 
@@ -112,6 +113,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "moments start at zero)",
     )
     group.add_argument("--figures", type=Path, default=None, help="JSON file for curve and figures")
+    _switch(
+        group,
+        "--log-max-attention-logit",
+        text="record each step's largest attention logit (megatron-core 0.16 on)",
+    )
     _switch(
         group,
         "--record-update-rms",

@@ -106,3 +106,15 @@ def collect(
         "ns_flops_per_rank": [rank["ns_flops"] for rank in ranks],
         "matrices": sum(rank["matrices"] for rank in ranks),
     }
+
+
+def largest_logit(model: DistributedDataParallel, device: torch.device) -> float:
+    """The largest attention logit of the step that was just taken, of all ranks.
+
+    As Megatron-LM's training loop logs it: megatron-core 0.16 has ``clip_qk``.
+    """
+    from megatron.core.optimizer import qk_clip
+
+    largest = torch.tensor(qk_clip.clip_qk([model], log_max_only=True), device=device)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return largest.item()

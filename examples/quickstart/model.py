@@ -56,6 +56,7 @@ def model_config(args: Namespace) -> TransformerConfig:
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
+        **({"log_max_attention_logit": True} if args.log_max_attention_logit else {}),
     )
 
 

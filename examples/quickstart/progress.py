@@ -53,6 +53,10 @@ class Progress:
             for name, value in {"lm loss": loss, **scalars}.items():
                 self._writer.add_scalar(name, value, step)
 
+    def watched(self, step: int, logit: float) -> None:
+        """Records the largest attention logit of one step."""
+        self.curve.setdefault("max_attention_logit", []).append([step, logit])
+
     def updated(self, step: int, rms: float) -> None:
         """Records the size of one step's updates, per unit of lr."""
         self.curve.setdefault("update_rms", []).append([step, rms])

@@ -74,7 +74,8 @@ def build_optimizer(
     args: Namespace, model: DistributedDataParallel
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Megatron's optimizer and learning-rate schedule for these flags."""
-    if args.optimizer == "muon" or args.weight_decay_all_params:  # which holds for AdamW, too
+    of_adamw_too = args.weight_decay_all_params, args.log_max_attention_logit, args.muon_qk_clip
+    if args.optimizer == "muon" or any(of_adamw_too):
         megatron_muon.install(
             megatron_muon.MuonConfig(
                 matched_adamw_rms=args.muon_matched_adamw_rms,
@@ -85,6 +86,7 @@ def build_optimizer(
                 muon_splits=tuple(tuple(each.rsplit("=", 1)) for each in args.muon_split),
                 log_interval=args.muon_log_interval,
                 log_file=args.muon_log_file,
+                qk_clip=args.muon_qk_clip,
             )
         )
     config = OptimizerConfig(
@@ -222,6 +224,8 @@ def train(
         if not updated:
             raise FloatingPointError(f"Megatron skipped step {step}: gradients overflowed")
         ended = time.perf_counter()
+        if args.log_max_attention_logit:
+            progress.watched(step, measure.largest_logit(model, device))
         lr = scheduler.get_lr(optimizer.param_groups[0])
         if recorded:
             progress.updated(step, measure.update_rms(before, model, lr, args.weight_decay))

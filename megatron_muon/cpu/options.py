@@ -142,14 +142,6 @@ REFUSED = (
     Refused("delay_wgrad_compute", "--delay-wgrad-compute", _is_on, _TE, _OUT),
     Refused("cpu_offloading", "--cpu-offloading", _is_on, _TE, _OUT),
     Refused("use_precision_aware_optimizer", "--use-precision-aware-optimizer", _is_on, _TE, _OUT),
-    Refused("qk_clip", "--qk-clip", _is_on, "Transformer Engine's attention has its logits", _OUT),
-    Refused(
-        "log_max_attention_logit",
-        "--log-max-attention-logit",
-        _is_on,
-        "Transformer Engine's attention has its logits",
-        _OUT,
-    ),
     Refused(
         "defer_embedding_wgrad_compute",
         "--defer-embedding-wgrad-compute",
@@ -188,6 +180,15 @@ REFUSED = (
     ),
 )
 
+_LOGITS = "Megatron's own way has the logits from Transformer Engine; the plugin has its own for "
+_LOGITS += "the distributed optimizer"
+_SHARDS = "--use-distributed-optimizer, or leave it out"
+# Options that the plugin does on a CPU, over the distributed optimizer alone.
+_WITHOUT_SHARDS = (
+    Refused("qk_clip", "--qk-clip", _is_on, _LOGITS, _SHARDS),
+    Refused("log_max_attention_logit", "--log-max-attention-logit", _is_on, _LOGITS, _SHARDS),
+)
+
 
 def refuse(args: Namespace) -> None:
     """Refuse what a CPU cannot run and nothing stands in for.
@@ -198,9 +199,11 @@ def refuse(args: Namespace) -> None:
     Raises:
         ValueError: names every one of them, with what to write.
     """
+    sharded = getattr(args, "use_distributed_optimizer", False)
+    refused = REFUSED if sharded else (*REFUSED, *_WITHOUT_SHARDS)
     bad = [
         f"{row.option}{_shown(value)} ({row.why}): {row.instead}"
-        for row in REFUSED
+        for row in refused
         if row.needs_gpu(value := getattr(args, row.dest, None))
     ]
     if bad:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core import optimizer as mcore_optimizer
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.attention_logits import attach
 from megatron_muon.mcore.build import make_muons
 from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
 from megatron_muon.mcore.integrity import save_load
@@ -125,15 +126,42 @@ def _get_megatron_optimizer(
     """Wraps Megatron's: lets it build its AdamW distributed optimizers, then makes them Muon's.
 
     ``optimizer='adam'`` stays Megatron's, but decays every weight with ``weight_decay_all_params``.
+    With any of them the distributed optimizer's shards are clipped where QK-Clip is asked for.
     """
     assert _config is not None
-    twin = config.optimizer == "adam" and _config.weight_decay_all_params
-    if config.optimizer.lower() != "muon" and not twin:
-        return original(config, model_chunks, *args, **kwargs)
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
-    if twin:
+    build = _build_muon if config.optimizer.lower() == "muon" else _build_other
+    if not attach.is_wanted(config, model_chunks, _config):
+        return build(original, given, config, model_chunks)
+    prepared = together(
+        lambda: attach.prepare(config, model_chunks, _config, given.arguments.get("pg_collection")),
+        None,
+        device_of(model_chunks),
+    )
+    optimizer = build(original, given, config, model_chunks)
+    attach.attach(prepared, optimizer, model_chunks, _config)
+    return optimizer
+
+
+def _build_other(
+    original: Callable[..., Any],
+    given: inspect.BoundArguments,
+    config: Any,
+    model_chunks: list[Any],
+) -> Any:
+    assert _config is not None
+    if config.optimizer == "adam" and _config.weight_decay_all_params:
         _decay_everything(given, config)
-        return original(*given.args, **given.kwargs)
+    return original(*given.args, **given.kwargs)
+
+
+def _build_muon(
+    original: Callable[..., Any],
+    given: inspect.BoundArguments,
+    config: Any,
+    model_chunks: list[Any],
+) -> Any:
+    assert _config is not None
     if config.optimizer != "muon":
         raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
     together(lambda: _refuse(config, model_chunks, given), None, device_of(model_chunks))
@@ -189,6 +217,7 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
     "_get_megatron_optimizer_based_on_param_groups": _stopped,
     "_get_megatron_emerging_optimizer": _stopped,
+    "clip_qk": attach.clip_qk,
     "save": save_load.save,
     "load": save_load.load,
 }

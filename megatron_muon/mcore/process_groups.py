@@ -136,6 +136,23 @@ def require_groups(model_chunks: Sequence[Any], pg_collection: Any) -> None:
         _ep(pg_collection)
 
 
+def whole_stage(pg_collection: Any) -> Group:
+    """The ranks of this pipeline stage, in all optimizer instances.
+
+    Args:
+        pg_collection: as given to ``get_megatron_optimizer``; None for Megatron's global groups.
+
+    Raises:
+        ValueError: the collection lacks the group.
+    """
+    return _whole_stage(pg_collection)
+
+
+def tensor_parallel(pg_collection: Any) -> Group:
+    """The ranks that share a dense weight; otherwise as ``whole_stage``."""
+    return _tp(pg_collection)
+
+
 def sharing(model_chunk: Any, pg_collection: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """TP sizes and numbers of shards of a grad buffer, each as (dense weights, experts' weights).
 

@@ -141,6 +141,22 @@ FLAGS = (
         **_ON,
     ),
     _flag(
+        "--muon-qk-clip",
+        "threshold of attention logits: after a step, scale the query and key rows of a head whose "
+        "largest logit passed it, so that it would be the threshold (QK-Clip of Kimi K2, arXiv "
+        "2507.20534, which has 100); with Megatron's own attention (--transformer-impl local) on "
+        "every core, and with --optimizer adam, too; for Transformer Engine's there is Megatron's "
+        f"--qk-clip from core 0.16 on; {_OURS}; default: off",
+        type=float,
+        metavar="THRESHOLD",
+    ),
+    _flag(
+        "--muon-qk-clip-alpha",
+        "the queries' share of the clip of --muon-qk-clip, above 0 and below 1; "
+        f"{_OURS}; default {_MOONLIGHT.qk_clip_alpha}, an equal share",
+        type=float,
+    ),
+    _flag(
         "--muon-include",
         "parameters that are Muon's whatever the routing says: a pattern of names (*, ?, []; "
         f"megatron-muon routes prints the names); may be given several times; {_OURS}; "

@@ -149,6 +149,8 @@ def muon_config(args: Namespace) -> MuonConfig:
         weight_decay_all_params=bool(value_given(args, "weight_decay_all_params")),
         split_qkv=value_chosen(args, "muon_split_qkv", _MOONLIGHT.split_qkv),
         muon_splits=_splits(args),
+        qk_clip=value_given(args, "muon_qk_clip"),
+        qk_clip_alpha=qk_clip_alpha(args),
         muon_include=tuple(value_given(args, "muon_include") or ()),
         muon_exclude=tuple(value_given(args, "muon_exclude") or ()),
         homes=value_given(args, "muon_homes") or _MOONLIGHT.homes,
@@ -183,6 +185,21 @@ def _log_file(args: Namespace) -> str | None:
             "--tensorboard-dir or --save"
         )
     return os.path.join(folder, "muon_watch.jsonl")
+
+
+def qk_clip_alpha(args: Namespace) -> float:
+    """The queries' share of the clip of ``--muon-qk-clip``.
+
+    Raises:
+        ValueError: it is given without that flag, and would be ignored.
+    """
+    given = value_given(args, "muon_qk_clip_alpha")
+    if given is not None and value_given(args, "muon_qk_clip") is None:
+        raise ValueError(
+            f"--muon-qk-clip-alpha {given} is for --muon-qk-clip THRESHOLD, which is not given: "
+            "give it too (Megatron's --qk-clip has --qk-clip-alpha), or leave this out"
+        )
+    return _MOONLIGHT.qk_clip_alpha if given is None else float(given)
 
 
 def _number(args: Namespace, name: str) -> float:

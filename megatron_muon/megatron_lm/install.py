@@ -7,7 +7,8 @@ import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_muon.config import MuonConfig
@@ -130,7 +131,8 @@ def _validate_args(
     """
     if not asks_for_muon(args):
         told = [*_leave_out(args), *_on_the_cpu(args)]
-        result = original(args, defaults or {}, **kwargs)
+        with _without_a_need_of_te(args):
+            result = original(args, defaults or {}, **kwargs)
         _tell(told)
         return result
     again = namespace.is_on(args)  # a namespace may be validated twice
@@ -138,7 +140,8 @@ def _validate_args(
     told += _on_the_cpu(args)
     args.optimizer = "adam"
     try:
-        result = original(args, defaults or {}, **kwargs)
+        with _without_a_need_of_te(args):
+            result = original(args, defaults or {}, **kwargs)
     finally:
         args.optimizer = "muon"
     check_arguments(args)
@@ -164,17 +167,62 @@ def _on_the_cpu(args: Any) -> list[str]:
     return told
 
 
+@contextmanager
+def _without_a_need_of_te(args: Any) -> Iterator[None]:
+    """On the CPU, hide what Megatron's checks want Transformer Engine for, and the plugin does."""
+    on = [name for name in _LOGITS if getattr(args, name, False)]
+    if not importlib.import_module("megatron_muon.cpu").enabled():
+        on = []
+    for name in on:
+        setattr(args, name, False)
+    try:
+        yield
+    finally:
+        for name in on:
+            setattr(args, name, True)
+
+
 def _leave_out(args: Any) -> list[str]:
-    """Leave a run without Muon to Megatron, except for AdamW's ``--weight-decay-all-params``."""
+    """Leave a run without Muon to Megatron, except for what AdamW may have of the plugin's.
+
+    With the distributed optimizer that is also Megatron's own ``--qk-clip``, which fails on shards.
+    """
     again = not hasattr(args, KEPT)
+    if args.optimizer == "adam":
+        alpha = flags.qk_clip_alpha(args)
     namespace.leave_to_megatron(args)
-    if args.optimizer != "adam" or not getattr(args, "weight_decay_all_params", False):
+    if args.optimizer != "adam":
         return []
-    importlib.import_module("megatron_muon.mcore.install").install(
-        MuonConfig(weight_decay_all_params=True)
-    )
-    line = "--weight-decay-all-params: AdamW decays norms' gammas and biases, too"
-    return [] if again else [line]
+    told = []
+    decayed = bool(getattr(args, "weight_decay_all_params", False))
+    if decayed:
+        told += ["--weight-decay-all-params: AdamW decays norms' gammas and biases, too"]
+    threshold = getattr(args, "muon_qk_clip", None)
+    if threshold is not None:
+        _require_shards(args, "--muon-qk-clip")
+        told += [f"--muon-qk-clip {threshold:g}: attention logits are clipped after AdamW's steps"]
+    if args.use_distributed_optimizer:
+        told += [line for name, line in _LOGITS.items() if getattr(args, name, False)]
+    if told:
+        importlib.import_module("megatron_muon.mcore.install").install(
+            MuonConfig(weight_decay_all_params=decayed, qk_clip=threshold, qk_clip_alpha=alpha)
+        )
+    return [] if again else told
+
+
+# Megatron's options about attention logits, and what the plugin says of them without Muon.
+_LOGITS = {
+    "qk_clip": "--qk-clip: the plugin clips the shards of AdamW's main parameters",
+    "log_max_attention_logit": "--log-max-attention-logit: the plugin reduces the logits",
+}
+
+
+def _require_shards(args: Any, option: str) -> None:
+    if not args.use_distributed_optimizer:
+        raise ValueError(
+            f"{option} clips what the distributed optimizer has of the weights: add "
+            "--use-distributed-optimizer, or leave it out"
+        )
 
 
 def _turn_on(args: Any) -> list[str]:
@@ -204,9 +252,6 @@ def _turn_on(args: Any) -> list[str]:
 REFUSED = {
     "--use-precision-aware-optimizer": "which keeps no fp32 main parameters of Megatron's",
     "--use-mup": "whose rates are Adam's",
-    "--qk-clip": "which takes a main parameter for the whole matrix, where the distributed "
-    "optimizer, AdamW's too, has a shard of it: the run would end at the first logit above the "
-    "threshold (--log-max-attention-logit alone works)",
 }
 
 

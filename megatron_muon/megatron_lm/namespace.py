@@ -18,7 +18,7 @@ from megatron_muon.megatron_lm.flags import foreign_flags, restore_defaults
 
 # Flags that a run with any other optimizer may have, and those that one with AdamW may have.
 _OF_ANY = ("muon_cpu",)
-_OF_ADAM = ("adamw_from_muon", "weight_decay_all_params")
+_OF_ADAM = ("adamw_from_muon", "weight_decay_all_params", "muon_qk_clip", "muon_qk_clip_alpha")
 
 
 def is_on(args: Any) -> bool:
@@ -97,6 +97,8 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_use_syrk": False,
         "weight_decay_all_params": config.weight_decay_all_params,
         "muon_split": [f"{pattern}={kind}" for pattern, kind in config.muon_splits],
+        "muon_qk_clip": config.qk_clip,
+        "muon_qk_clip_alpha": config.qk_clip_alpha if config.qk_clip is not None else None,
         "muon_include": list(config.muon_include),
         "muon_exclude": list(config.muon_exclude),
         "muon_homes": config.homes,

@@ -110,11 +110,6 @@ UNSUPPORTED = {
         {"model": {"moe_single_grouped_weight": True}},
         "does not support moe_single_grouped_weight yet (got True): keep a weight per expert",
     ),
-    "qk clip": (
-        {"model": {"qk_clip": True}},
-        "does not support qk_clip yet (got True): leave it off, since Megatron's clip takes the "
-        "main parameter for the whole matrix",
-    ),
     "early gather in fp16": (
         {
             "optimizer": {

@@ -108,9 +108,11 @@ def test_what_a_cpu_cannot_run_is_one_error() -> None:
     assert "building GPT model" not in text
 
 
-def test_qk_clip_is_refused_before_anything_is_built() -> None:
-    if "--qk-clip" not in known_flags():
+@pytest.mark.parametrize("flag", ["--qk-clip", "--muon-qk-clip 100"])
+def test_a_clip_without_shards_is_refused_before_anything_is_built(flag: str) -> None:
+    if flag == "--qk-clip" and flag not in known_flags():
         pytest.skip("this Megatron has no --qk-clip")
-    text = alone(MODEL, MOCK, RUN, "--bf16", MUON, "--qk-clip", fails=True)
-    assert "does not support --qk-clip yet, which takes a main parameter for the whole mat" in text
+    adam = "--optimizer adam --muon-cpu"
+    text = alone(MODEL, MOCK, RUN, "--bf16", adam, flag, fails=True)
+    assert re.search(rf"{flag.split()[0]} .*--use-distributed-optimizer, or leave it out", text)
     assert "building GPT model" not in text

@@ -54,6 +54,20 @@ def test_the_page_on_tuning_has_the_table_as_it_was_printed() -> None:
     assert script("sweep").transfer_table(recorded("transfer.json")) in page
 
 
+def test_the_page_on_qk_clip_has_the_table_as_it_was_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(QUICKSTART))  # it imports sweep.py
+    clip, report = script("clip"), recorded("clip.json")
+    assert clip.table(report) in (ROOT / "docs" / "qk_clip.md").read_text()
+    free, clipped, usual = report["runs"].values()
+    assert [run["flags"] for run in (free, clipped, usual)] == [
+        ["--lr", f"{rate:g}", *flags] for rate, flags in clip.RUNS.values()
+    ]
+    assert all(max(logits) > 7 * clip.THRESHOLD for logits in free["logits"])
+    assert all(max(logits) < 1.4 * clip.THRESHOLD for logits in clipped["logits"])
+
+
 def test_the_readme_has_the_losses_of_the_picture() -> None:
     summary = recorded("summary.json")
     readme = (ROOT / "README.md").read_text()

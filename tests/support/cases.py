@@ -95,7 +95,8 @@ class Case:
     ``(step, pattern)``: an inf in that step's gradient. ``output_gate`` is Megatron's
     attention_output_gate. ``fp8`` is the recipe of Transformer Engine's by which the linears'
     weights are fp8 (--fp8-param-gather). By ``mixer`` layers have a Mamba mixer or a gated delta
-    net in place of attention; no forward pass of theirs is run.
+    net in place of attention; no forward pass of theirs is run. ``qk_clip`` are
+    Megatron's threshold and alpha.
     """
 
     bf16: bool = True
@@ -128,6 +129,7 @@ class Case:
     vocab: int = VOCAB
     mixer: Literal["", "mamba", "delta"] = ""
     fp8: str = ""
+    qk_clip: tuple[float, float] | None = None
 
     @property
     def head_size(self) -> int:

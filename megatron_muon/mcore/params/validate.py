@@ -127,8 +127,6 @@ def _model_modes(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
         "keep a weight per expert",
     )
     for chunk in model_chunks:
-        for module in chunk.modules():  # a part of the model may have a configuration of its own
-            yield ("qk_clip", getattr(getattr(module, "config", None), "qk_clip", False), _QK_CLIP)
         for name, param in chunk.named_parameters():
             yield (
                 "generalized tensor parallelism",
@@ -152,14 +150,6 @@ def _fp8_modes(fp8: bool, model: Any) -> Iterator[tuple[str, Any, str]]:
         "other recipes a rank scales what it holds of a weight, and such a step has not been shown "
         "to be that of one process",
     )
-
-
-_QK_CLIP = (
-    "leave it off, since Megatron's clip takes the main parameter for the whole matrix, and the "
-    "distributed optimizer, AdamW's too, has a shard of it: the clip would end the run at the "
-    "first logit above its threshold, after it had scaled a part; log_max_attention_logit "
-    "alone works"
-)
 
 
 def _upstream_faults(config: Any, model: Any) -> Iterator[tuple[str, Any, str]]:

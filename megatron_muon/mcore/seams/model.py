@@ -8,6 +8,9 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 _MIXER = "megatron.core.ssm.mamba_mixer"
 _DELTA = "megatron.core.ssm.gated_delta_net"
 _ATTENTION = "megatron.core.transformer.attention"
+_CORE_ATTENTION = "megatron.core.transformer.dot_product_attention"
+_MLA_CONFIG = "megatron.core.transformer.transformer_config"
+_MLA = "megatron.core.transformer.multi_latent_attention"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module"
 
 
@@ -91,6 +94,29 @@ SEAMS = (
     ),
     # --- attention logits
     Seam(_ATTENTION, "Attention", "read", "the class of all attentions with a core_attention"),
+    Seam(_MLA, "MLASelfAttention", "read", "the class whose up-projections are clipped"),
+    Seam(
+        _CORE_ATTENTION,
+        "DotProductAttention",
+        "read",
+        "the attention whose softmax module gets all scaled logits, and the mask",
+    ),
+    Seam(
+        "megatron.core.fusions.fused_softmax",
+        "FusedScaleMaskSoftmax.forward",
+        "called",
+        "a hook before it reads its first arguments: logits (batch, heads, queries, keys) and mask",
+        ("input", "mask"),
+    ),
+    Seam("megatron.core.transformer.enums", "AttnMaskType", "read", "whether a mask is causal"),
+    Seam(
+        "megatron.core.optimizer.qk_clip",
+        "clip_qk",
+        "wrapped",
+        "called after each step; wrapped to clip shards of main parameters, not whole ones",
+        ("model", "log_max_only"),
+        since=(0, 16),
+    ),
 )
 
 _ROWS = "which rows of latent attention are a head's or a latent's"
@@ -122,8 +148,11 @@ ATTRIBUTES = (
     _of_model("fp8_recipe", "how fp8 parameters are scaled"),
     _of_model("fp4_param", _REFUSED, (0, 15)),
     _of_model("moe_single_grouped_weight", _REFUSED, (0, 18)),
-    _of_model("qk_clip", _REFUSED, (0, 16)),
+    _of_model("qk_clip", "whether attention logits are clipped", (0, 16)),
+    _of_model("qk_clip_threshold", "from which logit on", (0, 16)),
+    _of_model("qk_clip_alpha", "the queries' share of a clip", (0, 16)),
     _of_model("log_max_attention_logit", "whether attention logits are watched", (0, 16)),
+    _of_model("qk_layernorm", "whether queries and keys are normalized after their projection"),
     _of_optimizer("optimizer", "whether it is muon; adam while Megatron builds"),
     _of_optimizer("use_distributed_optimizer", "refused if off"),
     _of_optimizer("decoupled_weight_decay", "refused if off", (0, 15)),
@@ -158,6 +187,23 @@ ATTRIBUTES = (
         "SelfAttention",
         "config",
         "the settings that an attention was built from",
+    ),
+    Attribute(_ATTENTION, "Attention", "core_attention", "the module that computes logits"),
+    *(
+        Attribute(_MLA, "MLASelfAttention", linear, "its weight has the heads' rows one by one")
+        for linear in ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+    ),
+    *(
+        Attribute(_MLA_CONFIG, "MLATransformerConfig", name, "rows of a head's parts")
+        for name in ("q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    ),
+    Attribute(_CORE_ATTENTION, "DotProductAttention", "scale_mask_softmax", "gets all logits"),
+    *(
+        Attribute("megatron.core.fusions.fused_softmax", "FusedScaleMaskSoftmax", name, why)
+        for name, why in (
+            ("attn_mask_type", "whether a mask that is not given is causal"),
+            ("scale", "a factor of the logits that the softmax itself applies"),
+        )
     ),
     Attribute(
         "megatron.core.transformer.transformer_layer",

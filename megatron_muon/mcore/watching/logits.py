@@ -48,14 +48,19 @@ class KeptLogits:
         maxima.scatter_reduce_(0, heads * self.groups // self.heads, kept, "amax")
 
 
-def kept_logits(model_chunks: Sequence[torch.nn.Module]) -> Iterator[KeptLogits]:
-    """Each self-attention of this rank whose settings ask for its largest logits."""
+def kept_logits(model_chunks: Sequence[torch.nn.Module], is_clipped: bool) -> Iterator[KeptLogits]:
+    """Each self-attention of this rank whose settings ask for its largest logits.
+
+    Args:
+        model_chunks: this rank's.
+        is_clipped: the plugin's own setting asks, too (``MuonConfig.qk_clip``).
+    """
     for name, layer in layers(model_chunks):
         for path, module in layer.named_modules():
             if not isinstance(module, Attention) or isinstance(module, CrossAttention):
                 continue
-            model = module.config
+            model, core = module.config, module.core_attention
             asked = ("log_max_attention_logit", "qk_clip")
-            if any(getattr(model, setting, False) for setting in asked):
+            if is_clipped or any(getattr(model, setting, False) for setting in asked):
                 heads, groups = model.num_attention_heads, model.num_query_groups
-                yield KeptLogits(f"{name}.{path}", module.core_attention, heads, groups)
+                yield KeptLogits(f"{name}.{path}", core, heads, groups)

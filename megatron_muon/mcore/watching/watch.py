@@ -75,7 +75,8 @@ class Watch:
         ]
         self._first = muons[0][0]  # its groups are new objects after each load
         self._outputs = LayerOutputs(list(layers(model_chunks)), self._table)
-        self._logits, self._tp = list(kept_logits(model_chunks)), stage.tp
+        self._logits = list(kept_logits(model_chunks, config.qk_clip is not None))
+        self._tp = stage.tp
         self._outputs.attach()  # the number of the first step is not known yet
         self._rank, size = dist.get_rank(group), dist.get_world_size(group)
         self._writes = self._rank == size - 1
@@ -199,11 +200,12 @@ def _part(muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: 
     matrices = [matrix for _, muon in muons for matrix in muon.plan.matrices]
     held, of_muon = list(weights(model_chunks)), muons_of(model_chunks, stage.sizes, config)
     adamws = {row_name(w.name) for w in held if w.param.requires_grad and w.param not in of_muon}
+    kept = kept_logits(model_chunks, config.qk_clip is not None)
     rows = [
         *muon_rows(matrices, config),
         *(Row("adamw", name) for name in sorted(adamws)),
         *(Row("layers", name) for name, _ in layers(model_chunks)),
-        *(Row("logits", name) for each in kept_logits(model_chunks) for name in each.rows()),
+        *(Row("logits", name) for each in kept for name in each.rows()),
     ]
     share = share_of(held, config, stage.sizes)
     work = [sum(flops) for flops in zip(*(muon.plan.ns_flops() for _, muon in muons), strict=True)]

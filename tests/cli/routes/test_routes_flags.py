@@ -93,14 +93,6 @@ def test_a_flag_of_other_versions_is_refused(flag: str, capsys: pytest.CaptureFi
     assert f"megatron-core {NAME} has no {flag}: versions " in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not has_flag("--qk-clip"), reason="this core has no --qk-clip")
-def test_the_clip_of_logits_is_refused_as_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["routes", *TINY, "--qk-clip"])
-    assert ended.value.code == 2
-    assert "does not support qk_clip yet (got True): leave it off" in capsys.readouterr().err
-
-
 BOTH_PARSERS = """
 import argparse, json, megatron_muon
 megatron_muon.cpu.enable()

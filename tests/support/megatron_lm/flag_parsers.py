@@ -99,6 +99,11 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         ["--muon-split", "*.linear_qkv.*=heads", "--muon-split", "a=b=gate-up"],
         {"muon_splits": (("*.linear_qkv.*", "heads"), ("a=b", "gate-up"))},
     ),
+    "clip": (["--muon-qk-clip", "100"], {"qk_clip": 100.0}),
+    "clip-alpha": (
+        ["--muon-qk-clip-alpha", "0.3", "--muon-qk-clip", "30"],
+        {"qk_clip": 30.0, "qk_clip_alpha": 0.3},
+    ),
     "include": (
         ["--muon-include", "a.*", "--muon-include", "b"],
         {"muon_include": ("a.*", "b")},

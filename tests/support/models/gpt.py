@@ -287,7 +287,8 @@ def write_grads(built: Built, step: int) -> None:
                     shard.mul_(-3.0)
 
 
-def take_step(built: Built, step: int) -> None:
+def take_step(built: Built, step: int, after: Callable[[], object] = lambda: None) -> None:
+    """Take a step, then call ``after``, before an overlapped gather of the parameters ends."""
     set_schedule(built, step)
     write_grads(built, step)
     if built.case.fp16:
@@ -296,6 +297,7 @@ def take_step(built: Built, step: int) -> None:
     ok, norm, _ = built.optimizer.step()
     assert ok is not built.case.overflows(step), f"step {step}: successful is {ok}"
     built.log.setdefault("norms", []).append(float(norm) if ok else None)
+    after()
     if built.topology.overlap:
         for chunk in built.chunks:
             chunk.start_param_sync(force_sync=True)

@@ -140,6 +140,9 @@ def transformer_config(case: Case, topology: Topology) -> Any:
         options |= {"linear_attention_freq": [1] * case.layers, "add_bias_linear": False}
     if case.fp8:
         options |= {"fp8": "e4m3", "fp8_recipe": case.fp8, "fp8_param": True}
+    if case.qk_clip:
+        threshold, alpha = case.qk_clip
+        options |= {"qk_clip": True, "qk_clip_threshold": threshold, "qk_clip_alpha": alpha}
     if not case.mla:
         return TransformerConfig(**having(TransformerConfig, **options))
     return MLATransformerConfig(**having(MLATransformerConfig, **options | MLA_OPTIONS))

@@ -1,0 +1,37 @@
+"""Multiplication of the rows of a matrix of which a tensor holds any range of elements."""
+
+from __future__ import annotations
+
+import torch
+
+
+def scale_rows(flat: torch.Tensor, start: int, cols: int, factors: torch.Tensor) -> None:
+    """Multiply elements of a row-major (rows, cols) matrix by their rows' factors, in place.
+
+    Each product is computed in fp32 and rounded once to the dtype of ``flat``.
+
+    Args:
+        flat: (n,), contiguous, in any float dtype: elements [start, start + n) of the matrix.
+        start: the place of its first element.
+        cols: of the matrix.
+        factors: (rows,) in fp32.
+
+    Raises:
+        ValueError: the elements are not all in the matrix.
+    """
+    count = flat.numel()
+    if start < 0 or start + count > factors.numel() * cols:
+        raise ValueError(
+            f"elements [{start}, {start + count}) are not in {factors.numel()} rows of {cols}"
+        )
+    head = min(-start % cols, count)  # up to the end of a row that has begun before
+    rows = (count - head) // cols
+    body = head + rows * cols
+    first = -(-start // cols)  # the first row that begins here
+    # a factor of one element keeps its dimension: a scalar would be cast to the dtype of ``flat``
+    if head:
+        flat[:head].mul_(factors[start // cols : start // cols + 1])
+    if rows:
+        flat[head:body].view(rows, cols).mul_(factors[first : first + rows, None])
+    if body < count:
+        flat[body:].mul_(factors[first + rows : first + rows + 1])

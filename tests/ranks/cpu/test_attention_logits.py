@@ -1,0 +1,194 @@
+"""The largest attention logits, as Megatron's own attention computes them in forward passes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from support.cases import SEQUENCE, VOCAB, Case, Topology
+from support.installed import VERSION
+from support.models.clipped import attentions
+from support.models.gpt import Built, build, make_optimizer
+from support.ranks import run
+
+FAR = 1e9  # a threshold that no logit passes
+WATCHED = Case(bf16=False, muon=(("qk_clip", FAR),))
+BATCHES, SEQUENCES = 2, 4
+
+
+def _tokens(batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randint(0, VOCAB, (SEQUENCES, SEQUENCE + 1), generator=generator)
+
+
+def _forward(built: Built, batch: int) -> None:
+    """This rank's part of a batch: of its sequences, and of their tokens."""
+    from megatron.core import parallel_state as ps
+
+    from megatron_muon.cpu.attention import positions
+
+    topology = built.topology
+    tokens = _tokens(batch).chunk(topology.dp)[ps.get_data_parallel_rank()]
+    here = positions(SEQUENCE, topology.cp, ps.get_context_parallel_rank())
+    given, labels = tokens[:, :-1][:, here], tokens[:, 1:][:, here]
+    built.ddp(given, here.expand(len(tokens), -1), None, labels=labels)
+
+
+def _watched(case: Case, topology: Topology, **settings: Any) -> Built:
+    import megatron_muon
+
+    megatron_muon.install(megatron_muon.MuonConfig(**dict(case.muon)))
+    try:
+        built = build(case, topology)
+        for attention in attentions(built):
+            for name, value in settings.items():
+                setattr(attention.config, name, value)
+        for param in built.params.values():
+            param.data.mul_(3.0)  # so that logits differ
+        built.optimizer = make_optimizer(built)
+    finally:
+        megatron_muon.uninstall()
+    return built
+
+
+def _maxima(built: Built) -> list[Any]:
+    return [each.core_attention.current_max_attn_logits for each in attentions(built)]
+
+
+def _expected_and_found(case: Case) -> list[tuple[list[float], list[float]]]:
+    """Of each attention, over two micro-batches; expected are products of what it was given."""
+    built = _watched(case, Topology())
+    seen: list[list[torch.Tensor]] = []
+    for attention in attentions(built):
+        largest: list[torch.Tensor] = []
+        seen.append(largest)
+        attention.core_attention.register_forward_pre_hook(
+            lambda core, given, largest=largest: largest.append(_by_hand(core, *given[:2]))
+        )
+    for batch in range(BATCHES):
+        _forward(built, batch)
+    found = [each.tolist() for each in _maxima(built)]
+    expected = [torch.stack(largest).amax(0).tolist() for largest in seen]
+    built.ddp.eval()
+    _forward(built, BATCHES)
+    assert [each.tolist() for each in _maxima(built)] == found, "evaluation counts"
+    built.optimizer.logits.after_step()
+    assert _maxima(built) == [None] * len(found)
+    return list(zip(expected, found, strict=True))
+
+
+def _by_hand(core: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """(heads,): the largest causal logit, in fp64."""
+    length, _, heads, _ = query.shape
+    key = key.repeat_interleave(heads // key.shape[2], dim=2)
+    logits = torch.einsum("qbhd,kbhd->hbqk", query.double(), key.double())
+    logits *= core.softmax_scale * (core.scale_mask_softmax.scale or 1)
+    later = torch.arange(length) > torch.arange(length)[:, None]
+    return logits.masked_fill(later, -math.inf).amax(dim=(1, 2, 3)).detach()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"bf16": True}, {"mla": "column"}, {"heads": 4, "groups": 4}],
+    ids=lambda changes: "-".join(changes),
+)
+def test_each_heads_largest_logit_of_a_step_is_kept(changes: dict[str, Any]) -> None:
+    case = replace(WATCHED, **changes)
+    tolerance = 2e-2 if case.bf16 else 1e-5
+    (layers,) = run(_expected_and_found, 1, case)
+    assert len(layers) == 2
+    for expected, found in layers:
+        assert len(set(expected)) == case.heads
+        assert found == pytest.approx(expected, rel=tolerance)
+
+
+def _largest_of_stage(case: Case, topology: Topology) -> tuple[list[float], float]:
+    built = _watched(case, topology)
+    for batch in range(BATCHES):
+        _forward(built, batch)
+    clip = built.optimizer.logits.clip
+    reduced = [logits.tolist() for _, _, logits in clip._read(clip._reduced())]
+    return [each for layer in reduced for each in layer], clip.apply()
+
+
+@pytest.mark.parametrize("topology", [Topology(tp=2, dp=2), Topology(cp=2)], ids=str)
+def test_every_rank_knows_the_largest_logits_of_the_whole_batch(topology: Topology) -> None:
+    ((alone, largest),) = run(_largest_of_stage, 1, WATCHED, Topology())
+    assert largest == max(alone)
+    for reduced, most in run(_largest_of_stage, topology.world_size, WATCHED, topology):
+        assert reduced == pytest.approx(alone, rel=1e-5)
+        assert most == pytest.approx(largest, rel=1e-5)
+
+
+def _clipped_forward() -> tuple[list[float], list[float]]:
+    """The largest logit of each attention before and after a clip, without a step between."""
+    case = replace(WATCHED, muon=(("qk_clip", 0.05),), optimizer="adam", bf16=False)
+    built = _watched(case, Topology())
+    values = []
+    for _ in range(2):
+        _forward(built, 0)
+        values.append([max(each.tolist()) for each in _maxima(built)])
+        built.optimizer.logits.after_step()
+    return values[0], values[1]
+
+
+def test_after_a_clip_the_same_batch_has_the_threshold_as_its_largest_logit() -> None:
+    """Of the first layer; the others get other activations. The model's qkv has a bias."""
+    ((before, after),) = run(_clipped_forward, 1)
+    assert before[0] > 2 * 0.05
+    assert after[0] <= 0.05 * (1 + 1e-5)
+
+
+@pytest.mark.skipif(VERSION < (0, 16), reason="this core has no log_max_attention_logit")
+def test_logits_are_logged_alone_by_megatrons_flag() -> None:
+    (value,), (other,) = run(_logged, 1), run(_largest_of_stage, 1, WATCHED, Topology())
+    assert value == (other[1], True)
+
+
+def _logged() -> tuple[float, bool]:
+    import megatron_muon
+
+    case = replace(WATCHED, muon=())
+    megatron_muon.install()
+    try:
+        built = build(case, Topology())
+        built.chunks[0].config.log_max_attention_logit = True
+        for param in built.params.values():
+            param.data.mul_(3.0)
+        built.optimizer = make_optimizer(built)
+        for batch in range(BATCHES):
+            _forward(built, batch)
+        before = {name: param.clone() for name, param in built.params.items()}
+        from megatron.core.optimizer import qk_clip
+
+        largest = qk_clip.clip_qk(built.chunks, log_max_only=True)
+        same = all(torch.equal(param, before[name]) for name, param in built.params.items())
+        return largest, same
+    finally:
+        megatron_muon.uninstall()
+
+
+@pytest.mark.skipif(VERSION < (0, 16), reason="this core has no clip_qk")
+def test_the_log_has_the_logits_that_a_step_has_clipped() -> None:
+    ((found, logged),) = run(_logged_after_a_step, 1)
+    assert found == logged > 0.05
+
+
+def _logged_after_a_step() -> tuple[float, float]:
+    import megatron_muon
+
+    built = _watched(replace(WATCHED, muon=(("qk_clip", 0.05),)), Topology())
+    _forward(built, 0)
+    found = max(max(each.tolist()) for each in _maxima(built))
+    built.optimizer.logits.after_step()
+    megatron_muon.install()
+    try:
+        from megatron.core.optimizer import qk_clip
+
+        return found, qk_clip.clip_qk(built.chunks, log_max_only=True)
+    finally:
+        megatron_muon.uninstall()

@@ -1,0 +1,110 @@
+"""QK-Clip on shards is Megatron's clip of whole weights, bit for bit, in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from support.cases import Case, Topology
+from support.installed import VERSION, lacks
+from support.models.clipped import clipped, clipped_whole
+from support.models.gpt_model import takes_te
+from support.ranks import RankError, run
+from support.whole import Whole, differences, whole
+
+megatrons = pytest.mark.skipif(VERSION < (0, 16), reason="this core has no --qk-clip")
+
+PLAIN = Case(steps=3, qk_clip=(100.0, 0.5))
+OURS = Case(steps=3, muon=(("qk_clip", 100.0),))
+
+
+@cache
+def _whole(case: Case, dtype: torch.dtype = torch.float32) -> Whole:
+    """Clipped by Megatron, where it can: it knows no gates, and older cores have no clip."""
+    by_hand = case.output_gate or case.qk_clip is None
+    return whole(run(clipped_whole, 1, case, dtype, by_hand))
+
+
+def _check(case: Case, topology: Topology, dtype: torch.dtype = torch.float32) -> Any:
+    lacking = lacks(case, topology)
+    if lacking:
+        pytest.skip(lacking)
+    found = whole(run(clipped, topology.world_size, case, topology, dtype))
+    assert differences(_whole(case, dtype), found) == []
+    return found
+
+
+@megatrons
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology(),
+        Topology(dp=3),
+        Topology(tp=2, dp=2, overlap=True, sequence_parallel=True),
+        Topology(pp=2, dp=2, chunks=2),
+        Topology(tp=2, cp=2),
+        Topology(dp=4, instances=2),
+    ],
+    ids=str,
+)
+def test_a_clip_of_shards_is_that_of_whole_weights(topology: Topology) -> None:
+    layers = 2 * topology.chunks if topology.chunks > 1 else 2
+    _check(replace(PLAIN, layers=layers), topology)
+
+
+@megatrons
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"groups": 6},
+        {"groups": 1},
+        {"bf16": False},
+        {"bf16": False, "fp16": True},
+        {"qk_clip": (100.0, 0.3)},
+        {"muon": (("split_qkv", False),)},
+        {"muon": (("muon_splits", (("*qkv.weight", "heads"),)),)},
+        {"optimizer": "adam"},
+        {"frozen": ("*layers.0.self_attention.linear_qkv.weight",)},
+        {"moe": True},
+        {"output_gate": True},
+        {"mla": "column"},
+        {"mla": "column", "qk_clip": (100.0, 0.3)},
+        {"mla": "column", "muon": (("muon_splits", (("*up_proj.weight", "heads"),)),)},
+    ],
+    ids=lambda changes: "-".join(map(str, changes)),
+)
+def test_a_clip_of_shards_is_that_of_whole_weights_in_every_model(changes: dict[str, Any]) -> None:
+    case = replace(PLAIN, **changes)
+    tp = 1 if case.groups == 1 else 2
+    _check(case, Topology(tp=tp, dp=2, ep=2 if case.moe else 1, sequence_parallel=case.moe))
+
+
+@megatrons
+def test_logits_in_bf16_are_clipped_in_bf16_as_megatron_does() -> None:
+    _check(PLAIN, Topology(tp=2, dp=2), torch.bfloat16)
+
+
+@megatrons
+def test_a_query_group_that_several_tp_ranks_share_is_clipped_once() -> None:
+    """Megatron's own clip fails with TP, and knows no part of a group."""
+    case = replace(PLAIN, heads=8, groups=2, optimizer="adam")
+    _check(case, Topology(tp=4))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"optimizer": "adam"}, {"bf16": False}, {"mla": "column"}],
+    ids=lambda changes: "-".join(map(str, changes)),
+)
+def test_the_plugins_own_flag_clips_at_the_end_of_a_step(changes: dict[str, Any]) -> None:
+    """Over Transformer Engine's attention it is refused: Megatron's own flag is for that."""
+    case, topology = replace(OURS, **changes), Topology(tp=2, dp=2, overlap=True)
+    if takes_te(case):
+        with pytest.raises(RankError, match="computes its logits in a TEDotProductAttention"):
+            run(clipped, topology.world_size, case, topology)
+        return
+    _check(case, topology)
