@@ -1,4 +1,4 @@
-"""``megatron-muon bench``: measurements and a time model, each in a module of its own."""
+"""``megatron-muon bench``: measurements, each in a module of its own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ BENCHES: Commands = {
     "speeds": (
         "megatron_muon.bench.speeds",
         "speeds of a rank and its link, as the flags for the choice of homes",
-    ),
-    "price": (
-        "megatron_muon.bench.price.command",
-        "time of a step of any size on stated hardware, by a time model",
     ),
 }
 

@@ -15,6 +15,10 @@ COMMANDS: Commands = {
         "megatron_muon.cli.routes",
         "which parameters are Muon's, in what matrices, and where each is orthogonalized",
     ),
+    "plan": (
+        "megatron_muon.cli.plan.command",
+        "what Muon costs in a run before it starts: bytes, work, memory and time of a step",
+    ),
     "certify": (
         "megatron_muon.cli.certify.command",
         "an optimizer step of a model's ranks on a GPU that is not there: races, messages, memory",
@@ -45,8 +49,7 @@ COMMANDS: Commands = {
     ),
     "bench": (
         "megatron_muon.bench.command",
-        "measure an optimizer step beside AdamW's, Newton-Schulz, the speed of a rank and its "
-        "link; estimate a step by a time model",
+        "measure an optimizer step beside AdamW's, Newton-Schulz, the speed of a rank and its link",
     ),
 }
 

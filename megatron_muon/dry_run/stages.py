@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -166,7 +165,7 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
     stages = []
     for number, rank in enumerate(world.first_ranks(ranks)):
         with world.as_rank(rank, ranks):
-            chunks = _built(flags, config, ranks)
+            chunks = built(flags, config, ranks)
             stages.append(_stage(flags, config, ranks, number, chunks))
             matched |= _matched(chunks, ranks, config)
     for pattern in config.patterns:
@@ -213,42 +212,17 @@ def planned_on(
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``routes``.
     """
     with world.as_rank(world.first_ranks(ranks)[number], ranks):
-        chunks = _built(flags, config, ranks)
-        return [_planned_optimizers(flags, config, ranks, chunks, device) for device in devices]
+        chunks = built(flags, config, ranks)
+        return [planned_optimizers(flags, config, ranks, chunks, device) for device in devices]
 
 
-def stage_makeup(
-    flags: Namespace, config: MuonConfig, ranks: Ranks, number: int
-) -> tuple[object, ...]:
-    """Everything that a rank's optimizer step of a stage follows from, but for layers' numbers.
-
-    Two stages with equal makeups have equal plans, but for names.
-
-    Args:
-        flags, config, ranks, number: see ``planned_on``.
-
-    Raises:
-        ValueError, NotImplementedError, AssertionError, RuntimeError: see ``routes``.
-    """
-    with world.as_rank(world.first_ranks(ranks)[number], ranks):
-        chunks = _built(flags, config, ranks)
-        moe = ranks.expert_tp, ranks.ep
-        sizes = Sizes(ranks.tp, *moe) if flags.num_experts else Sizes(ranks.tp)
-        return tuple(
-            (
-                at,
-                re.sub(r"\blayers\.\d+", "layers", weight.name),
-                tuple(weight.param.shape),
-                str(weight.param.dtype),
-                why_adamw(weight, sizes.tp_of(weight), config),
-                bool(getattr(weight.param, "shared_embedding", False)),
-            )
-            for at, chunk in enumerate(chunks)
-            for weight in weights([chunk])
-        )
+def sizes_of(flags: Namespace, ranks: Ranks) -> Sizes:
+    """The number of ranks that hold slices of a dense and of an expert's weight."""
+    return Sizes(ranks.tp, ranks.expert_tp, ranks.ep) if flags.num_experts else Sizes(ranks.tp)
 
 
-def _built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
+def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
+    """This rank's model chunks in their DDP, without memory for parameters."""
     with world.without_memory(), world.without_inference_layers(), bucket_layout.as_in_run(config):
         chunks = build_chunks(flags, transformer_config(flags, ranks))
     refuse_unsupported(optimizer_config(flags), chunks)
@@ -259,7 +233,7 @@ def _stage(
     flags: Namespace, config: MuonConfig, ranks: Ranks, number: int, chunks: Sequence[Any]
 ) -> RoutedStage:
     planned_here = _Planned()
-    for planned in _planned_optimizers(flags, config, ranks, chunks):
+    for planned in planned_optimizers(flags, config, ranks, chunks):
         planned_here.seconds += planned.seconds
         _take(planned_here, planned.plan, config)
         if planned.experts:
@@ -269,8 +243,7 @@ def _stage(
         line = start_line(planned.plan, stage=number, experts=planned.experts, buckets=buckets)
         planned_here.lines.append(line)
     here = list(weights(chunks))
-    moe = ranks.expert_tp, ranks.ep
-    sizes = Sizes(ranks.tp, *moe) if flags.num_experts else Sizes(ranks.tp)
+    sizes = sizes_of(flags, ranks)
     return RoutedStage(
         number=number,
         ranks=tuple(world.stage_ranks(ranks)),
@@ -285,13 +258,14 @@ def _stage(
     )
 
 
-def _planned_optimizers(
+def planned_optimizers(
     flags: Namespace,
     config: MuonConfig,
     ranks: Ranks,
     chunks: Sequence[Any],
     device: Device = "cuda",
 ) -> list[Planned]:
+    """The DistributedOptimizers of this rank's chunks, in the order of their steps."""
     early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
     parts = (chunks[:1], chunks[1:]) if early else (chunks,)
     planned = [_planned(config, ranks, part, device, experts=False) for part in parts]

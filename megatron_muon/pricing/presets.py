@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_muon.pricing.hardware import Hardware
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.pricing.hardware import CONSTANTS, Hardware, from_json
 
 _SHEET = "NVIDIA's H100 data sheet, SXM"
 _FOREACH = "torch's MultiTensorApply.cuh: 320 blocks of 65,536 elements a kernel"
@@ -68,4 +73,86 @@ H100 = Hardware(
     ),
 )
 
-PRESETS = {"h100": H100}
+
+def _like(base: Hardware, name: str, values: dict[str, tuple[Any, str]]) -> Hardware:
+    """Another GPU: constants with the source of each; all others are those of ``base``."""
+    made = base.with_values({key: value for key, (value, _) in values.items()}, name)
+    assumed = {
+        key: source if source.startswith("assumption") else f"as for {base.name}: {source}"
+        for key, source in base.sources
+    }
+    sources = assumed | {key: source for key, (_, source) in values.items()}
+    return replace(made, name=name, sources=tuple(sources.items()))
+
+
+H200 = _like(
+    H100,
+    "H200 SXM",
+    {
+        "dense_tflops": (989.4, "NVIDIA's H200 data sheet, SXM: 1,979 with sparsity"),
+        "fp32_tflops": (66.9, "NVIDIA's H200 data sheet, SXM: 67"),
+        "memory_gbytes": (4800.0, "NVIDIA's H200 data sheet: 4.8 TB/s"),
+    },
+)
+B200 = _like(
+    H100,
+    "B200 (HGX)",
+    {
+        "dense_tflops": (2250.0, "NVIDIA's HGX B200 data sheet: 36 PFLOPS with sparsity, 8 GPUs"),
+        "fp32_tflops": (75.0, "NVIDIA's HGX B200 data sheet: 600 TFLOPS of 8 GPUs"),
+        "processors": (148, "148 SMs"),
+        "memory_gbytes": (7700.0, "NVIDIA's HGX B200 data sheet: 62 TB/s of 8 GPUs"),
+        "node_gbytes": (900.0, "NVLink 5: 1.8 TB/s, half of it each way"),
+        "pair_gbytes": (360.0, "assumption: twice an H100's, as the link is"),
+        "network_gbytes": (50.0, "a port of 400 Gbit/s for each GPU"),
+    },
+)
+GB300 = _like(
+    B200,
+    "GB300 (NVL72)",
+    {
+        "dense_tflops": (2500.0, "NVIDIA's GB300 NVL72 data sheet: 360 PFLOPS with sparsity, 72"),
+        "fp32_tflops": (80.0, "https://verda.com/blog/gb300-nvl72-architecture"),
+        "processors": (160, "Blackwell Ultra: 160 SMs"),
+        "memory_gbytes": (8000.0, "NVIDIA's GB300 NVL72 data sheet: 576 TB/s of 72 GPUs"),
+        "network_gbytes": (100.0, "a ConnectX-8 of 800 Gbit/s for each GPU"),
+        "gpus_per_node": (72, "an NVLink domain of 72 GPUs"),
+    },
+)
+PRESETS = {"h100": H100, "h200": H200, "b200": B200, "gb300": GB300}
+
+
+def hardware_of(name: str, settings: Sequence[str]) -> Hardware:
+    """The hardware that a command line states.
+
+    Args:
+        name: name of a preset, or path of a JSON file.
+        settings: ``name=value`` for each constant to change.
+
+    Raises:
+        ValueError, TypeError, OSError: ``name`` is neither, or a constant is wrong.
+    """
+    if name in PRESETS:
+        hardware = PRESETS[name]
+    elif Path(name).is_file():
+        hardware = from_json(Path(name).read_text(), name, H100)
+    else:
+        raise ValueError(
+            f"--hardware {name}: neither a file nor one of {', '.join(PRESETS)}; a file is JSON, "
+            '{"name": ..., "values": {constant: number}, "sources": {constant: text}}'
+        )
+    values: dict[str, Any] = {}
+    for setting in settings:
+        constant, equals, text = setting.partition("=")
+        if not equals or constant not in CONSTANTS or constant == "tiles":
+            names = ", ".join(known for known in CONSTANTS if known != "tiles")
+            raise ValueError(f"--set {setting}: give NAME=VALUE, where NAME is one of {names}")
+        values[constant] = _number(setting, text)
+    return hardware.with_values(values, "--set")
+
+
+def _number(setting: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--set {setting}: {text!r} is not a number") from None

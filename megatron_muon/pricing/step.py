@@ -71,6 +71,8 @@ class StepTime:
         newton_schulz_mean, newton_schulz_busiest: time of Newton-Schulz, mean and most over ranks.
         exposed_mean, exposed_most: time that the compute stream waits for messages, and so for
             later ranks; mean and most over ranks.
+        hidden_mean: time that messages take while the compute stream does not wait; mean over
+            ranks.
         host: time until the last rank's host has launched everything.
         phases: by name, time on the compute stream of the rank that has most of the phase.
         by_rank: time at which each rank has ended its step.
@@ -83,6 +85,7 @@ class StepTime:
     newton_schulz_busiest: float
     exposed_mean: float
     exposed_most: float
+    hidden_mean: float
     host: float
     phases: dict[str, float]
     by_rank: tuple[float, ...]
@@ -95,6 +98,7 @@ def price_step(
     *,
     device: Device = "cuda",
     experts_early: bool = True,
+    nodes: Sequence[int] | None = None,
 ) -> StepTime:
     """The times of a stage's Muon step, AdamW's part included.
 
@@ -107,9 +111,10 @@ def price_step(
             triton were installed, unless ``config.elementwise`` is ``foreach``.
         experts_early: whether an optimizer sends its first round before the one before it waits
             for its last scatter.
+        nodes: the node of each rank, see ``streams.nodes_of``.
     """
-    size = _size(optimizers)
-    streams = Streams(hardware, size)
+    size = stage_size(optimizers)
+    streams = Streams(hardware, size, nodes)
     pending = None
     for optimizer in optimizers:
         steps = _Steps(optimizer, config, streams, device).run()
@@ -122,25 +127,42 @@ def price_step(
         pending = steps
     if pending is not None:
         _finish(pending)
-    return _result(optimizers, streams)
+    return result_of(streams, tuple(len(optimizer.plan.rounds) for optimizer in optimizers))
 
 
 def price_adamw(optimizers: Sequence[Optimizer], hardware: Hardware) -> float:
     """Seconds of AdamW's step where all parameters of the stage are its own."""
-    streams = Streams(hardware, _size(optimizers))
+    streams = Streams(hardware, stage_size(optimizers))
     for optimizer in optimizers:
         elements = total([held_elements(optimizer.plan), optimizer.rest])
-        streams.run(ADAMW, partial(_adamw_of, hardware, elements))
+        streams.run(ADAMW, partial(adamw_of, hardware, elements))
     return max(streams.ends)
 
 
-def _adamw_of(hardware: Hardware, elements: Sequence[int], rank: int) -> Cost:
+def adamw_of(hardware: Hardware, elements: Sequence[int], rank: int) -> Cost:
+    """``adamw`` of a rank's elements."""
     return adamw(hardware, elements[rank])
 
 
 def adamw(hardware: Hardware, elements: int) -> Cost:
     """The cost of a fused AdamW over a rank's elements."""
     return foreach(hardware, elements, 1, _ADAMW)
+
+
+def fused_momentum(hardware: Hardware, held: Sequence[int], itemsize: int, rank: int) -> Cost:
+    """The cost of momentum over a rank's elements in one kernel, with what is beside it."""
+    return _in_one(hardware, held[rank], itemsize, *_FUSED_MOMENTUM)
+
+
+def fused_update(hardware: Hardware, held: Sequence[int], itemsize: int, rank: int) -> Cost:
+    """The cost of the update of a rank's elements in one kernel, with what is beside it."""
+    return _in_one(hardware, held[rank], itemsize, *_FUSED_UPDATE)
+
+
+def _in_one(hardware: Hardware, elements: int, itemsize: int, nbytes: int, launches: int) -> Cost:
+    if not elements:
+        return Cost()
+    return stream(hardware, elements * (nbytes + itemsize), launches)
 
 
 class _Steps:
@@ -162,7 +184,7 @@ class _Steps:
     def run(self) -> Iterator[None]:
         streams, rest = self._streams, self._optimizer.rest
         gathering = self._start_gather(0)
-        streams.run(ADAMW, partial(_adamw_of, self._hardware, rest))
+        streams.run(ADAMW, partial(adamw_of, self._hardware, rest))
         yield
         scattering: dict[int, float] = {}
         for number, work in enumerate(self._rounds):
@@ -195,7 +217,7 @@ class _Steps:
         if not elements:
             return Cost()
         if self._fused:
-            return self._in_one(elements, *_FUSED_MOMENTUM)
+            return fused_momentum(self._hardware, work.held, self._itemsize, rank)
         nbytes, operations = _MOMENTUM[self._config.nesterov]
         cost = self._in_chunks(elements, pieces, nbytes + 4 + self._itemsize, operations + 1)
         return (
@@ -206,16 +228,10 @@ class _Steps:
 
     def _updated(self, work: RoundWork, rank: int) -> Cost:
         if self._fused:
-            return self._in_one(work.held[rank], *_FUSED_UPDATE)
+            return fused_update(self._hardware, work.held, self._itemsize, rank)
         nbytes, operations = _UPDATE
         more = nbytes + 4 + self._itemsize, operations + 1
         return self._in_chunks(work.held[rank], work.pieces[rank], *more)
-
-    def _in_one(self, elements: int, nbytes: int, launches: int) -> Cost:
-        """The cost of a fused kernel and of the small launches beside it."""
-        if not elements:
-            return Cost()
-        return stream(self._hardware, elements * (nbytes + self._itemsize), launches)
 
     def _in_chunks(self, elements: int, tensors: int, nbytes: float, operations: int) -> Cost:
         """The cost of foreach operations over chunks of equal sizes."""
@@ -237,7 +253,7 @@ class _Steps:
 
     def _orthogonalized(self, work: RoundWork, rank: int) -> Cost:
         cost = Cost()
-        for (rows, cols), count in work.shapes[rank].items():
+        for (rows, cols, *_), count in work.layouts[rank].items():
             for matrices, times in batches(
                 rows,
                 cols,
@@ -256,17 +272,22 @@ class _Steps:
         return self._optimizer.plan.itemsize
 
 
-def _result(optimizers: Sequence[Optimizer], streams: Streams) -> StepTime:
+def result_of(streams: Streams, rounds: tuple[int, ...]) -> StepTime:
+    """The times of a step that has run on some streams, with its number of rounds."""
     ends, idle = streams.ends, [0.0] * len(streams.host)
     work, waited = streams.spent.get(NEWTON_SCHULZ, idle), streams.spent.get(WAITING, idle)
     return StepTime(
         seconds=max(ends),
-        rounds=tuple(len(optimizer.plan.rounds) for optimizer in optimizers),
+        rounds=rounds,
         launches=max(streams.launches),
         newton_schulz_mean=sum(work) / len(work),
         newton_schulz_busiest=max(work),
         exposed_mean=sum(waited) / len(waited),
         exposed_most=max(waited),
+        hidden_mean=sum(
+            max(0.0, sent - wait) for sent, wait in zip(streams.travelling, waited, strict=True)
+        )
+        / len(waited),
         host=max(streams.host),
         phases={name: max(streams.spent.get(name, idle)) for name in PHASES},
         by_rank=tuple(ends),
@@ -278,7 +299,8 @@ def _finish(steps: Iterator[None]) -> None:
         raise AssertionError("a step stops twice")
 
 
-def _size(optimizers: Sequence[Optimizer]) -> int:
+def stage_size(optimizers: Sequence[Optimizer]) -> int:
+    """The number of ranks of the stage that these optimizers share."""
     sizes = {optimizer.plan.size for optimizer in optimizers}
     if len(sizes) != 1:
         raise ValueError(f"a stage's optimizers have its ranks, got {sorted(sizes)}")

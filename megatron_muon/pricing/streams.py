@@ -9,7 +9,8 @@ theirs and the bytes have arrived. Only peers that share bytes wait for each oth
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron_muon.pricing.hardware import GIGA, MICRO, Hardware
 from megatron_muon.pricing.kernels import Cost
@@ -18,17 +19,76 @@ from megatron_muon.pricing.work import Pairs
 WAITING = "waiting"  # for messages, on the compute stream
 
 
+Shared = Mapping[int, int]  # of a group: bytes that each member sends to each other one
+
+
+@dataclass(slots=True)
+class Sent:
+    """A rank's part of an exchange in groups: bytes in its node and between nodes, and peers."""
+
+    out: int = 0
+    into: int = 0
+    out_far: int = 0
+    into_far: int = 0
+    members: int = 0  # bits of the ranks of its groups
+
+    @property
+    def peers(self) -> int:
+        return max(0, self.members.bit_count() - 1)
+
+    def seconds(self, hardware: Hardware) -> float:
+        """The time of its bytes on its own links."""
+        inside = max(self.out, self.into) / hardware.node_link
+        return max(inside, max(self.out_far, self.into_far) / hardware.network_link)
+
+
+def sent_in_groups(shared: Sequence[Shared], nodes: Sequence[int]) -> dict[int, Sent]:
+    """What each rank sends and receives, of ranks in a group of two or more."""
+    sent: dict[int, Sent] = defaultdict(Sent)
+    for group in shared:
+        if len(group) < 2:
+            continue
+        members, whole = 0, sum(group.values())
+        of_node: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # members, bytes
+        for rank, nbytes in group.items():
+            members |= 1 << rank
+            of_node[nodes[rank]][0] += 1
+            of_node[nodes[rank]][1] += nbytes
+        for rank, nbytes in group.items():
+            near, near_bytes = of_node[nodes[rank]]
+            one = sent[rank]
+            one.out += nbytes * (near - 1)
+            one.into += near_bytes - nbytes
+            one.out_far += nbytes * (len(group) - near)
+            one.into_far += whole - near_bytes
+            one.members |= members
+    return sent
+
+
+def nodes_of(world_ranks: Sequence[int], hardware: Hardware) -> list[int]:
+    """The node of each rank: world ranks k·n to k·n + n - 1 share one, n being a node's GPUs."""
+    return [rank // hardware.gpus_per_node for rank in world_ranks]
+
+
 class Streams:
     """Seconds since the start of the step, by rank, and by phase.
+
+    Args:
+        hardware: the hardware of every rank.
+        size: number of ranks.
+        nodes: the node of each rank; None: as ``nodes_of`` numbers a stage that is all of a run.
 
     Attributes:
         host, compute, communication: time at which each ends the work that it has been given.
         spent: seconds of the compute stream by phase and rank; ``WAITING`` is a phase, too.
+        travelling: seconds that the communication stream sends and receives, by rank.
         launches: number of launches by rank.
     """
 
-    def __init__(self, hardware: Hardware, size: int) -> None:
+    def __init__(self, hardware: Hardware, size: int, nodes: Sequence[int] | None = None) -> None:
         self.hardware = hardware
+        self.nodes = nodes_of(range(size), hardware) if nodes is None else nodes
+        self.travelling = [0.0] * size
         self.host = [0.0] * size
         self.compute = [0.0] * size
         self.communication = [0.0] * size
@@ -58,13 +118,39 @@ class Streams:
             peers[sender].add(receiver)
             peers[receiver].add(sender)
         begins = {rank: self._enqueued(rank, len(peers[rank])) for rank in peers}
-        links = _Links(self.hardware, pairs)
+        links = _Links(self.hardware, self.nodes, pairs)
         hardware = self.hardware
         for rank, others in peers.items():
             met = max(begins[rank], *(begins[peer] for peer in others))
             latency = (hardware.message_us + hardware.peer_us * len(others)) * MICRO
-            self.communication[rank] = met + latency + links.seconds(rank)
+            travels = latency + links.seconds(rank)
+            self.travelling[rank] += travels
+            self.communication[rank] = met + travels
         return {rank: self.communication[rank] for rank in peers}
+
+    def share(self, shared: Sequence[Shared]) -> dict[int, float]:
+        """Start an exchange in which all members of a group send to each other.
+
+        A rank's messages take as long as the slowest links of the members of its groups.
+
+        Returns:
+            As ``exchange``.
+        """
+        sent = sent_in_groups(shared, self.nodes)
+        hardware = self.hardware
+        begins = {rank: self._enqueued(rank, one.peers) for rank, one in sent.items()}
+        links = {rank: one.seconds(hardware) for rank, one in sent.items()}
+        met, slowest = dict(begins), dict(links)
+        for group in shared:
+            begin, link = max(begins[r] for r in group), max(links[r] for r in group)
+            for rank in group:
+                met[rank] = max(met[rank], begin)
+                slowest[rank] = max(slowest[rank], link)
+        for rank, one in sent.items():
+            latency = (hardware.message_us + hardware.peer_us * one.peers) * MICRO
+            self.travelling[rank] += latency + slowest[rank]
+            self.communication[rank] = met[rank] + latency + slowest[rank]
+        return {rank: self.communication[rank] for rank in sent}
 
     def wait(self, ends: Mapping[int, float]) -> None:
         """Let the compute streams wait for messages."""
@@ -104,15 +190,14 @@ class Streams:
 class _Links:
     """The time of one exchange's bytes on each rank's links."""
 
-    def __init__(self, hardware: Hardware, pairs: Pairs) -> None:
+    def __init__(self, hardware: Hardware, nodes: Sequence[int], pairs: Pairs) -> None:
         self._hardware = hardware
         # by rank: bytes out and in, inside the node and to other nodes
         self._bytes: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
         self._peers: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
         self._pairs_of: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        node = hardware.gpus_per_node
         for (sender, receiver), count in pairs.items():
-            kind = 0 if sender // node == receiver // node else 2
+            kind = 0 if nodes[sender] == nodes[receiver] else 2
             for rank, way in ((sender, kind), (receiver, kind + 1)):
                 self._bytes[rank][way] += count
                 self._peers[rank][way] += 1

@@ -5,11 +5,26 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.segments import Matrix
 
 Shape = tuple[int, int]
 Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
+
+
+class Layout(NamedTuple):
+    """Matrices that Newton-Schulz can take together: of one shape, staged in one way."""
+
+    rows: int
+    cols: int
+    column_parts: int
+    column_blocks: int
+
+    @staticmethod
+    def of(matrix: Matrix) -> Layout:
+        return Layout(*matrix.unit, matrix.column_parts, matrix.column_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +38,7 @@ class RoundWork:
         arrivals: number of segments of these elements.
         leaving: elements of directions that it makes as a home, those of its own pieces too.
         departures: number of segments of these elements.
-        shapes: number of matrices of each shape that it orthogonalizes.
+        layouts: number of matrices of each layout that it orthogonalizes.
         gather, scatter: bytes by pair of ranks.
     """
 
@@ -33,7 +48,7 @@ class RoundWork:
     arrivals: list[int]
     leaving: list[int]
     departures: list[int]
-    shapes: list[Counter[Shape]]
+    layouts: list[Counter[Layout]]
     gather: Pairs = field(default_factory=lambda: defaultdict(int))
     scatter: Pairs = field(default_factory=lambda: defaultdict(int))
 
@@ -65,7 +80,7 @@ def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
     for index, parameter in enumerate(plan.parameters):
         for _ in parameter.matrices:
             matrix = next(matrices)
-            round_of[index].shapes[matrix.home][matrix.unit] += matrix.units
+            round_of[index].layouts[matrix.home][Layout.of(matrix)] += matrix.units
     return rounds
 
 
@@ -86,5 +101,5 @@ def _idle(size: int) -> RoundWork:
     def zeros() -> list[int]:
         return [0] * size
 
-    shapes: list[Counter[Shape]] = [Counter() for _ in range(size)]
-    return RoundWork(zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), shapes)
+    layouts: list[Counter[Layout]] = [Counter() for _ in range(size)]
+    return RoundWork(zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), layouts)

@@ -1,8 +1,8 @@
 """Seven models at real sizes, priced: ``cd tests && python -m figures.priced_models [WORD ...]``.
 
 Prints a table as in docs/time_model.md, of the models whose name has one of the words. Every row is
-one stage of ``megatron-muon bench price`` with the flags below: the first one, or where there are
-several the second, which has no embedding. Rounds, launches, Newton-Schulz and what is exposed, of
+one stage of ``megatron-muon plan`` with the flags below: the first one, or where there are several
+the second, which has no embedding. Rounds, launches, Newton-Schulz and what is exposed, of
 the rank that has most of it, are those of ours with ``auto`` and a library's symmetric kernel in
 bf16; beside it is the same in fp16, which takes fewer restarts of the Gram iteration.
 ``--assume`` prices what no code here does: see ``ASSUMED``.
@@ -17,11 +17,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.bench.price.command import hardware_of, priced_of
+from figures.priced_stages import priced_of
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import iteration
 from megatron_muon.pricing import kernels
 from megatron_muon.pricing.hardware import Hardware
+from megatron_muon.pricing.presets import hardware_of
 from megatron_muon.runtime.patches import replaced
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
 
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--flags", default="", help="further flags of bench price")
+    parser.add_argument("--flags", default="", help="further flags of megatron-muon plan")
     parser.add_argument("--assume", nargs="*", choices=ASSUMED, default=[])
     given = parser.parse_args()
     with assuming(given.assume):

@@ -1,8 +1,8 @@
 """What splits of weights cost at real sizes: ``cd tests && python -m figures.split_costs``.
 
 For each model and each choice of matrices: matrices, Newton-Schulz flops and bytes sent of one step
-of one pipeline stage, from the run's own plan, and its optimizer step as ``megatron-muon bench
-price`` has it on an H100 without a library's symmetric kernel.
+of one pipeline stage, from the run's own plan, and its optimizer step as ``megatron-muon plan`` has
+it on an H100 without a library's symmetric kernel.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import sys
 import warnings
 
 from figures.priced_models import CASES
-from megatron_muon.bench.price.command import hardware_of, priced_of
+from figures.priced_stages import priced_of
 from megatron_muon.cli.model_flags import imported_config_class
+from megatron_muon.pricing.presets import hardware_of
 from support.virtual_gpu.plans import OVERLAP, settled_flags
 
 QKV, FC1 = "*.linear_qkv.weight", "*.linear_fc1.weight*"

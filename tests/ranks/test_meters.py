@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_muon.pricing.traffic import exchanges_of, traffic_of
 from support.models.gpt import (
     Case,
     Topology,
@@ -101,6 +102,7 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
     meter = megatron_muon.meter(built.optimizer)
     plans = [megatron.muon.plan for megatron in megatrons]
     rank = dist.get_rank(megatrons[0].stage_group)
+    planned = [traffic_of(exchanges_of([plan]), [0] * plan.size) for plan in plans]
     states = [_state_bytes(megatron) for megatron in megatrons]
     return {
         "steps": meter.steps,
@@ -112,6 +114,10 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
             sum(len(plan.for_rank(rank).homes) for plan in plans),
             sum(plan.ns_flops()[rank] for plan in plans),
             sum(plan.sent_bytes()[rank] for plan in plans),
+        ),
+        "planned": (
+            sum(one.sent[rank] for one in planned),
+            sum(one.messages[rank] for one in planned),
         ),
         "stage_matrices": sum(len(plan.matrices) for plan in plans),
         "state": tuple(map(sum, zip(*states, strict=True))),
@@ -175,6 +181,14 @@ def test_bytes_on_the_wire_are_the_meters_and_the_plans(counted: list[dict[str, 
         assert sent == rank["meter"][2] == rank["plan"][2]
     several = len(counted) > 2
     assert not several or sum(rank["meter"][2] for rank in counted) > 0
+
+
+def test_bytes_and_messages_are_those_that_megatron_muon_plan_prints(
+    counted: list[dict[str, Any]],
+) -> None:
+    for rank in counted:
+        sends = [sent for name, sent, _ in rank["calls"] if name == "isend"]
+        assert (sum(sends), len(sends)) == rank["planned"]
 
 
 def test_the_inner_step_calls_nothing_but_the_exchange(counted: list[dict[str, Any]]) -> None:

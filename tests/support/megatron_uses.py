@@ -36,7 +36,6 @@ _ARGUMENTS = {"args": "arguments", "given": "arguments"}
 OBJECTS = {
     "mcore": _BUILT | _LAYOUT,
     "bench/step": _BUILT,
-    "bench/price": _BUILT,
     "dry_run": _BUILT,
     "megatron_lm": _ARGUMENTS,
 }

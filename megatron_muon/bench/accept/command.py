@@ -129,7 +129,7 @@ def _settings(given: Namespace) -> Settings:
     """
     import torch
 
-    from megatron_muon.bench.price.command import hardware_of
+    from megatron_muon.pricing.presets import hardware_of
 
     gpus = torch.cuda.device_count()
     device: DeviceName = given.device or ("cuda" if gpus else "cpu")
@@ -198,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hardware",
         default="h100",
         metavar="NAME|FILE",
-        help="hardware of the predicted times, as for bench price (%(default)s)",
+        help="hardware of the predicted times, as for megatron-muon plan (%(default)s)",
     )
     parser.add_argument(
         "--set",

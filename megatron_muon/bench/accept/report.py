@@ -103,7 +103,7 @@ def _wrong(outcomes: Sequence[Outcome]) -> Iterator[str]:
     if settings:
         flags = " ".join(f"--set {name}={value:.4g}" for name, value in settings.items())
         yield ""
-        yield "The time model with these values: `megatron-muon bench price FLAGS… " + flags + "`"
+        yield "The time model with these values: `megatron-muon plan FLAGS… " + flags + "`"
 
 
 def corrections(figures: Sequence[Figure]) -> dict[str, float]:

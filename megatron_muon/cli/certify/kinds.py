@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from megatron_muon.cli.model_flags import Settled
 from megatron_muon.dry_run import world
-from megatron_muon.dry_run.stages import planned_stage, stage_makeup
+from megatron_muon.dry_run.kinds import stage_makeup
+from megatron_muon.dry_run.stages import planned_stage
 from megatron_muon.planning.plan import ExchangePlan
 
 FEW = 8  # ranks of a stage that are all looked at where nothing is asked for

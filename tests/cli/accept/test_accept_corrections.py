@@ -13,11 +13,10 @@ from megatron_muon.bench.accept.checks.model import flags_of, row_of
 from megatron_muon.bench.accept.outcome import Figure, Outcome, Part, as_json, from_json
 from megatron_muon.bench.accept.report import as_markdown, corrections, wrong
 from megatron_muon.bench.accept.settings import Settings
-from megatron_muon.bench.price.command import hardware_of
 from megatron_muon.bench.step.measure import Measured
 from megatron_muon.bench.step.meter import Counted, Times
 from megatron_muon.pricing.hardware import Hardware
-from megatron_muon.pricing.presets import H100
+from megatron_muon.pricing.presets import H100, hardware_of
 from megatron_muon.virtual_gpu.step import virtual_gpu
 
 VIRTUAL = Settings("virtual", 2)
@@ -83,7 +82,7 @@ def test_a_wrong_phase_names_its_constant_and_the_value_that_it_has(
     assert f"Corrects `{constant}`: set it to {figures[0].value:.4g}" in text
     flag = f"--set {constant}={figures[0].value:.4g}"
     assert flag in text
-    hardware_of("h100", [flag.removeprefix("--set ")])  # as bench price reads it
+    hardware_of("h100", [flag.removeprefix("--set ")])  # as megatron-muon plan reads it
 
 
 def test_a_constant_that_was_measured_explains_the_phase(expected: predicted.Predicted) -> None:

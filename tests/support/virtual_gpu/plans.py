@@ -143,7 +143,7 @@ def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[s
     from megatron_muon.cli.model_flags import muon_settings
     from megatron_muon.dry_run import world
     from megatron_muon.dry_run.model import ranks_of
-    from megatron_muon.dry_run.stages import _built
+    from megatron_muon.dry_run.stages import built
     from megatron_muon.mcore.params.placement import (
         local_experts,
         muon_parameters,
@@ -155,7 +155,7 @@ def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[s
     ranks = ranks_of(flags)
     plans = []
     with _quiet(), world.as_rank(world.first_ranks(ranks)[model.stage], ranks):
-        chunks = _built(flags, config, ranks)
+        chunks = built(flags, config, ranks)
         for experts in (False, True):
             kind = "expert_parallel_buffers" if experts else "buffers"
             buffers = [buffer for chunk in chunks for buffer in getattr(chunk, kind)]

@@ -36,8 +36,8 @@ _PHASES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
 
 def run(settings: Settings) -> list[Part]:
     """Predict in this process, measure on the ranks."""
-    from megatron_muon.bench.price.command import hardware_of
     from megatron_muon.bench.ranks import run_ranks
+    from megatron_muon.pricing.presets import hardware_of
 
     flags, row = flags_of(settings), row_of("muon-contiguous")
     device = device_of(settings)

@@ -7,16 +7,16 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.bench.price.stages import rest_of
 from megatron_muon.bench.step.rows import NO_CLIP
 from megatron_muon.cli.certify.kinds import Chosen
 from megatron_muon.cli.certify.ranks import RankReport, report_of
 from megatron_muon.config import MuonConfig
+from megatron_muon.dry_run.kinds import optimizer_of
 from megatron_muon.dry_run.model import ranks_of
 from megatron_muon.dry_run.stages import planned_on
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.pricing.hardware import CONSTANTS, Hardware
-from megatron_muon.pricing.step import Optimizer, StepTime, price_step
+from megatron_muon.pricing.step import StepTime, price_step
 
 _SPAN = 1000.0  # a constant is looked for from a thousandth to a thousand times its value
 _HALVINGS = 40
@@ -50,7 +50,7 @@ def predicted(
     """
     ranks = ranks_of(flags)
     (parts,) = planned_on([device], flags, config, ranks, 0)
-    optimizers = [Optimizer(part.plan, tuple(rest_of(part))) for part in parts]
+    optimizers = [optimizer_of(part) for part in parts]
     sent = [sum(each) for each in zip(*(one.plan.sent_bytes() for one in optimizers), strict=True)]
     reports = []
     if on_virtual_gpu:

@@ -1,4 +1,4 @@
-"""Prices of a model's pipeline stages: plans from Megatron's flags, times from the hardware."""
+"""Prices of pipeline stages by each iteration, with and without a library's kernel."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_muon.cli.model_flags import imported_config_class, megatron_is_quiet, settled
+from megatron_muon.cli.plan.options import parser
 from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.dry_run.kinds import optimizer_of
 from megatron_muon.dry_run.model import Ranks
-from megatron_muon.dry_run.stages import Planned, planned_on
+from megatron_muon.dry_run.stages import planned_on
 from megatron_muon.orthogonalize.iteration import Device, iteration_of
-from megatron_muon.planning.grid import held_pieces
-from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.pricing.hardware import Hardware
-from megatron_muon.pricing.step import Optimizer, StepTime, price_adamw, price_step
+from megatron_muon.pricing.step import StepTime, price_adamw, price_step
 from megatron_muon.pricing.upstream import price_layer_wise
 
 Changes = Mapping[str, Any]  # settings of MuonConfig to change, by name
@@ -86,7 +87,7 @@ def priced_stage(
         settings = dataclasses.replace(config, **changes)
         planned = planned_on(devices, flags, settings, ranks, number)
         for device, parts in zip(devices, planned, strict=True):
-            optimizers = [Optimizer(part.plan, tuple(rest_of(part))) for part in parts]
+            optimizers = [optimizer_of(part) for part in parts]
             if not optimizers:
                 raise ValueError(f"pipeline stage {number} has no parameters")
             iteration, dtype = iteration_of(settings, device), settings.ns_dtype
@@ -97,25 +98,27 @@ def priced_stage(
         ranks=optimizers[0].plan.size,
         adamw=price_adamw(optimizers, hardware),
         ours=tuple(ours),
-        duplicated=price_layer_wise(optimizers, config, hardware, "duplicated"),
-        distributed=price_layer_wise(optimizers, config, hardware, "distributed"),
+        duplicated=price_layer_wise(optimizers, config, hardware, "duplicated").seconds,
+        distributed=price_layer_wise(optimizers, config, hardware, "distributed").seconds,
     )
 
 
-def rest_of(planned: Planned) -> list[int]:
-    """Number of elements that AdamW updates, by rank of the stage."""
-    grid = planned.plan.grid
-    rest = [0] * planned.plan.size
-    for buffer in planned.buffers:
-        for param, (start, stop, bucket_id) in buffer.param_index_map.items():
-            if param in planned.muon or start == stop:
-                continue
-            bucket = buffer.buckets[bucket_id]
-            whole = Span(bucket.offset, bucket.offset + bucket.grad_data.numel())
-            for ep_rank in range(grid.ep_size):  # each EP rank has experts of its own
-                placed = Parameter(
-                    "", (1, stop - start), None, whole, Span(start, stop), 0, (), (), ep_rank
-                )
-                for rank, piece in held_pieces(placed, grid):
-                    rest[rank] += piece.size
-    return rest
+def priced_of(
+    words: Sequence[str], hardware: Hardware, *more: Changes
+) -> tuple[list[PricedStage], list[str]]:
+    """The priced stages, and notes on them.
+
+    Args:
+        words: flags of ``megatron-muon plan``; those for hardware are ignored.
+        hardware: hardware of every rank.
+        more: changes of settings to price, in addition to ``VARIANTS``.
+    """
+    given = parser(imported_config_class("figures.priced_stages")).parse_args(words)
+    run = settled(given)
+    numbers = range(run.ranks.pp) if given.stage is None else [given.stage]
+    with megatron_is_quiet():
+        stages = [
+            priced_stage(given, run.config, run.ranks, number, hardware, (*VARIANTS, *more))
+            for number in numbers
+        ]
+    return stages, run.notes

@@ -1,0 +1,216 @@
+"""The plan of a whole run: every kind of pipeline stage, by every algorithm that is asked for."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_muon.cli.model_flags import Settled, megatron_is_quiet, settled
+from megatron_muon.cli.plan.rows import (
+    NAMES,
+    OURS,
+    Name,
+    Row,
+    Stage,
+    adamw_row,
+    layer_wise_row,
+    our_row,
+    paper_row,
+)
+from megatron_muon.config import MuonConfig
+from megatron_muon.dry_run.kinds import PlannedKind, buffers_of, optimizer_of, planned_kinds
+from megatron_muon.dry_run.model import Ranks, transformer_config
+from megatron_muon.dry_run.stages import Planned
+from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.planning.describe import Share
+from megatron_muon.pricing import training
+from megatron_muon.pricing.hardware import Hardware
+from megatron_muon.pricing.streams import nodes_of
+from megatron_muon.pricing.training import Training, flops_per_token
+
+_SEQUENCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Pipeline stages that are alike.
+
+    Attributes:
+        stages: their numbers.
+        ranks: number of ranks of one; with several optimizer instances, of one instance.
+        share: elements of one.
+        matrices: number of matrices of one.
+        reduced: bytes that a rank sends for gradients and parameters.
+        rows: a row for each algorithm.
+    """
+
+    stages: tuple[int, ...]
+    ranks: int
+    share: Share
+    matrices: int
+    reduced: float
+    rows: tuple[Row, ...]
+
+    def row(self, name: Name) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A run.
+
+    Attributes:
+        ranks: how its ranks are divided.
+        config: Muon's settings.
+        layout: the layout that its flags ask for.
+        hardware: of every rank.
+        device: kind of device.
+        kinds: its pipeline stages by kind.
+        training: forward and backward of a step.
+        notes: what there is to say about flags and buckets.
+        assumptions: those on the training step, with their sources.
+    """
+
+    ranks: Ranks
+    config: MuonConfig
+    layout: Name
+    hardware: Hardware
+    device: Device
+    kinds: tuple[StagePlan, ...]
+    training: Training
+    notes: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def names(self) -> list[Name]:
+        """The algorithms that were planned."""
+        return [row.name for row in self.kinds[0].rows]
+
+    def seconds(self, name: Name) -> float:
+        """The time of an algorithm's step in the slowest stage."""
+        return max(kind.row(name).seconds for kind in self.kinds)
+
+    def share(self, name: Name) -> float:
+        """The share of an algorithm's step in the training step."""
+        return self.seconds(name) / (self.seconds(name) + self.training.seconds(self.hardware))
+
+    def slower(self, name: Name) -> float:
+        """By how much a training step takes longer than with AdamW."""
+        whole = self.training.seconds(self.hardware) + self.seconds("adamw")
+        return (self.seconds(name) - self.seconds("adamw")) / whole
+
+
+def plan_run(
+    given: Namespace, hardware: Hardware, device: Device, wanted: Collection[Name] = NAMES
+) -> RunPlan:
+    """Plan one stage of each kind, and price it.
+
+    Args:
+        given: parsed flags, of ``options.parser``.
+        hardware: of every rank.
+        device: kind of device, with or without a library's symmetric products.
+        wanted: the algorithms; AdamW's row is always there.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin
+            refuses the flags.
+    """
+    layout: Name = given.muon_dp_layout or "contiguous"
+    first = [layout, *(name for name in OURS if name != layout and name in wanted)]
+    runs = [_in_layout(given, name) for name in first]
+    ranks = runs[0][1].ranks
+    numbers = range(ranks.pp)
+    if given.stage is not None:
+        if given.stage >= ranks.pp:
+            raise ValueError(f"--stage {given.stage}: the last pipeline stage is {ranks.pp - 1}")
+        numbers = range(given.stage, given.stage + 1)
+    with megatron_is_quiet():
+        kinds = planned_kinds([(flags, run.config) for flags, run in runs], ranks, device, numbers)
+        config = runs[0][1].config
+        staged = tuple(_stage_plan(kind, first, config, hardware, device, wanted) for kind in kinds)
+        made, assumptions = _training(runs[0][0], ranks, kinds)
+    notes = [note for _, run in runs[:1] for note in run.notes]
+    return RunPlan(
+        ranks, config, layout, hardware, device, staged, made, tuple(notes), tuple(assumptions)
+    )
+
+
+def _in_layout(given: Namespace, layout: str) -> tuple[Namespace, Settled]:
+    flags = Namespace(**vars(given))
+    flags.muon_dp_layout = layout
+    return flags, settled(flags)
+
+
+def _stage_plan(
+    kind: PlannedKind,
+    layouts: list[Name],
+    config: MuonConfig,
+    hardware: Hardware,
+    device: Device,
+    wanted: Collection[Name],
+) -> StagePlan:
+    nodes = tuple(nodes_of(kind.members, hardware))
+    stages = {
+        name: _stage(planned, nodes, kind.stages[0])
+        for name, planned in zip(layouts, kind.planned, strict=True)
+    }
+    own = stages[layouts[0]]
+    rows = [adamw_row(own, hardware)]
+    rows += [
+        our_row(name, stages[name], config, hardware, device)
+        for name in OURS
+        if name in wanted and name in stages
+    ]
+    if "paper" in wanted:
+        rows.append(paper_row(stages.get("contiguous", own), config, hardware, device))
+    if "duplicated" in wanted:
+        rows.append(layer_wise_row("duplicated", own, config, hardware))
+    if "distributed" in wanted and any(plan.grid.tp_size > 1 for plan in own.plans):
+        rows.append(layer_wise_row("distributed", own, config, hardware))
+    return StagePlan(
+        stages=tuple(kind.stages),
+        ranks=own.plans[0].size,
+        share=kind.share,
+        matrices=sum(matrix.units for plan in own.plans for matrix in plan.matrices),
+        reduced=own.reduced(),
+        rows=tuple(rows),
+    )
+
+
+def _stage(planned: list[Planned], nodes: tuple[int, ...], number: int) -> Stage:
+    if not planned:
+        raise ValueError(f"pipeline stage {number} has no parameters")
+    optimizers = tuple(optimizer_of(one) for one in planned)
+    return Stage(optimizers, tuple(buffers_of(one) for one in planned), nodes)
+
+
+def _training(
+    flags: Namespace, ranks: Ranks, kinds: list[PlannedKind]
+) -> tuple[Training, list[str]]:
+    """Forward and backward, and what is assumed about them."""
+    config = transformer_config(flags, ranks)
+    sequence = flags.seq_length or flags.max_position_embeddings or _SEQUENCE
+    active = sum(kind.share.active * len(kind.stages) for kind in kinds)
+    planned = sum(len(kind.stages) for kind in kinds)
+    active = active * ranks.pp // planned  # where --stage leaves some out
+    each = flops_per_token(
+        active,
+        layers=config.num_layers,
+        heads=config.num_attention_heads,
+        head_size=config.kv_channels,
+        sequence=sequence,
+    )
+    tokens = training.TOKENS
+    said = f"tokens per step {tokens:,} ({training.TOKENS_SOURCE}); --global-batch-size"
+    if flags.global_batch_size is not None:
+        tokens = flags.global_batch_size * sequence
+        said = f"tokens per step {tokens:,} (--global-batch-size x sequences of {sequence:,})"
+    mfu, source = training.MFU, training.MFU_SOURCE
+    if flags.mfu is not None:
+        mfu, source = flags.mfu, "--mfu"
+    return Training(tokens, each, mfu, ranks.world), [
+        said,
+        f"mfu of forward and backward {mfu:g} ({source}); --mfu",
+        f"flops per token {each:.4g}, {active:,} active parameters ({training.FLOPS_SOURCE})",
+    ]

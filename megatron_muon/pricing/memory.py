@@ -1,0 +1,236 @@
+"""Memory of each rank: at rest, and above that at the highest moment of Muon's step.
+
+Above the state there are buffers of the exchange and scratch memory of Newton-Schulz. Their sizes
+and lifetimes are those of ``runtime.round`` and ``runtime.exchange``. Left out are tensors of one
+number per matrix or segment, the allocator's rounding, and AdamW's own scratch memory: the fused
+kernel has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import Device, is_cuda, takes_gram
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.rounds import scratch_limit
+from megatron_muon.pricing.kernels import batches
+from megatron_muon.pricing.work import Pairs, RoundWork, rounds_of
+
+MOMENTUM, MOMENTS, MAIN = "momentum", "AdamW's moments", "main parameters"
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+_FP32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Megatron's buffers of one DistributedOptimizer on a rank; the same on every rank of a stage.
+
+    Attributes:
+        parameters, gradients: bytes of all elements, padding included.
+        has_main: whether main parameters in fp32 are beside the parameters.
+    """
+
+    parameters: int
+    gradients: int
+    has_main: bool
+
+
+def at_rest(
+    buffers: Sequence[Buffers], muon: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]
+) -> list[dict[str, int]]:
+    """Bytes by kind, of each rank.
+
+    Args:
+        buffers: of each optimizer.
+        muon: for each optimizer, by rank, elements that have a momentum.
+        rest: for each optimizer, by rank, elements that have AdamW's two moments.
+    """
+    whole = {
+        PARAMETERS: sum(one.parameters for one in buffers),
+        GRADIENTS: sum(one.gradients for one in buffers),
+    }
+    kinds = []
+    for rank in range(len(muon[0])):
+        main = sum(
+            (mine[rank] + others[rank]) * _FP32 * one.has_main
+            for one, mine, others in zip(buffers, muon, rest, strict=True)
+        )
+        momentum = sum(mine[rank] for mine in muon) * _FP32
+        moments = sum(others[rank] for others in rest) * 2 * _FP32
+        kinds.append({**whole, MAIN: main, MOMENTUM: momentum, MOMENTS: moments})
+    return kinds
+
+
+def peaks(plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "cuda") -> list[int]:
+    """Bytes of each rank above the state at the highest moment of its step.
+
+    Args:
+        plans: of the stage's optimizers, in the order of their steps.
+        config: the settings that made them.
+        device: kind of device of all ranks.
+    """
+    if not plans:
+        return []
+    rounds = [_sized(plan, config, device) for plan in plans]
+    ranks = range(plans[0].size)
+    return [_peak([[sizes[rank] for sizes in one] for one in rounds]) for rank in ranks]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes of a rank's buffers in a round.
+
+    Attributes:
+        kept: pieces that are home already.
+        staged: the matrices that are orthogonalized here.
+        sent, received: messages of the gather.
+        out, back: messages of the scatter.
+        scratch: of the largest batch of Newton-Schulz.
+    """
+
+    kept: int = 0
+    staged: int = 0
+    sent: int = 0
+    received: int = 0
+    out: int = 0
+    back: int = 0
+    scratch: int = 0
+
+    @property
+    def travels(self) -> bool:
+        return bool(self.sent or self.received or self.out or self.back)
+
+
+def _sized(plan: ExchangePlan, config: MuonConfig, device: Device) -> list[list[_Sizes]]:
+    """``[round][rank]``."""
+    limit = scratch_limit(plan.matrices)
+    return [_of_round(work, plan, config, limit, device) for work in rounds_of(plan)]
+
+
+def _of_round(
+    work: RoundWork, plan: ExchangePlan, config: MuonConfig, limit: int, device: Device
+) -> list[_Sizes]:
+    sent, received = _ends(work.gather, plan.size)
+    out, back = _ends(work.scatter, plan.size)
+    return [
+        _Sizes(
+            kept=(kept := work.leaving[rank] * plan.itemsize - out[rank]),
+            staged=kept + work.arriving[rank] * plan.itemsize,
+            sent=sent[rank],
+            received=received[rank],
+            out=out[rank],
+            back=back[rank],
+            scratch=_scratch(work, rank, config, limit, device) * plan.itemsize,
+        )
+        for rank in range(plan.size)
+    ]
+
+
+def _ends(pairs: Pairs, size: int) -> tuple[list[int], list[int]]:
+    """Bytes that each rank sends, and that it receives."""
+    sent, received = [0] * size, [0] * size
+    for (sender, receiver), nbytes in pairs.items():
+        sent[sender] += nbytes
+        received[receiver] += nbytes
+    return sent, received
+
+
+def _scratch(work: RoundWork, rank: int, config: MuonConfig, limit: int, device: Device) -> int:
+    """Elements of scratch memory of the largest batch."""
+    ns_batch = config.ns_batch if is_cuda(device) else 1
+    return max(
+        (
+            together * _scratch_of_one(rows, cols, config, device)
+            for (rows, cols, *_), count in work.layouts[rank].items()
+            for together, _ in batches(rows, cols, count, ns_batch=ns_batch, scratch=limit)
+        ),
+        default=0,
+    )
+
+
+def _scratch_of_one(rows: int, cols: int, config: MuonConfig, device: Device) -> int:
+    """The next iterate and squares: two, or those of Gram's four that do not fit into a spare one.
+
+    ``scratch_elements`` is the most that either iteration takes.
+    """
+    square = min(rows, cols) ** 2
+    squares = 2
+    if takes_gram(rows, cols, config, device):
+        squares = 4 - min(3, rows * cols // square)
+    return rows * cols + squares * square
+
+
+class _Live:
+    """Bytes in use, and most of them so far."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def take(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+    def free(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def _peak(optimizers: Sequence[Sequence[_Sizes]]) -> int:
+    """The order is that of ``DistributedMuon.step``, where experts start before the end."""
+    live = _Live()
+    begun = False
+    for at, rounds in enumerate(optimizers):
+        if not begun:
+            _begin(rounds, live)
+        begun = False
+        _run(rounds, live)
+        if at + 1 < len(optimizers):
+            _begin(optimizers[at + 1], live)
+            begun = True
+        if rounds and rounds[-1].travels:
+            _finish(rounds[-1], live)
+    return live.most
+
+
+def _begin(rounds: Sequence[_Sizes], live: _Live) -> None:
+    if rounds and rounds[0].travels:
+        _start(rounds[0], live)
+
+
+def _run(rounds: Sequence[_Sizes], live: _Live) -> None:
+    for number, sizes in enumerate(rounds):
+        if not sizes.travels:
+            _start(sizes, live)
+        _assemble(sizes, live)
+        _begin(rounds[number + 1 : number + 2], live)
+        live.take(sizes.scratch)
+        live.free(sizes.scratch)
+        if number and rounds[number - 1].travels:
+            _finish(rounds[number - 1], live)
+        _leave(sizes, live)
+        if not sizes.travels:
+            _finish(sizes, live)
+
+
+def _start(sizes: _Sizes, live: _Live) -> None:
+    live.take(sizes.kept + sizes.sent)
+    live.take(sizes.received)
+
+
+def _assemble(sizes: _Sizes, live: _Live) -> None:
+    live.free(sizes.sent)
+    if sizes.received:
+        live.take(sizes.staged)
+        live.free(sizes.kept + sizes.received)
+
+
+def _leave(sizes: _Sizes, live: _Live) -> None:
+    if sizes.out:
+        live.take(sizes.kept + sizes.out)
+        live.free(sizes.staged)
+    live.take(sizes.back)
+
+
+def _finish(sizes: _Sizes, live: _Live) -> None:
+    live.free(sizes.kept + sizes.out + sizes.back)

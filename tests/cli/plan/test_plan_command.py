@@ -1,0 +1,142 @@
+"""``megatron-muon plan``: what a run costs, from Megatron's flags."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon.cli import main
+from megatron_muon.cli.model_flags import imported_config_class, megatron_is_quiet, muon_settings
+from megatron_muon.cli.plan.options import parsed, parser
+from megatron_muon.cli.plan.rows import NAMES, TITLES
+from megatron_muon.cli.plan.run import RunPlan, plan_run
+from megatron_muon.pricing.presets import H100, PRESETS
+from support.models.model_flags import LLAMA_3_8B
+from support.models.model_flags import TINY as TINY_WORDS
+
+TINY = " ".join(TINY_WORDS)
+TP = "--tensor-model-parallel-size"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+
+
+def given(words: str) -> Namespace:
+    config_class = imported_config_class("a test")
+    return parsed(parser(config_class), words.split(), config_class)[0]
+
+
+def planned(words: str, **options: Any) -> RunPlan:
+    return plan_run(given(words), H100, "cuda", **options)
+
+
+def test_every_algorithm_and_every_assumption_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    words = f"plan {TINY} {TP} 2 --world-size 4 --set launch_us=9 --mfu 0.3 --json {file}"
+    assert main(words.split()) == 0
+    printed = capsys.readouterr().out
+    assert all(title in printed for title in TITLES.values())
+    assert "launch_us 9 us (--set)" in printed and "0.3 (--mfu)" in printed
+    assert all(line in printed for line in H100.lines() if not line.startswith("launch_us"))
+    written = json.loads(file.read_text())
+    assert written["hardware"]["constants"]["launch_us"]["value"] == 9
+    (stage,) = written["stages"]
+    assert [row["name"] for row in stage["rows"]] == list(NAMES)
+    assert set(written["step"]) == set(NAMES)
+    assert 0 < written["step"]["adamw"]["seconds"] < written["step"]["contiguous"]["seconds"]
+
+
+def test_ranks_of_another_node_cost_more() -> None:
+    """TP within a node of 4, DP over the network: what is sent is the same."""
+    one, two = (planned(f"{TINY} {TP} 2 --world-size 4") for _ in range(2))
+    apart = plan_run(
+        given(f"{TINY} {TP} 2 --world-size 4"),
+        H100.with_values({"gpus_per_node": 2}, "the test"),
+        "cuda",
+    )
+    near, far = (plan.kinds[0].row("contiguous") for plan in (one, apart))
+    assert near.between.most == 0 < far.between.most
+    assert near.inside.mean == pytest.approx(far.inside.mean + far.between.mean)
+    assert far.exposed.mean > near.exposed.mean
+    assert one == two  # the plan is a function of its arguments
+
+
+def test_pipeline_stages_that_are_alike_are_planned_once() -> None:
+    words = f"{TINY} --num-layers 8 --pipeline-model-parallel-size 4 --world-size 8"
+    kinds = planned(words).kinds
+    assert [kind.stages for kind in kinds] == [(0,), (1, 2), (3,)]
+    assert [kind.ranks for kind in kinds] == [2, 2, 2]
+
+
+def test_the_training_step_is_what_its_assumptions_say() -> None:
+    plan = planned(f"{TINY} --world-size 4 --global-batch-size 8 --seq-length 32 --mfu 0.5")
+    active = sum(kind.share.active for kind in plan.kinds)
+    flops = 8 * 32 * (6 * active + 6 * 2 * 64 * 32)  # two layers, heads x head size is hidden
+    seconds = plan.training.seconds(H100)
+    assert seconds == pytest.approx(flops / (4 * 0.5 * H100.dense_tflops * 1e12))
+    ours = plan.seconds("contiguous")
+    assert plan.share("contiguous") == pytest.approx(ours / (ours + seconds))
+
+
+def test_512_ranks_are_planned_in_seconds() -> None:
+    words = f"{' '.join(LLAMA_3_8B)} {OVERLAP} {TP} 8 --world-size 512"
+    start = time.process_time()
+    plan = planned(words)
+    assert time.process_time() - start < 20
+    assert plan.kinds[0].ranks == 512
+    ours, papers = (plan.kinds[0].row(name) for name in ("contiguous", "paper"))
+    assert ours.flops.mean < papers.flops.mean  # each matrix once, not on every rank that shares it
+
+
+def test_elements_of_adamw_are_those_that_muon_does_not_own() -> None:
+    from megatron_muon.dry_run.kinds import rest_of
+    from megatron_muon.dry_run.model import ranks_of
+    from megatron_muon.dry_run.stages import planned_stage
+    from megatron_muon.pricing.work import held_elements
+
+    flags = given(f"{TINY} --world-size 4 {TP} 2")
+    with megatron_is_quiet():
+        ranks = ranks_of(flags)
+        (one,) = planned_stage(flags, muon_settings(flags), ranks, 0)
+    all_elements = sum(
+        stop - start for buffer in one.buffers for start, stop, _ in buffer.param_index_map.values()
+    )
+    assert sum(rest_of(one)) + sum(held_elements(one.plan)) == all_elements * ranks.tp
+
+
+def test_every_preset_has_a_source_for_every_constant() -> None:
+    for hardware in PRESETS.values():
+        assert not [line for line in hardware.lines() if "no source" in line]
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ("--hardware tpu", "--hardware tpu: neither a file nor one of h100, h200, b200, gb300"),
+        ("--set speed=1", "--set speed=1: give NAME=VALUE"),
+        ("--set launch_us=fast", "'fast' is not a number"),
+        ("--set memory_gbytes=-1", "memory_gbytes must be above 0"),
+        ("--stage 3", "--stage 3: the last pipeline stage is 0"),
+        ("--json /nowhere/plan.json", "--json /nowhere/plan.json: there is no folder"),
+        ("--mfu 2", "must be a number from 0.001 to 1"),
+        (f"{TP} 3", "--world-size 4 is not a multiple of TP x CP x PP = 3"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    more: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(f"plan {TINY} --world-size 4 {more}".split())
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_number_of_ranks_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(f"plan {TINY}".split())
+    assert "--world-size" in capsys.readouterr().err

@@ -1,0 +1,85 @@
+"""What the time model counts equals the plan's messages, the paper's routes, the allocator."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_muon.bench.step.paper import routes
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.pricing import memory, paper
+from megatron_muon.pricing.traffic import Traffic, exchanges_of, traffic_of
+from megatron_muon.virtual_gpu.step import record_step
+from support.virtual_gpu.plans import small_plan
+
+CONFIG = MuonConfig()
+MIB = 1 << 20
+SIZES = [(1, 3), (2, 4), (4, 2), (1, 1)]
+
+
+def sent_by(plan: ExchangePlan, node: int = 4) -> Traffic:
+    return traffic_of(exchanges_of([plan]), [rank // node for rank in range(plan.size)])
+
+
+@pytest.mark.parametrize(("tp", "dp"), SIZES)
+@pytest.mark.parametrize("limit", [None, 1 << 14])
+def test_bytes_messages_and_peers_are_those_of_each_ranks_plan(
+    tp: int, dp: int, limit: int | None
+) -> None:
+    plan = small_plan(MuonConfig(round_bytes=limit), tp, dp)
+    sent = sent_by(plan)
+    assert sent.sent == plan.sent_bytes()
+    for rank in range(plan.size):
+        rounds = plan.for_rank(rank).rounds
+        messages = [len(one.gather_to) + len(one.scatter_to) for one in rounds]
+        assert sent.messages[rank] == sum(messages)
+        peers = {
+            peer
+            for one in rounds
+            for way in (one.gather_to, one.gather_from, one.scatter_to, one.scatter_from)
+            for peer in way
+        }
+        assert sent.peers[rank] == len(peers)
+
+
+def test_bytes_are_told_apart_by_node() -> None:
+    plan = small_plan(CONFIG, 2, 4)
+    alone, all_near, halves = (sent_by(plan, node) for node in (1, 8, 4))
+    assert sum(alone.inside) == 0 == sum(all_near.between)
+    assert alone.between == all_near.inside
+    assert 0 < sum(halves.inside) < sum(all_near.inside)
+    assert halves.sent == all_near.sent
+
+
+@pytest.mark.parametrize(("tp", "dp"), SIZES)
+def test_the_papers_figures_are_those_of_its_routes(tp: int, dp: int) -> None:
+    plan = small_plan(CONFIG, tp, dp)
+    buckets = paper.buckets_of(plan)
+    flops, sent = paper.flops_of(buckets, CONFIG), paper.traffic(buckets, [0] * plan.size)
+    tp_rank_of = plan.grid.tp_ranks()
+    for rank in range(plan.size):
+        nbytes = messages = work = 0
+        for bucket in routes(plan, rank):
+            own = bucket.slices[tp_rank_of[rank]]
+            to = [sum(s.elements.size for s in part) for part in bucket.send_to]
+            slices = sum(segment.elements.size for segment in own)
+            nbytes += plan.itemsize * (sum(to) + slices * (tp - 1))
+            messages += sum(count > 0 for count in to) + (tp - 1) * bool(own)
+            work += sum(ns_flops(*plan.matrices[index].unit, CONFIG) for index in bucket.matrices)
+        assert (sent.inside[rank], sent.messages[rank]) == (nbytes, messages)
+        assert flops[rank] == work > 0
+
+
+@pytest.mark.parametrize(("tp", "dp"), SIZES)
+@pytest.mark.parametrize("limit", [None, 1 << 20])
+def test_the_peak_is_that_of_the_virtual_gpus_allocator(
+    tp: int, dp: int, limit: int | None
+) -> None:
+    """The model has no scalars and no tables, and no rounding of blocks to 512 bytes."""
+    config = MuonConfig(round_bytes=limit)
+    plan = small_plan(config, tp, dp, layers=2, hidden=512, ffn=1280)
+    modelled = memory.peaks([plan], config)
+    for rank in range(plan.size):
+        recorded = record_step(plan, rank, config, steps=2).peak_bytes
+        assert abs(modelled[rank] - recorded) <= 0.02 * recorded + MIB / 64
