@@ -1,16 +1,11 @@
-"""The bar chart of ``megatron-muon bench step``; one of the two modules that import matplotlib."""
+"""The bar chart of ``megatron-muon bench step``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-
-def formats() -> list[str]:
-    """Suffixes that ``plot`` can write, without their dots."""
-    return sorted(Figure().canvas.get_supported_filetypes())
+from megatron_muon.cli.charts import new_figure
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -18,10 +13,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     Args:
         result: result of ``step.table.as_json``.
-        path: path of the file; its suffix selects the format.
+        path: path of the file; see ``charts.require_chart``.
 
     Raises:
-        ValueError: the format is none of ``formats``.
         OSError: the file cannot be written.
     """
     rows = result["rows"]
@@ -32,7 +26,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         [step["median"] - step["min"] for step in steps],
         [step["max"] - step["median"] for step in steps],
     ]
-    figure = Figure(figsize=(8, 1.2 + 0.6 * len(rows)), layout="constrained")
+    figure = new_figure(8, 1.2 + 0.6 * len(rows))
     axes = figure.add_subplot()
     axes.barh(places, medians, xerr=ranges, color="#c8c8c8", label="step, range over rounds")
     axes.barh(

@@ -18,7 +18,7 @@ from megatron_muon.planning.rounds import scratch_limit
 from megatron_muon.pricing.kernels import batches
 from megatron_muon.pricing.work import Pairs, RoundWork, rounds_of
 
-MOMENTUM, MOMENTS, MAIN = "momentum", "AdamW's moments", "main parameters"
+MOMENTUM, MOMENTS, MAIN = "Muon's momentum", "AdamW's moments", "main parameters"
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 _FP32 = 4
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import megatron_muon
 from megatron_muon.bench.muon_flags import homes_of
 from megatron_muon.bench.step.flags import command_parser, model_flags
+from megatron_muon.cli.charts import require_chart
 from megatron_muon.config import MuonConfig
 from megatron_muon.dry_run.numbers import MOST_HERE
 from megatron_muon.files.writable import require_writable
@@ -135,17 +134,4 @@ def _check(given: Namespace, flags: Namespace) -> None:
         if getattr(given, name) is not None:
             require_writable(f"--{name}", getattr(given, name))
     if given.plot is not None:
-        _check_format(given.plot)
-
-
-def _check_format(path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    from megatron_muon.bench.plot import formats
-
-    suffix = path.suffix.removeprefix(".").lower()
-    if suffix not in formats():
-        raise ValueError(
-            f"--plot {path}: its name must end in a format of matplotlib's, one of "
-            f"{', '.join('.' + name for name in formats())}"
-        )
+        require_chart("--plot", given.plot)

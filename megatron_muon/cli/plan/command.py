@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Collection, Sequence
+from typing import Any
 
+from megatron_muon.cli.charts import require_chart
 from megatron_muon.cli.model_flags import REFUSALS, imported_config_class, said
 from megatron_muon.cli.plan.options import DEVICES, PROGRAM, hardware_given, parsed, parser
 from megatron_muon.files.writable import require_writable
@@ -22,19 +26,80 @@ def main(argv: Sequence[str]) -> int:
     config_class = imported_config_class(PROGRAM)
     made = parser(config_class)
     given, notes = parsed(made, argv, config_class)
-    from megatron_muon.cli.plan.report import as_json, as_text
-    from megatron_muon.cli.plan.run import plan_run
-
-    try:
-        hardware = hardware_given(given)
-        if given.json is not None:
-            require_writable("--json", given.json)
-        plan = plan_run(given, hardware, DEVICES[given.products])
-    except (*REFUSALS, TypeError, OSError) as error:
-        made.error(said(error))
     for note in notes:
         print(f"{PROGRAM}: {note}", file=sys.stderr)
-    print(as_text(plan))
-    if given.json is not None:
-        given.json.write_text(as_json(plan))
+    command = _Command(made, list(argv), config_class)
+    try:
+        _check_files(given)
+        written = command.swept(given) if given.sweep else command.planned(given)
+        if given.json is not None:
+            given.json.write_text(json.dumps(written, indent=1))
+    except (*REFUSALS, TypeError, OSError) as error:
+        made.error(said(error))
     return 0
+
+
+def _check_files(given: Namespace) -> None:
+    for name in ("json", "plot"):
+        if getattr(given, name) is not None:
+            require_writable(f"--{name}", getattr(given, name))
+    if given.plot is not None:
+        require_chart("--plot", given.plot)
+
+
+class _Command:
+    """A command line, which can be planned with further flags."""
+
+    def __init__(self, made: ArgumentParser, argv: list[str], config_class: type) -> None:
+        self._parser, self._argv, self._config_class = made, argv, config_class
+
+    def planned(self, given: Namespace) -> dict[str, Any]:
+        """Print the plan of the run; return all of its figures."""
+        from megatron_muon.cli.plan import explain
+        from megatron_muon.cli.plan.report import as_dict, as_text
+
+        plan = self._plan(given)
+        print(as_text(plan))
+        written = as_dict(plan)
+        if given.explain:
+            slowest = max(plan.kinds, key=lambda kind: kind.row(plan.layout).seconds)
+            stage = ["--stage", str(slowest.stages[0])] if plan.ranks.pp > 1 else []
+            made = explain.gains(plan, lambda words: self._with([*stage, *words], own=True))
+            print(f"\n{explain.as_text(plan, made)}")
+            written["changes"] = explain.as_json_ready(plan, made)
+        return written
+
+    def swept(self, given: Namespace) -> dict[str, Any]:
+        """Print a row for each value; return all figures."""
+        from megatron_muon.cli.plan import sweep
+
+        asked = sweep.parsed_sweep(given.sweep)
+        sizes = (
+            given.tensor_model_parallel_size
+            * given.context_parallel_size
+            * given.pipeline_model_parallel_size
+        )
+        made = list(sweep.points(asked, self._with, sizes))
+        print(sweep.as_text(asked, made))
+        if given.plot is not None:
+            from megatron_muon.cli.plan.plot import plot
+
+            plot(asked, made, given.plot)
+        return sweep.as_json_ready(asked, made)
+
+    def _with(self, words: Sequence[str], *, own: bool = False) -> Any:
+        """The plan with further flags.
+
+        Args:
+            words: flags that go behind those of the command line.
+            own: leave out what is not the run's own layout or AdamW's.
+        """
+        given, _ = parsed(self._parser, [*self._argv, *words], self._config_class)
+        return self._plan(given, (given.muon_dp_layout or "contiguous",) if own else None)
+
+    def _plan(self, given: Namespace, wanted: Collection[Any] | None = None) -> Any:
+        from megatron_muon.cli.plan.rows import NAMES
+        from megatron_muon.cli.plan.run import plan_run
+
+        device = DEVICES[given.products]
+        return plan_run(given, hardware_given(given), device, NAMES if wanted is None else wanted)

@@ -77,6 +77,20 @@ def parser(config_class: type) -> argparse.ArgumentParser:
     made.add_argument(
         "--stage", type=count(0, MOST_THINGS), metavar="N", help="only this pipeline stage"
     )
+    made.add_argument(
+        "--sweep",
+        metavar="NAME=VALUE,...",
+        help="plan the run at several values of dp, tp, pp, cp, ep, batch, or of a flag without "
+        "its dashes; the value none leaves the flag out, given is for one without a value",
+    )
+    made.add_argument(
+        "--plot", type=Path, metavar="FILE", help="curves of --sweep (png, svg, pdf; matplotlib)"
+    )
+    made.add_argument(
+        "--explain",
+        action="store_true",
+        help="why these homes and buckets, and what would make the step cheaper, planned anew",
+    )
     made.add_argument("--json", type=Path, metavar="FILE", help="all figures and assumptions")
     add_model_flags(made, config_class)
     return made
@@ -96,8 +110,12 @@ def parsed(
         if reason := why_another_model(flag):
             made.error(reason)
     notes = [not_read(made, unknown, config_class)] if unknown else []
-    if given.world_size is None:
-        made.error("the following arguments are required: --world-size")
+    if given.world_size is None and not (given.sweep or "").startswith("dp="):
+        made.error("the following arguments are required: --world-size (or --sweep dp=...)")
+    if given.plot is not None and given.sweep is None:
+        made.error("--plot draws the curves of --sweep: give both")
+    if given.explain and given.sweep is not None:
+        made.error("--explain is about one run: leave --sweep out")
     return given, notes
 
 

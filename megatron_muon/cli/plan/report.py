@@ -12,6 +12,7 @@ from megatron_muon.cli.plan.run import RunPlan, StagePlan
 from megatron_muon.planning.describe import Share
 from megatron_muon.pricing import upstream
 from megatron_muon.pricing.hardware import CONSTANTS
+from megatron_muon.pricing.memory import GRADIENTS, MAIN, MOMENTS, MOMENTUM, PARAMETERS
 from megatron_muon.pricing.step import PHASES
 from megatron_muon.version import __version__
 
@@ -40,16 +41,19 @@ def as_text(plan: RunPlan) -> str:
     lines = [_head(plan), ""]
     for kind in plan.kinds:
         lines += [*_stage(plan, kind), ""]
-    lines += [
-        *_whole(plan),
-        "",
-        "assumptions, each with its source; --set NAME=VALUE changes a constant:",
-    ]
-    lines += [f"  {line}" for line in (*plan.assumptions, *plan.hardware.lines())]
-    lines += [f"  {line}" for line in (*ASSUMPTIONS, *plan.notes)]
-    lines.append("rules of Megatron's own Muon:")
-    lines += [f"  {line}" for line in rules()]
+    lines += [*_whole(plan), "", *assumption_lines(plan)]
     return "\n".join(lines)
+
+
+def assumption_lines(plan: RunPlan) -> list[str]:
+    """Every assumption with its source."""
+    return [
+        "assumptions, each with its source; --set NAME=VALUE changes a constant:",
+        *(f"  {line}" for line in (*plan.assumptions, *plan.hardware.lines())),
+        *(f"  {line}" for line in (*ASSUMPTIONS, *plan.notes)),
+        "rules of Megatron's own Muon:",
+        *(f"  {line}" for line in rules()),
+    ]
 
 
 def as_json(plan: RunPlan) -> str:
@@ -172,7 +176,7 @@ def _rest(kind: str) -> Callable[[Row], str]:
     return lambda row: f"{row.rest[kind] / MIB:,.0f}"
 
 
-_KINDS = ("parameters", "gradients", "main parameters", "momentum", "AdamW's moments")
+_KINDS = (PARAMETERS, GRADIENTS, MAIN, MOMENTUM, MOMENTS)
 FIGURES: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("boundary parameters", lambda row: "-" if row.boundary is None else f"{row.boundary:,}"),
     ("sent in the node, MB", lambda row: _both(row.inside, MB, 1)),

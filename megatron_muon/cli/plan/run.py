@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_muon.cli.model_flags import Settled, megatron_is_quiet, settled
+from megatron_muon.cli.plan.homes import Homes, homes_of
 from megatron_muon.cli.plan.rows import (
     NAMES,
     OURS,
@@ -42,6 +43,7 @@ class StagePlan:
         share: elements of one.
         matrices: number of matrices of one.
         reduced: bytes that a rank sends for gradients and parameters.
+        homes: those of the layout that the run has.
         rows: a row for each algorithm.
     """
 
@@ -50,6 +52,7 @@ class StagePlan:
     share: Share
     matrices: int
     reduced: float
+    homes: Homes
     rows: tuple[Row, ...]
 
     def row(self, name: Name) -> Row:
@@ -68,6 +71,7 @@ class RunPlan:
         device: kind of device.
         kinds: its pipeline stages by kind.
         training: forward and backward of a step.
+        buckets: number of buckets that the flags or the plugin ask for; None: Megatron's own.
         notes: what there is to say about flags and buckets.
         assumptions: those on the training step, with their sources.
     """
@@ -79,6 +83,7 @@ class RunPlan:
     device: Device
     kinds: tuple[StagePlan, ...]
     training: Training
+    buckets: int | None
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
 
@@ -130,9 +135,17 @@ def plan_run(
         config = runs[0][1].config
         staged = tuple(_stage_plan(kind, first, config, hardware, device, wanted) for kind in kinds)
         made, assumptions = _training(runs[0][0], ranks, kinds)
-    notes = [note for _, run in runs[:1] for note in run.notes]
     return RunPlan(
-        ranks, config, layout, hardware, device, staged, made, tuple(notes), tuple(assumptions)
+        ranks=ranks,
+        config=config,
+        layout=layout,
+        hardware=hardware,
+        device=device,
+        kinds=staged,
+        training=made,
+        buckets=runs[0][0].ddp_num_buckets,
+        notes=tuple(runs[0][1].notes),
+        assumptions=tuple(assumptions),
     )
 
 
@@ -174,6 +187,7 @@ def _stage_plan(
         share=kind.share,
         matrices=sum(matrix.units for plan in own.plans for matrix in plan.matrices),
         reduced=own.reduced(),
+        homes=homes_of(own.plans),
         rows=tuple(rows),
     )
 

@@ -1,0 +1,139 @@
+"""``megatron-muon plan --sweep`` and ``--explain``: the same plan at other values of its flags."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.cli import main
+from megatron_muon.cli.plan import explain
+from megatron_muon.cli.plan.homes import homes_of
+from megatron_muon.config import MuonConfig
+from support.models.model_flags import TINY as TINY_WORDS
+from support.virtual_gpu.plans import small_plan
+
+TINY = " ".join(TINY_WORDS)
+TP = "--tensor-model-parallel-size"
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+def written(words: str, file: Path) -> dict:
+    assert main(f"plan {TINY} {words} --json {file}".split()) == 0
+    return json.loads(file.read_text())
+
+
+def test_a_point_of_a_sweep_is_the_plan_with_that_flag(tmp_path: Path) -> None:
+    swept = written(f"{TP} 2 --sweep dp=1,2", tmp_path / "sweep.json")
+    alone = written(f"{TP} 2 --world-size 4", tmp_path / "plan.json")
+    assert [point["value"] for point in swept["points"]] == ["1", "2"]
+    last = swept["points"][-1]
+    assert last["ranks"]["world"] == 4
+    assert {key: last[key] for key in alone} == alone
+
+
+def test_a_value_that_is_refused_has_a_reason_and_the_others_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swept = written("--world-size 4 --sweep tp=1,3,4", tmp_path / "sweep.json")
+    assert "3: refused: --world-size 4 is not a multiple of TP" in capsys.readouterr().out
+    assert [bool(point.get("stages")) for point in swept["points"]] == [True, False, True]
+
+
+def test_any_flag_can_be_swept(tmp_path: Path) -> None:
+    qkv = "*.linear_qkv.weight"
+    words = f"--world-size 2 --sweep muon-split=none,{qkv}=whole,{qkv}=heads"
+    swept = written(words, tmp_path / "sweep.json")
+    matrices = [point["stages"][0]["matrices"] for point in swept["points"]]
+    # two layers of qkv, proj, fc1 and fc2: q, k and v are one, three or 3 x 4 heads
+    assert matrices == [2 * (3 + 3), 2 * (1 + 3), 2 * (12 + 3)]
+    words = "--world-size 2 --sweep muon-ns-dtype=bf16,fp32"
+    swept = written(words, tmp_path / "sweep.json")
+    sent = [point["stages"][0]["rows"][1]["inside"]["mean"] for point in swept["points"]]
+    assert sent[1] == 2 * sent[0] > 0
+
+
+def test_batches_change_the_share_and_not_the_step(tmp_path: Path) -> None:
+    words = "--world-size 2 --seq-length 32 --sweep batch=8,16"
+    small, large = written(words, tmp_path / "sweep.json")["points"]
+    assert large["training"]["seconds"] == pytest.approx(2 * small["training"]["seconds"])
+    one, two = (point["step"]["contiguous"] for point in (small, large))
+    assert one["seconds"] == two["seconds"] and one["share"] > two["share"]
+
+
+def test_a_gain_is_the_difference_of_two_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explained = written("--world-size 4 --explain", tmp_path / "explain.json")
+    changes = {one["change"]: one for one in explained["changes"]}
+    assert "matrices stay on a rank that holds most of them" in capsys.readouterr().out
+    plain = explained["step"]["contiguous"]["seconds"]
+    for words in ("--muon-ns-dtype fp16", "--products kernel", f"{TP} 2"):
+        other = written(f"--world-size 4 {words}", tmp_path / "other.json")
+        seconds = other["step"]["contiguous"]["seconds"]
+        assert changes[words]["seconds"] == seconds
+        assert changes[words]["gain"] == pytest.approx((plain - seconds) / plain)
+    seconds = [one["seconds"] for one in explained["changes"]]
+    assert seconds == sorted(seconds)
+
+
+def test_homes_say_how_many_matrices_left_their_largest_holder() -> None:
+    """Under TP all holders of a split matrix tie; balanced homes move some, local ones none."""
+    balanced, local = (
+        homes_of([small_plan(MuonConfig(homes=policy), 2, 4)]) for policy in ("balanced", "local")
+    )
+    assert (balanced.moved, local.moved) == (7, 0)
+    assert balanced.busiest_share < local.busiest_share
+    assert balanced.busiest_share >= balanced.least_share
+    assert balanced.kept + balanced.moved == local.kept == 3 * 7
+
+
+def test_changes_leave_out_what_the_run_has() -> None:
+    class Plan:
+        config = MuonConfig(ns_dtype="fp16", homes="local", round_bytes=64 << 20)
+        layout, device, buckets = "bucketed", "cuda_symmetric", None
+
+        class ranks:
+            tp = ep = 1
+
+    names = [change.name for change in explain.changes(Plan())]  # type: ignore[arg-type]
+    assert names == [
+        "--muon-dp-layout contiguous",
+        "--muon-ns-iteration standard",
+        "--muon-homes balanced",
+        "--muon-round-mib 128",
+        "--muon-round-mib 32",
+        f"{TP} 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--world-size 4 --sweep tp", "--sweep tp: give NAME=VALUE,VALUE,..."),
+        ("--sweep dp=1,x", "--sweep dp: 'x' is not a number of ranks"),
+        ("--sweep dp=1 --explain", "--explain is about one run: leave --sweep out"),
+        ("--world-size 4 --plot x.png", "--plot draws the curves of --sweep: give both"),
+    ],
+)
+def test_wrong_sweeps_are_named(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(f"plan {TINY} {words}".split())
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.skipif(HAS_MATPLOTLIB, reason="matplotlib is installed")
+def test_curves_need_matplotlib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(f"plan {TINY} --sweep dp=1 --plot {tmp_path / 'x.png'}".split())
+    assert "--plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is an extra")
+def test_curves_are_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "curves.svg"
+    assert main(f"plan {TINY} --sweep dp=1,2,4 --plot {file}".split()) == 0
+    assert "paper" in file.read_text()

@@ -1,0 +1,70 @@
+"""A plan of 64 and of 512 ranks equals what those ranks do, by Megatron's whole optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_muon.cli.certify.kinds import Chosen
+from megatron_muon.cli.certify.ranks import report_of
+from megatron_muon.cli.model_flags import imported_config_class, megatron_is_quiet, settled
+from megatron_muon.cli.plan.options import parsed, parser
+from megatron_muon.dry_run.kinds import buffers_of, optimizer_of, planned_kinds
+from megatron_muon.pricing.memory import at_rest, peaks
+from megatron_muon.pricing.traffic import exchanges_of, traffic_of
+from megatron_muon.pricing.work import held_elements
+from megatron_muon.virtual_gpu.megatron import Training, record_training
+
+LAYERS = (
+    "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --swiglu "
+    "--vocab-size 1024 --bf16 --position-embedding-type rope --transformer-impl local "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--untie-embeddings-and-output-weights --disable-bias-linear "
+)
+TP = "--tensor-model-parallel-size"
+BLOCKS, TABLES = 4 << 10, 16 << 10  # bytes
+
+
+@dataclass(frozen=True)
+class World:
+    words: str
+    ranks: tuple[int, ...]
+
+
+WORLDS = [
+    World(f"{TP} 8 --world-size 64", (0, 27, 63)),
+    World(f"{TP} 4 --pipeline-model-parallel-size 2 --world-size 512", (0, 130)),
+    World(
+        "--num-experts 16 --moe-ffn-hidden-size 256 --expert-model-parallel-size 8 --world-size 64",
+        (0, 41),
+    ),
+]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.words)
+def test_bytes_messages_and_memory_are_those_of_the_rank(world: World) -> None:
+    config_class = imported_config_class("a test", "virtual_gpu")
+    flags = parsed(parser(config_class), (LAYERS + world.words).split(), config_class)[0]
+    run = settled(flags)
+    with megatron_is_quiet():
+        kind = planned_kinds([(flags, run.config)], run.ranks, "cuda", range(1))[0]
+    (planned,) = kind.planned
+    plans = [one.plan for one in planned]
+    sent = traffic_of(exchanges_of(plans), [0] * plans[0].size)
+    rest = at_rest(
+        [buffers_of(one) for one in planned],
+        [held_elements(plan) for plan in plans],
+        [optimizer_of(one).rest for one in planned],
+    )
+    over = peaks(plans, run.config)
+    for rank in world.ranks:
+        at = kind.members.index(rank)
+        recording = record_training(flags, run.ranks, rank, run.config, Training()).recording
+        report = report_of(recording, Chosen(rank, "the test"))
+        assert (report.sent, report.messages) == (sent.sent[at], sent.messages[at])
+        assert report.connections == sent.peers[at]
+        for name, nbytes in rest[at].items():  # an allocator rounds each tensor up to 512 bytes
+            assert nbytes == pytest.approx(report.state.get(name, 0), abs=BLOCKS)
+        assert sum(rest[at].values()) == pytest.approx(report.state_bytes, abs=TABLES)
+        assert over[at] == pytest.approx(report.peak_bytes, abs=BLOCKS)
