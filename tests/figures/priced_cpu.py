@@ -46,6 +46,10 @@ CASES = (
     "--tp 1 --dp 2 --hidden 512 --layers 4 --heads 8",
     "--tp 1 --dp 4 --hidden 512 --layers 2 --heads 8",
     "--tp 2 --dp 2 --hidden 512 --layers 2 --heads 8",
+    "--tp 1 --dp 2 --hidden 384 --layers 4 --heads 6",
+    "--tp 1 --dp 3 --hidden 384 --layers 2 --heads 6",
+    "--tp 2 --dp 2 --hidden 384 --layers 3 --heads 6",
+    "--tp 4 --dp 1 --hidden 256 --layers 4 --heads 4",
 )
 ROUNDS = 5
 PARTS = ("momentum", "gather", "newton_schulz", "scatter", "update")

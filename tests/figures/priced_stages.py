@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
 from megatron_muon.cli.model_flags import imported_config_class, megatron_is_quiet, settled
 from megatron_muon.cli.plan.options import parser
 from megatron_muon.coefficients import NsDtype

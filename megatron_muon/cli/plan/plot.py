@@ -23,15 +23,17 @@ def plot(sweep: Sweep, made: Sequence[Point], path: Path) -> None:
     planned = [(point.value, point.plan) for point in made if point.plan is not None]
     figure = new_figure(11, 4.5)
     times, slower = figure.subplots(1, 2)
-    for name in NAMES:
+    for number, name in enumerate(NAMES):
         here = [(value, plan) for value, plan in planned if name in plan.names]
         places = [value for value, _ in here]
         if not here:
             continue
-        times.plot(places, [1e3 * p.seconds(name) for _, p in here], "o-", label=TITLES[name])
+        style = {"label": TITLES[name], "color": f"C{number}", "marker": "o"}
+        times.plot(places, [1e3 * plan.seconds(name) for _, plan in here], **style)
         if name != "adamw":
-            slower.plot(places, [100 * p.slower(name) for _, p in here], "o-", label=TITLES[name])
+            slower.plot(places, [100 * plan.slower(name) for _, plan in here], **style)
     times.set_yscale("log")
+    slower.set_yscale("log")
     times.set_ylabel("optimizer step, ms")
     slower.set_ylabel("training step longer than AdamW's, %")
     for axes in (times, slower):
