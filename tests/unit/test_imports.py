@@ -128,7 +128,7 @@ def test_each_room_imports_only_what_it_is_for(path: Path) -> None:
         if root == "triton":
             assert module == "runtime.fused_kernels", f"{path} imports {name}"
         if root == "matplotlib":
-            assert module in ("cli.charts", "cli.watch.picture"), f"{path} imports {name}"
+            assert module in ("cli.plan.charts", "cli.watch.picture"), f"{path} imports {name}"
 
 
 def test_no_folder_has_more_than_a_dozen_files() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import megatron_muon
 from megatron_muon.bench.muon_flags import homes_of
 from megatron_muon.bench.step.flags import command_parser, model_flags
-from megatron_muon.cli.charts import require_chart
+from megatron_muon.cli.plan.charts import require_chart
 from megatron_muon.config import MuonConfig
 from megatron_muon.dry_run.numbers import MOST_HERE
 from megatron_muon.files.writable import require_writable

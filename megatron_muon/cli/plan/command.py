@@ -8,8 +8,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from megatron_muon.cli.charts import require_chart
 from megatron_muon.cli.model_flags import REFUSALS, imported_config_class, said
+from megatron_muon.cli.plan.charts import require_chart
 from megatron_muon.cli.plan.options import DEVICES, PROGRAM, hardware_given, parsed, parser
 from megatron_muon.files.writable import require_writable
 
