@@ -202,7 +202,7 @@ def test_a_command_that_is_killed_goes_on_and_gives_a_check_up_that_ends_it_twic
         (["--ranks", "3"], "--ranks 3: give 1 or an even number"),
         (["--minutes", "-1"], "argument --minutes: must be a number from 0.01"),
         (["--only", "all"], "argument --only: invalid choice: 'all'"),
-        (["--hardware", "h200"], "--hardware tpu: neither a file nor one of h100"),
+        (["--hardware", "tpu"], "--hardware tpu: neither a file nor one of h100"),
         (["--set", "launch=1"], "--set launch=1: give NAME=VALUE"),
         (["--json", "/no/such/file"], "--json /no/such/file: there is no folder"),
         (["--folder", "/no/such/folder"], "--folder /no/such/folder: No such file or directory"),

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.cli import main
+from megatron_muon.cli.model_flags import imported_config_class
 from megatron_muon.cli.plan import explain
 from megatron_muon.cli.plan.homes import homes_of
+from megatron_muon.cli.plan.options import DEVICES, parsed, parser
+from megatron_muon.cli.plan.run import plan_run
 from megatron_muon.config import MuonConfig
+from megatron_muon.pricing.presets import H100
 from support.models.model_flags import TINY as TINY_WORDS
 from support.virtual_gpu.plans import small_plan
 
@@ -91,14 +95,14 @@ def test_homes_say_how_many_matrices_left_their_largest_holder() -> None:
 
 
 def test_changes_leave_out_what_the_run_has() -> None:
-    class Plan:
-        config = MuonConfig(ns_dtype="fp16", homes="local", round_bytes=64 << 20)
-        layout, device, buckets = "bucketed", "cuda_symmetric", None
-
-        class ranks:
-            tp = ep = 1
-
-    names = [change.name for change in explain.changes(Plan())]  # type: ignore[arg-type]
+    config_class = imported_config_class("a test")
+    words = (
+        f"{TINY} --world-size 4 --muon-dp-layout bucketed --muon-ns-dtype fp16 --muon-homes local "
+        "--muon-round-mib 64 --products kernel"
+    )
+    flags, _ = parsed(parser(config_class), words.split(), config_class)
+    plan = plan_run(flags, H100, DEVICES[flags.products], ["bucketed"])
+    names = [change.name for change in explain.changes(plan)]
     assert names == [
         "--muon-dp-layout contiguous",
         "--muon-ns-iteration standard",

@@ -72,12 +72,15 @@ def test_the_papers_figures_are_those_of_its_routes(tp: int, dp: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "dp"), SIZES)
-@pytest.mark.parametrize("limit", [None, 1 << 20])
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG, MuonConfig(round_bytes=1 << 20), MuonConfig(ns_iteration="gram")],
+    ids=["default", "small rounds", "gram"],
+)
 def test_the_peak_is_that_of_the_virtual_gpus_allocator(
-    tp: int, dp: int, limit: int | None
+    tp: int, dp: int, config: MuonConfig
 ) -> None:
     """The model has no scalars and no tables, and no rounding of blocks to 512 bytes."""
-    config = MuonConfig(round_bytes=limit)
     plan = small_plan(config, tp, dp, layers=2, hidden=512, ffn=1280)
     modelled = memory.peaks([plan], config)
     for rank in range(plan.size):
