@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
+import sys
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -16,6 +19,7 @@ from megatron_muon.cli.plan.options import parsed, parser
 from megatron_muon.cli.plan.rows import NAMES, TITLES
 from megatron_muon.cli.plan.run import RunPlan, plan_run
 from megatron_muon.pricing.presets import H100, PRESETS
+from support.benching import environment
 from support.models.model_flags import LLAMA_3_8B
 from support.models.model_flags import TINY as TINY_WORDS
 
@@ -91,6 +95,17 @@ def test_512_ranks_are_planned_in_seconds() -> None:
     assert plan.kinds[0].ranks == 512
     ours, papers = (plan.kinds[0].row(name) for name in ("contiguous", "paper"))
     assert ours.flops.mean < papers.flops.mean  # each matrix once, not on every rank that shares it
+
+
+@pytest.mark.slow
+def test_16384_ranks_take_less_than_30_seconds_and_4_gb_of_one_core() -> None:
+    words = f"{' '.join(LLAMA_3_8B)} {OVERLAP} {TP} 8 --world-size 16384"
+    program = [sys.executable, "-m", "megatron_muon.cli", "plan", *words.split()]
+    ended = subprocess.run(program, env=environment(), stdout=subprocess.PIPE, check=True)
+    assert b"16384 rank(s)" in ended.stdout.replace(b",", b"")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_utime + used.ru_stime < 30
+    assert used.ru_maxrss * 1024 < 4e9
 
 
 def test_elements_of_adamw_are_those_that_muon_does_not_own() -> None:
