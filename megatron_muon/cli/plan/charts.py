@@ -1,4 +1,4 @@
-"""Charts, where matplotlib is installed; the one module that imports it."""
+"""Charts, where matplotlib is installed: one of the two modules that import it."""
 
 from __future__ import annotations
 
