@@ -202,12 +202,18 @@ def _leave_out(args: Any) -> list[str]:
         _require_shards(args, "--muon-qk-clip")
         told += [f"--muon-qk-clip {threshold:g}: attention logits are clipped after AdamW's steps"]
     if args.use_distributed_optimizer:
-        told += [line for name, line in _LOGITS.items() if getattr(args, name, False)]
+        told += [_LOGITS[name] for name in _taken_over() if getattr(args, name, False)]
     if told:
         importlib.import_module("megatron_muon.mcore.install").install(
             MuonConfig(weight_decay_all_params=decayed, qk_clip=threshold, qk_clip_alpha=alpha)
         )
     return [] if again else told
+
+
+def _taken_over() -> tuple[str, ...]:
+    """Megatron's options that it cannot do by itself: on a GPU it can log logits."""
+    on_cpu = importlib.import_module("megatron_muon.cpu").enabled()
+    return ("qk_clip", "log_max_attention_logit") if on_cpu else ("qk_clip",)
 
 
 # Megatron's options about attention logits, and what the plugin says of them without Muon.

@@ -72,7 +72,9 @@ class QkClip:
                 continue
             largest = max(largest, max(values))
             clip = attention.clip
-            if clip is not None and not only_watch and max(values) > clip.threshold:
+            if clip is None or only_watch:
+                continue
+            if any(value > clip.threshold for value in values):  # a NaN beside it says nothing
                 self._scale(attention, logits.to(_DTYPES[int(dtype_number)]))
         return largest
 

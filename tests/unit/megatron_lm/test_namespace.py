@@ -70,6 +70,17 @@ def test_adamw_may_decay_every_parameter(version: str) -> None:
 
 
 @EVERY
+def test_adamw_may_clip_logits(version: str) -> None:
+    args = parsed(version, "--optimizer", "adam", "--muon-qk-clip", "30")
+    leave_to_megatron(args)
+    expected = vars(parser_of(version).parse_args([]))
+    assert vars(args) == {**expected, "muon_qk_clip": 30.0}
+    args = parsed(version, "--optimizer", "sgd", "--muon-qk-clip", "30")
+    with pytest.raises(ValueError, match="--muon-qk-clip is for"):
+        leave_to_megatron(args)
+
+
+@EVERY
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_any_optimizer_may_run_on_the_cpu(version: str, optimizer: str) -> None:
     args = parsed(version, "--optimizer", optimizer, "--muon-cpu")
