@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from megatron_muon.coefficients import (
     SETS,
@@ -79,6 +79,10 @@ class MuonConfig:
             halves of a gated ``linear_fc1``; ``parts``: latents and rope key of multi-latent
             attention's down-projections, and the parts of the ``in_proj`` of a Mamba mixer or a
             gated delta net. Patterns are like those of ``muon_include``.
+        muon_lr_mults, muon_wd_mults: ``(pattern, factor)`` pairs: the learning rate, and the weight
+            decay, of parameters whose names match, Muon's and AdamW's, are multiplied by it; the
+            last pair that matches counts. They become parameter groups of Megatron's, to which its
+            scheduler gives their values.
         qk_clip: threshold of attention logits. After a step the query and key rows of a head whose
             largest logit passed it are scaled so that it would be the threshold (Kimi K2's QK-Clip,
             arXiv 2507.20534). None: off. It holds for ``optimizer='adam'`` as well. It is for
@@ -132,6 +136,8 @@ class MuonConfig:
     weight_decay_all_params: bool = False
     split_qkv: bool = True
     muon_splits: tuple[tuple[str, SplitKind], ...] = ()
+    muon_lr_mults: tuple[tuple[str, float], ...] = ()
+    muon_wd_mults: tuple[tuple[str, float], ...] = ()
     qk_clip: float | None = None
     qk_clip_alpha: float = 0.5
     muon_include: tuple[str, ...] = ()
@@ -168,6 +174,8 @@ class MuonConfig:
         for name in ("muon_include", "muon_exclude"):
             _require_patterns(name, getattr(self, name))
         _require_splits(self.muon_splits)
+        for name in ("muon_lr_mults", "muon_wd_mults"):
+            _require_multipliers(name, getattr(self, name))
         _require_choice("homes", self.homes, ("balanced", "local"))
         for name in ("ns_batch", "round_bytes", "log_interval"):
             if getattr(self, name) is not None:
@@ -177,13 +185,16 @@ class MuonConfig:
     @property
     def patterns(self) -> tuple[str, ...]:
         """The patterns of names in all settings. Each must match a parameter."""
-        splits = (pattern for pattern, _ in self.muon_splits)
-        return (*self.muon_include, *self.muon_exclude, *splits)
+        pairs = (*self.muon_splits, *self.muon_lr_mults, *self.muon_wd_mults)
+        return (*self.muon_include, *self.muon_exclude, *(pattern for pattern, _ in pairs))
 
     def setting_of(self, pattern: str) -> str:
         """The setting that has one of ``patterns``, named with its flag."""
         for name in ("muon_include", "muon_exclude"):
             if pattern in getattr(self, name):
+                return named(name)
+        for name in ("muon_lr_mults", "muon_wd_mults"):
+            if any(pattern == other for other, _ in getattr(self, name)):
                 return named(name)
         return named("muon_splits")
 
@@ -267,14 +278,27 @@ def _require_patterns(name: str, value: object) -> None:
 
 
 def _require_splits(value: object) -> None:
+    for kind in _seconds("muon_splits", value, "kind"):
+        if not isinstance(kind, str):
+            raise TypeError(f"{named('muon_splits')}: a kind is a text, got {kind!r}")
+        _require_choice("muon_splits", kind, get_args(SplitKind))
+
+
+def _require_multipliers(name: str, value: object) -> None:
+    for multiplier in _seconds(name, value, "multiplier"):
+        _require_number(name, multiplier)
+        if multiplier < 0:
+            raise ValueError(f"{named(name)}: a multiplier is at least 0, got {multiplier}")
+
+
+def _seconds(name: str, value: object, second: str) -> list[Any]:
+    """What a tuple of pairs has beside the patterns."""
     pairs = isinstance(value, tuple) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(word, str) for word in pair)
-        for pair in value
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in value
     )
     if not pairs:
-        raise TypeError(f"{named('muon_splits')} must be a tuple of (pattern, kind), got {value!r}")
-    for _, kind in value:  # type: ignore[attr-defined]
-        _require_choice("muon_splits", kind, get_args(SplitKind))
+        raise TypeError(f"{named(name)} must be a tuple of (pattern, {second}), got {value!r}")
+    return [pair[1] for pair in value]  # type: ignore[attr-defined]
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -16,6 +16,8 @@ FLAG_OF = {
     "weight_decay_all_params": "--weight-decay-all-params",
     "split_qkv": "--muon-no-split-qkv",
     "muon_splits": "--muon-split",
+    "muon_lr_mults": "--muon-lr-mult",
+    "muon_wd_mults": "--muon-wd-mult",
     "qk_clip": "--muon-qk-clip",
     "qk_clip_alpha": "--muon-qk-clip-alpha",
     "muon_include": "--muon-include",

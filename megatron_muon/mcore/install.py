@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron.core import optimizer as mcore_optimizer
@@ -16,12 +16,13 @@ from megatron_muon.mcore.build import make_muons
 from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
 from megatron_muon.mcore.integrity import save_load
 from megatron_muon.mcore.params import bucket_layout
+from megatron_muon.mcore.params.multipliers import with_multipliers
 from megatron_muon.mcore.params.validate import frozen_too_late, refuse_groups, refuse_unsupported
 from megatron_muon.mcore.seams.rows import SeamError, check_hooks, megatron_version, seams_of
 from megatron_muon.mcore.shards import device_of
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange import Meter
-from megatron_muon.runtime.patches import Patches, around
+from megatron_muon.runtime.patches import Patches, around, replaced
 
 # A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the wrapper then
 # only passes the call on.
@@ -167,7 +168,7 @@ def _build_muon(
     together(lambda: _refuse(config, model_chunks, given), None, device_of(model_chunks))
     if _config.weight_decay_all_params:
         _decay_everything(given, config)
-    with _asking_for_adam(config):
+    with _asking_for_adam(config), _further_groups(_config):
         optimizer = original(*given.args, **given.kwargs)
     make_muons(optimizer, model_chunks, _config, given.arguments.get("pg_collection"))
     return optimizer
@@ -231,6 +232,16 @@ def _asking_for_adam(config: Any) -> Iterator[None]:
         yield
     finally:
         config.optimizer = "muon"
+
+
+@contextmanager
+def _further_groups(settings: MuonConfig) -> Iterator[None]:
+    """Cut Megatron's parameter groups where rates or decays are multiplied."""
+    with ExitStack() as stack:
+        if settings.muon_lr_mults or settings.muon_wd_mults:
+            ours = with_multipliers(mcore_optimizer._get_param_groups, settings)
+            stack.enter_context(replaced(mcore_optimizer, _get_param_groups=ours))
+        yield
 
 
 def _decay_everything(given: inspect.BoundArguments, config: Any) -> None:

@@ -182,6 +182,21 @@ FLAGS = (
         metavar="PATTERN=KIND",
     ),
     _flag(
+        "--muon-lr-mult",
+        "multiply the learning rate of the parameters whose names match a pattern, Muon's and "
+        "AdamW's, by a factor; they are groups of Megatron's; may be given several times, and the "
+        f"last pattern that matches counts; {_OURS}; default 1 for all",
+        action="append",
+        metavar="PATTERN=FACTOR",
+    ),
+    _flag(
+        "--muon-wd-mult",
+        "the same for the weight decay; what Megatron does not decay stays undecayed; "
+        f"{_OURS}; default 1 for all",
+        action="append",
+        metavar="PATTERN=FACTOR",
+    ),
+    _flag(
         "--muon-homes",
         "which rank orthogonalizes a matrix: balanced evens out the ranks' work, local sends the "
         f"fewest bytes; {_OURS}; default {_MOONLIGHT.homes}",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_muon.coefficients import Coefficients, canonical, parse, spelled
@@ -149,6 +150,8 @@ def muon_config(args: Namespace) -> MuonConfig:
         weight_decay_all_params=bool(value_given(args, "weight_decay_all_params")),
         split_qkv=value_chosen(args, "muon_split_qkv", _MOONLIGHT.split_qkv),
         muon_splits=_splits(args),
+        muon_lr_mults=_multipliers(args, "muon_lr_mult"),
+        muon_wd_mults=_multipliers(args, "muon_wd_mult"),
         qk_clip=value_given(args, "muon_qk_clip"),
         qk_clip_alpha=qk_clip_alpha(args),
         muon_include=tuple(value_given(args, "muon_include") or ()),
@@ -164,13 +167,31 @@ def muon_config(args: Namespace) -> MuonConfig:
 
 
 def _splits(args: Namespace) -> tuple[tuple[str, SplitKind], ...]:
+    return tuple(_pairs(args, "muon_split", "KIND"))
+
+
+def _multipliers(args: Namespace, name: str) -> tuple[tuple[str, float], ...]:
     pairs = []
-    for text in value_given(args, "muon_split") or ():
-        pattern, equals, kind = text.rpartition("=")
-        if not (pattern and equals):
-            raise ValueError(f"--muon-split must be PATTERN=KIND, got {text!r}")
-        pairs.append((pattern, kind))
+    for pattern, text in _pairs(args, name, "FACTOR"):
+        try:
+            pairs.append((pattern, float(text)))
+        except ValueError as error:
+            raise ValueError(
+                f"{_flag_of(name)} {pattern}={text}: {text!r} is not a number"
+            ) from error
     return tuple(pairs)
+
+
+def _pairs(args: Namespace, name: str, second: str) -> Iterator[tuple[str, Any]]:
+    for text in value_given(args, name) or ():
+        pattern, equals, value = text.rpartition("=")
+        if not (pattern and equals):
+            raise ValueError(f"{_flag_of(name)} must be PATTERN={second}, got {text!r}")
+        yield pattern, value
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _log_file(args: Namespace) -> str | None:

@@ -97,6 +97,8 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_use_syrk": False,
         "weight_decay_all_params": config.weight_decay_all_params,
         "muon_split": [f"{pattern}={kind}" for pattern, kind in config.muon_splits],
+        "muon_lr_mult": [f"{pattern}={factor!r}" for pattern, factor in config.muon_lr_mults],
+        "muon_wd_mult": [f"{pattern}={factor!r}" for pattern, factor in config.muon_wd_mults],
         "muon_qk_clip": config.qk_clip,
         "muon_qk_clip_alpha": config.qk_clip_alpha if config.qk_clip is not None else None,
         "muon_include": list(config.muon_include),

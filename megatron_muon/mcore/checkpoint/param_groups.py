@@ -12,6 +12,7 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron_muon.coefficients import canonical
 from megatron_muon.config import MuonConfig
 from megatron_muon.files.digest_text import printable
+from megatron_muon.mcore.params.multipliers import LR_MULTIPLIER
 from megatron_muon.orthogonalize.iteration import Device, iteration_of
 from megatron_muon.setting_names import named
 
@@ -23,7 +24,7 @@ FORMAT = 1
 # Keys that pair saved groups with ours: the required ones must agree; the preferred ones decide,
 # in this order, between several groups.
 _REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
-_PREFERRED = ("wd_mult", "max_lr", "min_lr")
+_PREFERRED = (LR_MULTIPLIER, "wd_mult", "max_lr", "min_lr")
 
 # Settings of what is written beside a run: no bit of it, nor of its checkpoint, depends on them.
 _WATCHING = ("log_interval", "log_file")
@@ -112,13 +113,17 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
     steps = [group["step"] for group in saved if group.get("step") is not None]
     groups = []
     for group in own:
-        alike = [other for other in saved if _common(group, other, _REQUIRED) == len(_REQUIRED)]
+        alike = _alike(group, saved, _REQUIRED) or _alike(group, saved, _REQUIRED[:-1])
         if not alike:
             wanted = {key: _value(group, key) for key in _REQUIRED}
             raise ValueError(f"the checkpoint has no parameter group with {wanted}")
         best = max(alike, key=lambda other: [_same(group, other, key) for key in _PREFERRED])
         kept = {key: group[key] for key in _identifiers() if key in group and key not in SCHEDULE}
         values = {**group, **best, **kept}  # others' groups may lack what ours have
+        if not _same(group, best, LR_MULTIPLIER):  # this run has another factor: its own rates
+            values |= {key: group[key] for key in ("lr_mult", "max_lr", "min_lr") if key in group}
+            values.pop(LR_MULTIPLIER, None)
+            values |= {key: group[key] for key in (LR_MULTIPLIER,) if key in group}
         if steps:  # fused Adams do not count steps of a group without parameters on this rank
             values["step"] = max(steps)
         values.pop("params", None)
@@ -138,6 +143,11 @@ def _identifiers() -> tuple[str, ...]:
     """Keys by which Megatron pairs groups; up to 0.12 it pairs them by number."""
     keys = getattr(distrib_optimizer, "param_group_identifier_keys", ())
     return (*keys, "wd_mult", "pre_wd_mult")
+
+
+def _alike(group: Group, saved: Sequence[Group], keys: Sequence[str]) -> list[Group]:
+    """The saved groups that agree with one of ours; ``lr_mult``, the last key, may have changed."""
+    return [other for other in saved if _common(group, other, keys) == len(keys)]
 
 
 def _common(one: Group, two: Group, keys: Sequence[str]) -> int:

@@ -198,7 +198,7 @@ def is_matched(weight: Weight, pattern: str, tp_size: int, config: MuonConfig) -
     """
     if not matching(weight, [pattern]):
         return False
-    if pattern in (*config.muon_include, *config.muon_exclude):
+    if all(pattern != split for split, _ in config.muon_splits):
         return True
     return weight.param.dim() == 2 and why_adamw(weight, tp_size, config) is None
 

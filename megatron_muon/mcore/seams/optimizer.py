@@ -55,6 +55,14 @@ SEAMS = (
     ),
     Seam(
         _CHAIN,
+        "_get_param_groups",
+        "replaced",
+        "makes the parameter groups; replaced for a run whose rates or decays are multiplied, to "
+        "cut them further",
+        ("model_chunks",),
+    ),
+    Seam(
+        _CHAIN,
         "get_standard_config_overrides",
         "called",
         "the overrides that Megatron uses where it is given none",

@@ -95,6 +95,42 @@ def test_groups_that_megatron_takes_for_one_another(format: str, tmp_path: Path)
     check(GROUPS, Topology(dp=2), format, tmp_path)
 
 
+FACTORS = (("embedding.*", 0.5), ("*.linear_fc2.*", 3.0))
+MULTIPLIED = replace(BF16, muon=(("muon_lr_mults", FACTORS), ("muon_wd_mults", FACTORS)))
+
+
+@pytest.mark.parametrize("format", MOSTLY)
+def test_groups_of_multipliers(format: str, tmp_path: Path) -> None:
+    check(MULTIPLIED, Topology(dp=2), format, tmp_path)
+
+
+def _rates(built: Any) -> set[tuple[float, float]]:
+    """Learning rate and weight decay of each group, as multiples of the run's."""
+    return {
+        (group["max_lr"] * group["lr_mult"] / built.case.lr, group["wd_mult"])
+        for inner in inner_optimizers(built.optimizer)
+        for group in inner.param_groups
+    }
+
+
+def _rates_at_load(case: Case, format: str, folder: str) -> list[set[tuple[float, float]]]:
+    built = start(case, Topology(dp=2))
+    own = _rates(built)
+    load(built, folder, format)
+    take_step(built, 0)
+    return [own, _rates(built)]
+
+
+@pytest.mark.parametrize("format", MOSTLY)
+def test_a_run_has_its_own_multipliers_after_a_load(format: str, tmp_path: Path) -> None:
+    """Those of the checkpoint's groups, which pass for them, would undo what the run asks for."""
+    run(save_new, 2, MULTIPLIED, Topology(dp=2), format, str(tmp_path))
+    other = (("muon_lr_mults", (("*.linear_fc2.*", 2.0),)),)
+    for case in (BF16, replace(BF16, muon=other), MULTIPLIED):
+        for own, loaded in run(_rates_at_load, 2, case, format, str(tmp_path)):
+            assert own == loaded, case.muon
+
+
 @pytest.mark.parametrize("format", MOSTLY)
 def test_a_rank_without_muon(format: str, tmp_path: Path) -> None:
     """One weight is Muon's, which not every DP rank has a piece of."""
