@@ -19,6 +19,7 @@ from megatron_muon.setting_names import named
 
 NsIteration = Literal["standard", "gram", "auto"]
 HomePolicy = Literal["balanced", "local"]
+ClipScope = Literal["all", "adamw"]
 ElementwiseBy = Literal["auto", "foreach"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 SplitKind = Literal["whole", "qkv", "heads", "gate-up", "parts"]
@@ -66,6 +67,9 @@ class MuonConfig:
         elementwise: how momentum and update are computed. ``auto``: one fused kernel each on CUDA
             where triton is installed, else torch's operations on lists; ``foreach``: always torch's
             operations. Both make the same bits.
+        clip_scope: whose gradients Megatron's clip (``clip_grad``) scales, and whose norm decides:
+            ``all``, as in Megatron, or ``adamw``: AdamW's only. Muon's gradients then stay as they
+            are; they still must be finite.
         weight_decay_all_params: decay all parameters, also RMSNorm gammas, biases and others with a
             ``wd_mult`` of 0. Off, as in Megatron; the paper (appendix D) recommends it for long
             runs. It holds for ``optimizer='adam'`` as well, so that Muon and AdamW are compared
@@ -133,6 +137,7 @@ class MuonConfig:
     ns_dtype: NsDtype = "bf16"
     ns_batch: int | None = None
     elementwise: ElementwiseBy = "auto"
+    clip_scope: ClipScope = "all"
     weight_decay_all_params: bool = False
     split_qkv: bool = True
     muon_splits: tuple[tuple[str, SplitKind], ...] = ()
@@ -176,6 +181,7 @@ class MuonConfig:
         _require_splits(self.muon_splits)
         for name in ("muon_lr_mults", "muon_wd_mults"):
             _require_multipliers(name, getattr(self, name))
+        _require_choice("clip_scope", self.clip_scope, get_args(ClipScope))
         _require_choice("homes", self.homes, ("balanced", "local"))
         for name in ("ns_batch", "round_bytes", "log_interval"):
             if getattr(self, name) is not None:

@@ -13,6 +13,7 @@ FLAG_OF = {
     "ns_dtype": "--muon-ns-dtype",
     "ns_batch": "--muon-ns-batch",
     "elementwise": "--muon-elementwise",
+    "clip_scope": "--muon-clip-scope",
     "weight_decay_all_params": "--weight-decay-all-params",
     "split_qkv": "--muon-no-split-qkv",
     "muon_splits": "--muon-split",

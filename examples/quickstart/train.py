@@ -86,6 +86,7 @@ def build_optimizer(
                 muon_splits=tuple(tuple(each.rsplit("=", 1)) for each in args.muon_split),
                 log_interval=args.muon_log_interval,
                 log_file=args.muon_log_file,
+                clip_scope=args.muon_clip_scope,
                 qk_clip=args.muon_qk_clip,
             )
         )

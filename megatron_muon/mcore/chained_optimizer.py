@@ -144,7 +144,9 @@ def _limit(part: Any, shard: torch.Tensor) -> float:
     Momentum grows to at most 1 / (1 - μ) × the largest gradient, and travels in bf16. Clipping,
     which comes later, makes gradients small enough, so with it they need only be finite.
     """
-    if part.muon is None or part.config.clip_grad > 0.0 or not part.muon.owns(shard):
+    if part.muon is None or not part.muon.owns(shard):
+        return _LARGEST
+    if part.config.clip_grad > 0.0 and part.muon.config.clip_scope == "all":
         return _LARGEST
     momentum: float = part.muon.config.momentum
     return torch.finfo(torch.bfloat16).max * (1.0 - momentum) * 0.999

@@ -25,6 +25,14 @@ TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of e
 class MuonDistributedOptimizer(MuonCheckpoint):
     """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest."""
 
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        """The main parameters whose gradients are in the norm and are clipped (``clip_scope``)."""
+        params: list[torch.nn.Parameter] = super().get_parameters()
+        muon = None if self.is_stub_optimizer else self.muon
+        if muon is None or muon.config.clip_scope == "all":
+            return params
+        return [param for param in params if not muon.owns(param)]
+
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
         """The gradients of the norm, up to core 0.18; see ``norm_grads``."""
         return self._with_all(super().get_main_grads_for_grad_norm())

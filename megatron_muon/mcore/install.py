@@ -23,6 +23,7 @@ from megatron_muon.mcore.shards import device_of
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange import Meter
 from megatron_muon.runtime.patches import Patches, around, replaced
+from megatron_muon.setting_names import named
 
 # A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the wrapper then
 # only passes the call on.
@@ -177,6 +178,12 @@ def _build_muon(
 def _refuse(config: Any, model_chunks: list[Any], given: inspect.BoundArguments) -> None:
     """Raise for options that Muon does not support, even if only one pipeline stage has them."""
     refuse_unsupported(config, model_chunks)
+    assert _config is not None
+    if _config.clip_scope != "all" and not config.clip_grad > 0.0:
+        raise ValueError(
+            f"{named('clip_scope')} {_config.clip_scope!r} with clip_grad {config.clip_grad}: "
+            "nothing is clipped; give a clip (--clip-grad), or leave the scope out"
+        )
     refuse_groups(given.arguments)
     frozen = frozen_too_late(model_chunks)
     if frozen is not None:

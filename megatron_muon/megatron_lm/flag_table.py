@@ -197,6 +197,13 @@ FLAGS = (
         metavar="PATTERN=FACTOR",
     ),
     _flag(
+        "--muon-clip-scope",
+        "the gradients that --clip-grad scales and whose norm decides: all, as in Megatron, or "
+        "adamw: those of AdamW's parameters only, whose norm Megatron then logs; "
+        f"{_OURS}; default {_MOONLIGHT.clip_scope}",
+        choices=("all", "adamw"),
+    ),
+    _flag(
         "--muon-homes",
         "which rank orthogonalizes a matrix: balanced evens out the ranks' work, local sends the "
         f"fewest bytes; {_OURS}; default {_MOONLIGHT.homes}",

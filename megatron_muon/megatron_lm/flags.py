@@ -147,6 +147,7 @@ def muon_config(args: Namespace) -> MuonConfig:
         ns_dtype=_ns_dtype(args),
         ns_batch=_ns_batch(args),
         elementwise=value_given(args, "muon_elementwise") or _MOONLIGHT.elementwise,
+        clip_scope=value_given(args, "muon_clip_scope") or _MOONLIGHT.clip_scope,
         weight_decay_all_params=bool(value_given(args, "weight_decay_all_params")),
         split_qkv=value_chosen(args, "muon_split_qkv", _MOONLIGHT.split_qkv),
         muon_splits=_splits(args),

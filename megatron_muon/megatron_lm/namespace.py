@@ -95,6 +95,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_tp_mode": "duplicated",
         "muon_scalar_optimizer": "adam",
         "muon_use_syrk": False,
+        "muon_clip_scope": config.clip_scope,
         "weight_decay_all_params": config.weight_decay_all_params,
         "muon_split": [f"{pattern}={kind}" for pattern, kind in config.muon_splits],
         "muon_lr_mult": [f"{pattern}={factor!r}" for pattern, factor in config.muon_lr_mults],

@@ -74,7 +74,7 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
         then["ns_iteration"] = now["ns_iteration"]
     if "ns_coefficients" in then:  # a set may have been saved as its numbers
         then["ns_coefficients"] = canonical(then["ns_coefficients"])
-    for name in sorted(then.keys() | now.keys()):
+    for name in sorted((then.keys() | now.keys()) - set(_WATCHING)):
         before, after = (
             settings.get(name, "nothing: this megatron_muon has no such setting")
             for settings in (then, now)

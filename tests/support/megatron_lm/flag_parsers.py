@@ -104,6 +104,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
         {"muon_lr_mults": (("embedding.*", 0.5), ("a=b", 0.2))},
     ),
     "wd-mult": (["--muon-wd-mult", "*.router.*=0"], {"muon_wd_mults": (("*.router.*", 0.0),)}),
+    "clip-scope": (["--muon-clip-scope", "adamw"], {"clip_scope": "adamw"}),
     "clip": (["--muon-qk-clip", "100"], {"qk_clip": 100.0}),
     "clip-alpha": (
         ["--muon-qk-clip-alpha", "0.3", "--muon-qk-clip", "30"],
