@@ -19,7 +19,7 @@ from typing import Any
 
 from sweep import HERE, run_all
 
-RATES, SEEDS, STEPS = (5e-3, 1e-2, 2e-2), (1, 2, 3), 160
+RATES, SEEDS, STEPS = (5e-3, 1e-2, 2e-2, 4e-2), (1, 2, 3), 160
 QKV, FC1 = "*.linear_qkv.weight", "*.linear_fc1.weight"
 UP, DOWN = "*_up_proj.weight", "*.linear_kv_down_proj.weight"
 MODELS: dict[str, dict[str, tuple[str, ...]]] = {

@@ -68,6 +68,21 @@ def test_the_page_on_qk_clip_has_the_table_as_it_was_printed(
     assert all(max(logits) < 1.4 * clip.THRESHOLD for logits in clipped["logits"])
 
 
+def test_the_page_on_routing_has_the_table_of_splits_as_it_was_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(QUICKSTART))
+    splits, report = script("splits"), recorded("splits.json")
+    assert splits.table(report) in (ROOT / "docs" / "routing.md").read_text()
+    assert report["rates"] == list(splits.RATES) and report["steps"] == splits.STEPS
+    for model, rows in splits.MODELS.items():
+        for name, patterns in rows.items():
+            row = report["models"][model][name]
+            assert row["splits"] == list(patterns)
+            assert row["lr"] != splits.RATES[-1]  # the best rate is inside of the grid
+            assert {len(losses) for losses in row["val_losses"].values()} == {len(splits.SEEDS)}
+
+
 def test_the_readme_has_the_losses_of_the_picture() -> None:
     summary = recorded("summary.json")
     readme = (ROOT / "README.md").read_text()
