@@ -40,7 +40,8 @@ class Topology:
     None. ``chunks`` are model chunks per pipeline stage, ``instances`` those of the distributed
     optimizer; ``step_overlap`` is Megatron's overlap_param_gather_with_optimizer_step; with
     ``overlap`` a bucket is closed when it has ``bucket_size`` elements. ``first_layers`` are the
-    layers of the first stage, where it has not as many as the others.
+    layers of the first stage, where it has not as many as the others. ``dispatcher`` is that of
+    experts' tokens.
     """
 
     tp: int = 1
@@ -53,6 +54,7 @@ class Topology:
     etp: int | None = None
     chunks: int = 1
     instances: int = 1
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     step_overlap: bool = False
     bucket_size: int = 5_000  # several buckets on the first stage
     first_layers: int | None = None
@@ -78,6 +80,7 @@ class Topology:
         text += f"-first{self.first_layers}" * (self.first_layers is not None)
         text += f"-buckets{self.bucket_size}" * (self.bucket_size != 5_000)
         text += "-stepoverlap" if self.step_overlap else "-overlap" * self.overlap
+        text += "-allgather" * (self.dispatcher == "allgather")
         return text + "-sp" * self.sequence_parallel
 
 
@@ -96,7 +99,8 @@ class Case:
     attention_output_gate. ``fp8`` is the recipe of Transformer Engine's by which the linears'
     weights are fp8 (--fp8-param-gather). By ``mixer`` layers have a Mamba mixer or a gated delta
     net in place of attention; no forward pass of theirs is run. ``qk_clip`` are
-    Megatron's threshold and alpha.
+    Megatron's threshold and alpha. ``rms_norm``, ``shared`` (experts), ``recompute`` and
+    ``dropout`` are the model's, ``loss_scale``, ``scale_window`` and ``adam_eps`` the optimizer's.
     """
 
     bf16: bool = True
@@ -130,6 +134,13 @@ class Case:
     mixer: Literal["", "mamba", "delta"] = ""
     fp8: str = ""
     qk_clip: tuple[float, float] | None = None
+    rms_norm: bool = False
+    shared: bool = True
+    recompute: bool = False
+    dropout: float = 0.0
+    loss_scale: float = 2.0**12
+    scale_window: int = 3  # so that the scale grows within the steps of a case
+    adam_eps: float = 1e-8
 
     @property
     def head_size(self) -> int:
@@ -204,6 +215,13 @@ def _normal(shape: tuple[int, ...], *key: object) -> Tensor:
 
 def whole_weight(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
     """The initial TP 1 weight, fp32, already rounded to the model's dtype."""
+    before, mark, which = name.partition(".experts.weight")
+    if mark:  # a batch of what SequentialMLP's experts have, transposed
+        experts = (
+            f"{before}.experts.local_experts.{e}.linear_fc{which}.weight" for e in range(shape[0])
+        )
+        inner = (shape[2], shape[1])
+        return torch.stack([whole_weight(case, one, inner).T for one in experts])
     noise = 0.05 * _normal(shape, case.seed, name)
     one = 1.0 if name.endswith(("norm.weight", "norm_weight")) else 0.0  # fused into a linear, too
     return (one + noise).to(case.dtype).float()

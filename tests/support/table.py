@@ -2,7 +2,7 @@
 
 `bash tests/run.sh --table tests/ranks/results/test_topologies*.py` prints it.
 
-``gpt.check`` and ``parallel.trained`` note what they have verified; nothing else gets in.
+``gpt.check`` and ``training.trained`` note what they have verified; nothing else gets in.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Rows = dict[tuple[str, str], list[str]]  # (model, precision) -> topologies
 
 def table() -> list[str]:
     """Lines: bitwise comparisons with one process, then training by Megatron's own schedules."""
-    from support import parallel
+    from support import training
     from support.models import gpt
 
     lines = ["| model | precision | bitwise equal to one process |", "|---|---|---|"]
     lines += _lines(_grouped((_case(c), _precision(c), _topology(t)) for c, t in gpt.VERIFIED))
     lines += ["", "| model | precision | trained, the loss fell in each step |", "|---|---|---|"]
-    trained = [(m, t) for m, t in parallel.TRAINED if m.optimizer == "muon"]
-    return lines + _lines(_grouped((_model(m), _dtype(m), _layout(t)) for m, t in trained))
+    muons = [(c, t) for c, t in training.TRAINED if c.optimizer == "muon"]
+    return lines + _lines(_grouped((_case(c), _precision(c), _topology(t)) for c, t in muons))
 
 
 def _grouped(found: Iterable[tuple[str, str, str]]) -> Rows:
@@ -61,6 +61,8 @@ def _case(case: Any) -> str:
     if (case.heads, case.groups) != (HEADS, GROUPS):
         words.append(f"{case.heads} heads, {case.groups} query group(s)")
     words += ["gated attention"] * case.output_gate + [f"ffn {case.ffn}"] * (case.ffn != FFN)
+    words += ["no shared expert"] * (case.moe and not case.shared)
+    words += ["full recompute"] * case.recompute
     words += ["own lr and decay"] * bool(case.faster) + ["overflow"] * bool(case.overflow)
     return ", ".join(words)
 
@@ -75,27 +77,8 @@ def _topology(t: Any) -> str:
     words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     words += [f"ETP{t.expert_tp}"] * (t.ep > 1 and t.tp > 1)
     words += [f"VPP{t.chunks}"] * (t.chunks > 1) + [f"{t.instances} instances"] * (t.instances > 1)
-    words += ["SP"] * t.sequence_parallel
-    words += ["step overlap" if t.step_overlap else "overlap"] * (t.overlap or t.step_overlap)
-    return " ".join(words) or "1 process"
-
-
-def _model(m: Any) -> str:
-    words = [f"MoE, {'GroupedMLP' if m.grouped else 'SequentialMLP'}" if m.moe else "dense"]
-    words += ["shared expert"] * m.shared + ["MLA"] * m.mla + ["MTP"] * m.mtp
-    return ", ".join(words + ["full recompute"] * m.recompute)
-
-
-def _dtype(m: Any) -> str:
-    return {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(m.dtype)[6:]]
-
-
-def _layout(t: Any) -> str:
-    sizes = {"TP": t.tp, "PP": t.pp, "CP": t.cp, "DP": t.dp, "EP": t.ep}
-    words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    words += [f"ETP{t.etp}"] * (t.ep > 1 and t.tp > 1) + [f"VPP{t.vpp}"] * (t.vpp > 1)
-    words += [f"{t.instances} instances"] * (t.instances > 1) + ["alltoall"] * (
-        t.dispatcher == "alltoall"
+    words += ["SP"] * t.sequence_parallel + ["allgather"] * (
+        t.ep > 1 and t.dispatcher == "allgather"
     )
-    words += ["step overlap" if t.with_step else "overlap"] * (t.overlap or t.with_step)
+    words += ["step overlap" if t.step_overlap else "overlap"] * (t.overlap or t.step_overlap)
     return " ".join(words) or "1 process"

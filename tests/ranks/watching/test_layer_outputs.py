@@ -10,30 +10,29 @@ import pytest
 import torch
 from megatron.core import pipeline_parallel
 
-from support import parallel
+from support.cases import Case, Topology
 from support.installed import VERSION
-from support.models.parallel_model import Model, Topology
+from support.models import gpt
 from support.ranks import run
+from support.training import MODEL, said, spread, train
 from support.watching import records
 
 pytestmark = pytest.mark.skipif(
     VERSION < (0, 13),
     reason="the model is built with vp_stage; test_pretrain_watch.py has core 0.12",
 )
-DENSE = Model(steps=2, optimizer="muon")
+DENSE = replace(MODEL, steps=2, optimizer="muon")
 RUNS = [
-    (DENSE, Topology(tp=2, dp=2)),
-    (replace(DENSE, recompute=True), Topology(pp=2)),
+    (DENSE, spread(tp=2, dp=2)),
+    (replace(DENSE, recompute=True), spread(pp=2)),
 ]
 
 
-def _train(model: Model, topology: Topology, path: str, interval: int) -> dict[str, Any]:
-    """What ``parallel.train`` returns, in a run that logs; and each forward pass's outputs."""
-    import megatron_muon
-
-    settings = megatron_muon.MuonConfig(log_interval=interval, log_file=path)
+def _train(model: Case, topology: Topology, path: str, interval: int) -> dict[str, Any]:
+    """What ``train`` returns, in a run that logs; and each forward pass's outputs."""
+    settings = (("log_interval", interval), ("log_file", path))
     outputs: dict[str, list[float]] = {}
-    make = parallel._chunk
+    make = gpt._in_ddp
 
     def chunk(*args: Any) -> Any:
         made = make(*args)
@@ -43,13 +42,11 @@ def _train(model: Model, topology: Topology, path: str, interval: int) -> dict[s
                 module.register_forward_hook(_keep(outputs.setdefault(row, [])))
         return made
 
-    parallel._chunk = chunk
-    megatron_muon.install(settings)
+    gpt._in_ddp = chunk
     try:
-        return {**parallel.train(model, topology), "outputs": outputs}
+        return {**train(replace(model, muon=settings), topology), "outputs": outputs}
     finally:
-        parallel._chunk = make
-        megatron_muon.uninstall()
+        gpt._in_ddp = make
 
 
 def _keep(seen: list[float]) -> Any:
@@ -80,9 +77,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize(("model", "topology"), RUNS, ids=str)
+@pytest.mark.parametrize(("model", "topology"), RUNS, ids=said)
 def test_outputs_are_those_of_one_process(
-    model: Model, topology: Topology, alone: list[dict[str, float]], tmp_path: Path
+    model: Case, topology: Topology, alone: list[dict[str, float]], tmp_path: Path
 ) -> None:
     path = tmp_path / "lines.jsonl"
     run(_train, topology.world_size, model, topology, str(path), 1)
@@ -116,7 +113,7 @@ def _train_with_overflow(path: str, at: int, numbered: bool) -> dict[str, Any]:
     if numbered:
         set_host(Host(lambda: len(begun), NO_HOST.write))
     try:
-        model = replace(DENSE, dtype=torch.float16, steps=6)
+        model = replace(DENSE, fp16=True, steps=6)
         return _train(model, Topology(), path, 2)
     finally:
         pipeline_parallel.get_forward_backward_func = real
@@ -144,7 +141,7 @@ def test_a_skipped_steps_outputs_are_forgotten(
 def test_training_is_the_same_and_only_logging_steps_are_seen(tmp_path: Path) -> None:
     path, model = tmp_path / "lines.jsonl", replace(DENSE, steps=3)
     (seldom,) = run(_train, 1, model, Topology(), str(path), 2)
-    (never,) = run(parallel.train, 1, model, Topology())
+    (never,) = run(train, 1, model, Topology())
     assert (seldom["losses"], seldom["norms"]) == (never["losses"], never["norms"])
     assert [line["step"] for line in records(path) if line["kind"] == "step"] == [2]
     (second,) = _logged(path)

@@ -5,30 +5,30 @@ Transformer Engine, whose attention keeps them in Megatron, needs a GPU. A hook 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support import parallel
+from support.cases import GROUPS, HEADS, Topology
 from support.installed import VERSION
-from support.models.parallel_model import GROUPS, HEADS, Model, Topology
+from support.models import gpt
 from support.ranks import run
+from support.training import MODEL, spread, train
 from support.watching import records
 
 pytestmark = pytest.mark.skipif(
     VERSION < (0, 13),
     reason="the model is built with vp_stage; test_pretrain_watch.py has core 0.12",
 )
-MODEL = Model(steps=2, optimizer="muon")
+MUON = replace(MODEL, steps=2, optimizer="muon")
 
 
 def _train(topology: Topology, path: str) -> list[float]:
     """A run that logs; and the largest logit of each of layer 0's heads here in the last step."""
-    import megatron_muon
-
-    make, seen = parallel._chunk, []
+    make, seen = gpt._in_ddp, []
 
     def chunk(*args: Any) -> Any:
         made = make(*args)
@@ -39,13 +39,11 @@ def _train(topology: Topology, path: str) -> list[float]:
                 seen.append(module.core_attention)
         return made
 
-    parallel._chunk = chunk
-    megatron_muon.install(megatron_muon.MuonConfig(log_interval=2, log_file=path))
+    gpt._in_ddp = chunk
     try:
-        parallel.train(MODEL, topology)
+        train(replace(MUON, muon=(("log_interval", 2), ("log_file", path))), topology)
     finally:
-        parallel._chunk = make
-        megatron_muon.uninstall()
+        gpt._in_ddp = make
     return [float(logit) for logit in seen[0].current_max_attn_logits]
 
 
@@ -67,12 +65,12 @@ def _logged(path: Path) -> dict[str, float]:
 
 
 def test_logits_are_those_of_one_process(tmp_path: Path) -> None:
-    alone, spread = tmp_path / "alone.jsonl", tmp_path / "spread.jsonl"
+    alone, cut = tmp_path / "alone.jsonl", tmp_path / "cut.jsonl"
     (heads,) = run(_train, 1, Topology(), str(alone))
     found = _logged(alone)
     groups = torch.tensor(heads).view(GROUPS, HEADS // GROUPS).amax(1).tolist()
-    names = [f"decoder.layers.{layer}.self_attention" for layer in range(MODEL.layers)]
+    names = [f"decoder.layers.{layer}.self_attention" for layer in range(MUON.layers)]
     assert list(found) == [f"{name}[group {group}]" for name in names for group in range(GROUPS)]
     assert list(found.values())[:GROUPS] == pytest.approx(groups, rel=1e-5)
-    run(_train, 2, Topology(tp=2), str(spread))
-    assert _logged(spread) == pytest.approx(found, rel=1e-3)
+    run(_train, 2, spread(tp=2), str(cut))
+    assert _logged(cut) == pytest.approx(found, rel=1e-3)

@@ -196,9 +196,9 @@ def optimizer_config(built: Built) -> Any:
         clip_grad=case.clip,
         bf16=case.dtype == torch.bfloat16,
         fp16=case.dtype == torch.float16,
-        initial_loss_scale=2.0**12,
+        initial_loss_scale=case.loss_scale,
         min_loss_scale=1.0,
-        loss_scale_window=3,  # so that the scale grows within the steps of a case
+        loss_scale_window=case.scale_window,
         hysteresis=1,
         params_dtype=case.dtype,
         use_distributed_optimizer=True,
@@ -207,7 +207,7 @@ def optimizer_config(built: Built) -> Any:
         overlap_param_gather_with_optimizer_step=built.topology.step_overlap,
         adam_beta1=0.9,
         adam_beta2=0.95,
-        adam_eps=1e-8,
+        adam_eps=case.adam_eps,
     )
 
 

@@ -122,8 +122,11 @@ def transformer_config(case: Case, topology: Topology) -> Any:
         "bf16": case.dtype == torch.bfloat16,
         "fp16": case.dtype == torch.float16,
         "add_bias_linear": not case.moe,  # grouped and shared experts have no bias
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
+        "normalization": "RMSNorm" if case.rms_norm or case.mla else "LayerNorm",
+        "hidden_dropout": case.dropout,
+        "attention_dropout": case.dropout,
+        "overlap_p2p_comm": topology.chunks > 1,
+        "batch_p2p_comm": topology.chunks == 1,
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -133,6 +136,9 @@ def transformer_config(case: Case, topology: Topology) -> Any:
     }
     if case.moe:
         options |= _moe_options(case, topology)
+    if case.recompute:
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        options |= {"recompute_num_layers": 1}
     if case.mixer == "mamba":
         options |= {**MAMBA, "is_hybrid_model": True, "add_bias_linear": False}
     if case.mixer == "delta":
@@ -154,8 +160,9 @@ def _moe_options(case: Case, topology: Topology) -> dict[str, Any]:
         "moe_layer_freq": [0] * case.dense_layers + [1] * (case.layers - case.dense_layers),
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": MOE_FFN,
-        "moe_shared_expert_intermediate_size": SHARED_FFN,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": SHARED_FFN if case.shared else None,
+        "moe_aux_loss_coeff": 0.01,
+        "moe_token_dispatcher_type": topology.dispatcher,
         "moe_grouped_gemm": bool(case.grouped),
         "moe_use_legacy_grouped_gemm": case.grouped == "legacy",
         "expert_model_parallel_size": topology.ep,
@@ -187,6 +194,8 @@ def layer_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
     }
     if case.grouped == "legacy":
         options["moe_use_legacy_grouped_gemm"] = True
+    if case.rms_norm:
+        options["normalization"] = "RMSNorm"
     spec = get_gpt_layer_local_spec(**options)
     if case.mla == "duplicated":
         from support.models import te_standin
@@ -212,15 +221,19 @@ def takes_te(case: Case) -> bool:
 def _te_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
     """As a run with ``--transformer-impl transformer_engine`` takes it."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     if case.dense_layers:
         return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, **chunk)
-    return specs.get_gpt_layer_with_transformer_engine_spec(
+    layer = specs.get_gpt_layer_with_transformer_engine_spec(
         num_experts=EXPERTS if case.moe else None,
         moe_grouped_gemm=case.grouped == "te",
         multi_latent_attention=bool(case.mla),
         qk_layernorm=bool(case.mla),
     )
+    # Transformer Engine's attention, which has no parameters, needs a GPU
+    layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+    return layer
 
 
 def _take_te_experts(moe: Any) -> None:
