@@ -113,6 +113,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="the checkpoint is the other optimizer's: what Muon's momentum starts as (AdamW's "
         "moments start at zero)",
     )
+    group.add_argument(
+        "--muon-trace-steps", metavar="FIRST:LAST", help="steps to trace with torch's profiler"
+    )
+    group.add_argument(
+        "--muon-trace-dir", type=Path, default=Path("traces"), help="folder for the traces"
+    )
     group.add_argument("--figures", type=Path, default=None, help="JSON file for curve and figures")
     _switch(
         group,

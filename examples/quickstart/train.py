@@ -16,7 +16,8 @@ import socket
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -202,6 +203,16 @@ def evaluate(
     return global_loss(torch.stack(losses).mean())
 
 
+def steps_to_trace(
+    args: Namespace, optimizer: MegatronOptimizer
+) -> Callable[[int], AbstractContextManager[None]]:
+    """A context for each step, which traces those of ``--muon-trace-steps``."""
+    if args.muon_trace_steps is None:
+        return lambda step: nullcontext()
+    traces = megatron_muon.step_traces(args.muon_trace_steps, args.muon_trace_dir)
+    return lambda step: traces.step(step, optimizer)
+
+
 def train(
     args: Namespace, corpus: Corpus, device: torch.device, progress: Progress
 ) -> dict[str, Any]:
@@ -211,17 +222,19 @@ def train(
     training, held_out = batches(args, corpus)
     step_seconds, optimizer_seconds = [], []
     done = load(args, model, optimizer, scheduler) if args.load else 0
+    traced = steps_to_trace(args, optimizer)
     last = args.exit_at or args.train_iters
     progress.evaluated(done, evaluate(args, held_out, model, device))
     for step in range(done + 1, last + 1):
         recorded = args.record_update_rms and step % args.log_interval == args.log_interval // 2
         before = measure.main_matrices(model) if recorded else []
         began = time.perf_counter()
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = run_step(training, step, model, device, True)
-        reduced = time.perf_counter()
-        updated, grad_norm, _ = optimizer.step()
+        with traced(step):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = run_step(training, step, model, device, True)
+            reduced = time.perf_counter()
+            updated, grad_norm, _ = optimizer.step()
         if not updated:
             raise FloatingPointError(f"Megatron skipped step {step}: gradients overflowed")
         ended = time.perf_counter()

@@ -47,6 +47,10 @@ COMMANDS: Commands = {
         "megatron_muon.cli.watch.command",
         "the numbers that a run logs by --muon-log-interval: text, a picture, warnings",
     ),
+    "trace": (
+        "megatron_muon.cli.trace.command",
+        "where the time of a step goes, from torch profiler's traces of any run",
+    ),
     "bench": (
         "megatron_muon.bench.command",
         "measure an optimizer step beside AdamW's, Newton-Schulz, the speed of a rank and its link",

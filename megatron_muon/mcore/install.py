@@ -119,6 +119,7 @@ def meter(optimizer: Any) -> Meter:
         ns_flops=sum(m.ns_flops for m in meters),
         gather_bytes=sum(m.gather_bytes for m in meters),
         scatter_bytes=sum(m.scatter_bytes for m in meters),
+        square_bytes=sum(m.square_bytes for m in meters),
     )
 
 

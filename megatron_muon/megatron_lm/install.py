@@ -19,8 +19,9 @@ from megatron_muon.mcore.seams.rows import (
     megatron_version,
     training_hooks_of,
 )
-from megatron_muon.megatron_lm import bucketing, checkpointing, flags, memory, namespace, tracker
+from megatron_muon.megatron_lm import bucketing, checkpointing, flags, namespace, tracker
 from megatron_muon.megatron_lm.flag_values import KEPT
+from megatron_muon.megatron_lm.loop import memory, step_traces
 from megatron_muon.megatron_lm.watching import writers
 from megatron_muon.runtime.patches import Patches, around
 
@@ -75,6 +76,7 @@ def uninstall_training() -> None:
     global _is_on
     tracker.take_out()
     writers.disconnect()
+    step_traces.forget()
     _patches.undo()
     _is_on = False
 
@@ -129,6 +131,7 @@ def _validate_args(
             flag and the way out.
         NotImplementedError: Muon does not support an option yet; names it and the way out.
     """
+    step_traces.check(args)
     if not asks_for_muon(args):
         told = [*_leave_out(args), *_on_the_cpu(args)]
         with _without_a_need_of_te(args):
@@ -335,6 +338,7 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "load_checkpoint": checkpointing.load_checkpoint,
     "get_megatron_optimizer_config": _get_megatron_optimizer_config,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
+    "train_step": step_traces.train_step,
     "report_theoretical_memory": memory.report_theoretical_memory,
 }
 # Replaced in the one module only: in megatron.core, ``mcore.install`` wraps it.

@@ -12,12 +12,11 @@ import torch
 
 from megatron_muon.coefficients import spelled
 from megatron_muon.config import MuonConfig
-from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flag_table import FLAGS, OF_ANY
 from megatron_muon.megatron_lm.flag_values import KEPT
 from megatron_muon.megatron_lm.flags import foreign_flags, restore_defaults
 
-# Flags that a run with any other optimizer may have, and those that one with AdamW may have.
-_OF_ANY = ("muon_cpu",)
+# Flags that a run with AdamW may have.
 _OF_ADAM = ("adamw_from_muon", "weight_decay_all_params", "muon_qk_clip", "muon_qk_clip_alpha")
 
 
@@ -40,7 +39,7 @@ def leave_to_megatron(args: Namespace) -> None:
         return
     upstream = args.optimizer == "muon"  # with --muon-backend upstream, which is kept
     kept = {*own, "muon_backend"} if upstream else {*own}
-    kept |= {dest for dest in _OF_ANY if getattr(args, dest, None)}
+    kept |= {dest for dest in OF_ANY if getattr(args, dest, None)}
     if args.optimizer == "adam":
         kept |= {dest for dest in _OF_ADAM if getattr(args, dest, None)}
         if getattr(args, "adamw_from_muon", None):
@@ -105,6 +104,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_include": list(config.muon_include),
         "muon_exclude": list(config.muon_exclude),
         "muon_homes": config.homes,
+        "muon_split_matrices": config.split_matrices or "off",
         "muon_rank_tflops": config.rank_tflops,
         "muon_link_gbytes": config.link_gbytes,
         "muon_dp_layout": getattr(args, "muon_dp_layout", None) or "contiguous",
@@ -122,6 +122,8 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_defaults": getattr(args, "muon_defaults", None) or "moonlight",
         "muon_backend": "plugin",
         "muon_cpu": bool(getattr(args, "muon_cpu", None)),
+        "muon_trace_steps": getattr(args, "muon_trace_steps", None) or "",
+        "muon_trace_dir": getattr(args, "muon_trace_dir", None) or "",
     }
 
 

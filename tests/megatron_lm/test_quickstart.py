@@ -83,6 +83,18 @@ def test_the_page_on_routing_has_the_table_of_splits_as_it_was_printed(
             assert {len(losses) for losses in row["val_losses"].values()} == {len(splits.SEEDS)}
 
 
+def test_the_page_on_troubles_has_the_table_of_clips_as_it_was_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(QUICKSTART))
+    clips, report = script("clip_scope"), recorded("clip_scope.json")
+    assert clips.table(report) in (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert (report["lr"], report["steps"]) == (clips.RATE, clips.STEPS)
+    rows = [(row["clip"], row["scope"]) for row in report["rows"]]
+    assert rows == [(clip, scope) for clip in clips.CLIPS for scope in clips.SCOPES]
+    assert {len(row["val_losses"]) for row in report["rows"]} == {len(clips.SEEDS)}
+
+
 def test_the_readme_has_the_losses_of_the_picture() -> None:
     summary = recorded("summary.json")
     readme = (ROOT / "README.md").read_text()

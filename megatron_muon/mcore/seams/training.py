@@ -102,6 +102,13 @@ SEAMS = (
     ),
     _seam(
         _LOOP,
+        "train_step",
+        "wrapped",
+        "a step of training; wrapped to trace chosen steps",
+        ("optimizer",),
+    ),
+    _seam(
+        _LOOP,
         "report_theoretical_memory",
         "wrapped",
         "prints the memory of AdamW's state; wrapped to say how much less Muon's is",
@@ -222,7 +229,8 @@ UNCHECKED_ARGUMENTS = {
     "releases",
     "dump_param_to_param_group_map": "with 0.16 and 0.17, passed on to get_megatron_optimizer",
     "yaml_cfg": "read only if the namespace has it",
-    "curr_iteration": "read only if the namespace has it",
+    "curr_iteration": "the number of steps before this one, read within the training loop",
+    "use_pytorch_profiler": "read only if the namespace has it",
     "ckpt_step": "read only if the namespace has it",
     "pretrained_checkpoint": "read only if the namespace has it",
 }

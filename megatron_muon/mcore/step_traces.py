@@ -1,0 +1,89 @@
+"""Traces of the steps of a run with megatron-core, with Megatron's own communication marked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from torch.profiler import record_function
+
+from megatron_muon.mcore.seams.rows import check_part
+from megatron_muon.runtime.patches import replaced
+from megatron_muon.runtime.step_traces import OPTIMIZER, StepTraces
+
+# Megatron's methods that communicate, and their names in a trace.
+_MARKS = {
+    "start_grad_sync": "grads/reduce",
+    "finish_grad_sync": "grads/reduce",
+    "start_param_sync": "params/gather",
+    "finish_param_sync": "params/gather",
+}
+
+
+class MegatronTraces:
+    """Traces steps of a run with megatron-core.
+
+    Args:
+        steps: the steps, ``FIRST:LAST``, both included, or one number; the first is 1.
+        folder: the folder of the traces, which is made; each rank writes ``rankN.json.gz``.
+
+    Raises:
+        ValueError: ``steps`` has another form, or the folder has a trace of this rank already.
+        OSError: the folder cannot be made.
+        SeamError: this Megatron lacks a method that the traces mark.
+    """
+
+    def __init__(self, steps: str, folder: str | Path) -> None:
+        check_part("traces")
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._traces = StepTraces(steps, Path(folder), rank)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps have been traced and the last one has not come."""
+        return self._traces.is_open
+
+    @contextmanager
+    def step(self, number: int, optimizer: Any) -> Iterator[None]:
+        """A context around a whole step: forward, backward and ``optimizer.step()``.
+
+        Every rank of the world enters it for every step, or at least for the traced ones.
+
+        Args:
+            number: the step.
+            optimizer: Megatron's optimizer.
+
+        Raises:
+            RuntimeError: another profiler of torch is on in this process.
+            OSError: the trace cannot be written.
+        """
+        if number not in self._traces.steps:
+            yield
+            return
+        marks = {
+            name: _marked(getattr(_ParamAndGradBucketGroup, name), mark)
+            for name, mark in _MARKS.items()
+        }
+        facts = {
+            "optimizer": optimizer.config.optimizer,
+            "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        }
+        with replaced(_ParamAndGradBucketGroup, **marks), self._traces.step(number, facts):
+            optimizer.step = _marked(optimizer.step, OPTIMIZER)
+            try:
+                yield
+            finally:
+                del optimizer.step
+
+
+def _marked(method: Callable[..., Any], mark: str) -> Callable[..., Any]:
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with record_function(mark):
+            return method(*args, **kwargs)
+
+    return marked

@@ -1,0 +1,1 @@
+"""What the plugin does in Megatron-LM's training loop."""

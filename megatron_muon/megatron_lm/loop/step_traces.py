@@ -1,0 +1,86 @@
+"""``--muon-trace-steps`` in Megatron-LM's training loop: traces of chosen steps on every rank."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_muon.runtime.step_traces import StepTraces, chosen_steps
+
+if TYPE_CHECKING:
+    from megatron_muon.mcore.step_traces import MegatronTraces
+
+FOLDER = "traces"
+_traces: dict[tuple[str, str], MegatronTraces] = {}
+
+
+def check(args: Any) -> None:
+    """Check the flags of traces before anything is built. A run without them is left alone.
+
+    Raises:
+        ValueError: ``--muon-trace-steps`` has another form, or reaches beyond the training; or this
+            rank's trace is there already; or ``--muon-trace-dir`` alone is given.
+        OSError: the folder cannot be made.
+    """
+    steps = getattr(args, "muon_trace_steps", None)
+    if not steps:
+        if getattr(args, "muon_trace_dir", None):
+            raise ValueError("--muon-trace-dir has no effect without --muon-trace-steps")
+        return
+    try:
+        chosen = chosen_steps(steps)
+        StepTraces(steps, Path(_folder(args)), int(os.environ.get("RANK", "0")))
+    except ValueError as error:
+        raise ValueError(f"--muon-trace-steps {steps}: {error} (--muon-trace-dir)") from error
+    last = getattr(args, "train_iters", None)
+    if last is not None and chosen[-1] > last:
+        raise ValueError(f"--muon-trace-steps {steps}: the run has --train-iters {last}")
+    if getattr(args, "use_pytorch_profiler", False):
+        raise ValueError(
+            "--muon-trace-steps and --use-pytorch-profiler both start torch's profiler: leave out "
+            "one of them"
+        )
+
+
+def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Megatron's training step, traced if it is one of the chosen ones."""
+    given = importlib.import_module("megatron.training").get_args()
+    steps = getattr(given, "muon_trace_steps", None)
+    if not steps:
+        return original(*args, **kwargs)
+    optimizer = inspect.signature(original).bind(*args, **kwargs).arguments["optimizer"]
+    with _traces_of(steps, _folder(given)).step(given.curr_iteration + 1, optimizer):
+        return original(*args, **kwargs)
+
+
+def forget() -> None:
+    """Forget the traces of a run; for ``uninstall``."""
+    _traces.clear()
+
+
+def _folder(args: Any) -> str:
+    return getattr(args, "muon_trace_dir", None) or FOLDER
+
+
+def _traces_of(steps: str, folder: str) -> MegatronTraces:
+    """The traces of this run, made in its first step: they need the process groups."""
+    if (steps, folder) not in _traces:
+        made = importlib.import_module("megatron_muon.mcore.step_traces")
+        traces: MegatronTraces = made.MegatronTraces(steps, folder)
+        _traces[steps, folder] = traces
+        atexit.register(_say_if_open, traces, steps)
+    return _traces[steps, folder]
+
+
+def _say_if_open(traces: MegatronTraces, steps: str) -> None:
+    if traces.is_open:
+        print(
+            f"[megatron_muon] --muon-trace-steps {steps}: the run ended before the last of them, "
+            "so this rank has written no trace",
+            flush=True,
+        )

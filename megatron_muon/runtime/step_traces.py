@@ -1,0 +1,154 @@
+"""Chrome traces of chosen steps, written by torch.profiler: one file for each rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron_muon.runtime import collectives
+from megatron_muon.version import __version__
+
+# Marks in a trace, which ``megatron_muon.traces`` reads. Steps have torch's own name of a step.
+STEP, OPTIMIZER, CLOCK = "ProfilerStep#", "optimizer/step", "trace/clock"
+_MEETINGS = 5  # of all ranks, before the steps and after them, which bound their clocks' offsets
+_STEPS = re.compile(r"(\d{1,12})(?::(\d{1,12}))?")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def chosen_steps(text: str) -> range:
+    """The steps that ``FIRST:LAST`` names, both included; ``N`` is ``N:N``.
+
+    Raises:
+        ValueError: the text has another form, or names no step.
+    """
+    found = _STEPS.fullmatch(text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"steps to trace must be FIRST:LAST or one number, from 1, got {text!r}")
+    return range(first, last + 1)
+
+
+class StepTraces:
+    """Traces steps of a run: ``with traces.step(number): …`` around each step, on every rank.
+
+    The trace of a rank is ``rankN.json.gz`` in the folder, with the marks of its steps. Around the
+    steps all ranks meet a few times, which tells later how far their clocks may differ. On a GPU
+    each traced step ends with a wait for its kernels, so that the kernels of a step are in it.
+
+    Args:
+        steps: see ``chosen_steps``; the first is 1, as in a log.
+        folder: the folder of the traces, which is made.
+        rank: this rank in the world.
+
+    Raises:
+        ValueError: ``steps`` has another form, or the folder has a trace of this rank already.
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, steps: str, folder: Path, rank: int) -> None:
+        self.steps = chosen_steps(steps)
+        self.file = folder / f"rank{rank}.json.gz"
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.file.exists():
+            raise ValueError(f"{self.file} is there already: give another folder for the traces")
+        self._profiler: profile | None = None
+
+    @contextmanager
+    def step(self, number: int, facts: Mapping[str, Any] | None = None) -> Iterator[bool]:
+        """A context around a step; its value is whether the step is traced.
+
+        All ranks enter it for the same steps. After the last one, the trace is written.
+
+        Args:
+            number: the step.
+            facts: values that the trace keeps under ``megatron_muon``.
+
+        Raises:
+            RuntimeError: another profiler of torch is on in this process.
+            OSError: the trace cannot be written.
+        """
+        if number not in self.steps:
+            yield False
+            return
+        if self._profiler is None:
+            self._start()
+        try:
+            _wait_for_gpu()
+            with record_function(f"{STEP}{number}"):
+                yield True
+                _wait_for_gpu()
+        except BaseException:
+            self._stop()  # an error ends the run: nothing is written
+            raise
+        if number == self.steps[-1]:
+            _meet()
+            self._write(dict(facts or {}))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps have been traced and the last one has not come."""
+        return self._profiler is not None
+
+    def _start(self) -> None:
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "another profiler of torch is on: leave out --use-pytorch-profiler or the "
+                "--muon-trace-steps flag"
+            )
+        on_gpu = torch.cuda.is_available()
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+        # gloo's events have no sizes but those of recorded shapes; NCCL's have their own
+        self._profiler = profile(activities=activities, record_shapes=not on_gpu)
+        self._profiler.start()
+        _meet()
+
+    def _stop(self) -> profile | None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+        return profiler
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        assert self._profiler is not None
+        facts |= {"version": __version__, "steps": [self.steps[0], self.steps[-1]]}
+        facts |= {"host": socket.gethostname(), "boot": _boot()}
+        self._profiler.add_metadata_json("megatron_muon", json.dumps(facts))
+        profiler = self._stop()
+        assert profiler is not None
+        part = self.file.with_name(f".{self.file.name}")  # torch compresses what ends in .gz
+        profiler.export_chrome_trace(str(part))
+        os.replace(part, self.file)
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _meet() -> None:
+    """Let all ranks meet; none leaves a meeting before all have come to it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    for _ in range(_MEETINGS):
+        with record_function(CLOCK):
+            collectives.all_gather_numbers([0], None, device)
+
+
+def _boot() -> str:
+    """What ranks on one machine have in common, and with it one clock; "" where it is not known."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,117 @@
+"""Traces of chosen steps, by real ranks: what is written, what is in it, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import megatron_muon
+from megatron_muon.traces.merge import merge
+from megatron_muon.traces.rank_trace import read
+from megatron_muon.traces.runs import run_times
+from megatron_muon.traces.stream import TraceFile
+from support.models.gpt import Case, Topology, start, take_step
+from support.ranks import run
+
+CASE = Case(layers=2)
+TOPOLOGIES = {"dp3": Topology(dp=3), "tp2-pp2": Topology(tp=2, pp=2)}
+
+
+def _traced(topology: Topology, steps: str, folder: str) -> tuple[int, list[bool]]:
+    """Bytes of the exchange in a step by our own meter, and whether Megatron is as before."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as group
+
+    built = start(CASE, topology)
+    before = dict(vars(group))
+    traces = megatron_muon.step_traces(steps, folder)
+    same = []
+    for number in range(1, 5):
+        with traces.step(number, built.optimizer):
+            for chunk in built.chunks:
+                chunk.finish_grad_sync()
+            take_step(built, number - 1)
+        same.append(dict(vars(group)) == before and "step" not in vars(built.optimizer))
+    assert not traces.is_open
+    return megatron_muon.meter(built.optimizer).sent_bytes, same
+
+
+@pytest.mark.parametrize("which", TOPOLOGIES)
+def test_every_rank_writes_the_chosen_steps_with_the_bytes_that_it_sent(
+    which: str, tmp_path: Path
+) -> None:
+    topology = TOPOLOGIES[which]
+    ranks = topology.tp * topology.pp * topology.dp
+    results = run(_traced, ranks, topology, "2:3", str(tmp_path))
+    assert all(all(same) for _, same in results)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"rank{rank}.json.gz" for rank in range(ranks)
+    ]
+    times = run_times(tmp_path, "x").ranks
+    for rank, (sent, _) in zip(times, results, strict=True):
+        trace = read(tmp_path / rank.file)
+        assert [number for number, _ in trace.steps] == [2, 3]
+        kinds = {kind.name: kind.bytes for kind in rank.kinds}
+        assert sent == sum(
+            kinds.get(f"send bf16 muon/{phase}") or 0 for phase in ("gather", "scatter")
+        )
+        assert "reduce_scatter fp32 grads/reduce" in kinds
+        assert rank.optimizer_ms is not None and 0 < rank.optimizer_ms < rank.step_ms
+    assert sum(sent for sent, _ in results) > 0
+
+
+def test_ranks_of_a_stage_share_a_merged_timeline(tmp_path: Path) -> None:
+    run(_traced, 4, TOPOLOGIES["tp2-pp2"], "2", str(tmp_path))
+    merged = merge(tmp_path)
+    found = {each.stage: [clock.rank for clock in each.clocks] for each in merged}
+    assert found == {0: [0, 1], 1: [2, 3]}
+    for each in merged:
+        assert [clock.how for clock in each.clocks] == ["first", "same machine"]
+        steps = [e for e in TraceFile(each.path).events() if e["name"] == "ProfilerStep#2"]
+        begins, ends = zip(*((e["ts"], e["ts"] + e["dur"]) for e in steps), strict=True)
+        assert max(begins) < min(ends)  # one step on one clock
+
+
+def _interrupted(folder: str) -> tuple[bool, bool]:
+    built = start(CASE, Topology())
+    traces = megatron_muon.step_traces("1:2", folder)
+    with contextlib.suppress(ZeroDivisionError), traces.step(1, built.optimizer):
+        raise ZeroDivisionError
+    is_on = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return is_on, "step" in vars(built.optimizer)
+
+
+def test_an_error_in_a_traced_step_ends_the_profiler_and_writes_nothing(tmp_path: Path) -> None:
+    assert run(_interrupted, 1, str(tmp_path)) == [(False, False)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _refused(folder: str) -> list[str]:
+    built = start(CASE, Topology())
+    said = []
+
+    def attempt(steps: str) -> Any:
+        with megatron_muon.step_traces(steps, folder).step(1, built.optimizer):
+            take_step(built, 0)
+
+    for steps in ("0:1", "1,2"):
+        with pytest.raises(ValueError, match="FIRST:LAST") as caught:
+            attempt(steps)
+        said.append(str(caught.value))
+    with profile(activities=[ProfilerActivity.CPU]), pytest.raises(RuntimeError) as other:
+        attempt("1")
+    said.append(str(other.value))
+    attempt("1")
+    with pytest.raises(ValueError, match=r"rank0.json.gz is there already") as twice:
+        attempt("1")
+    return [*said, str(twice.value)]
+
+
+def test_what_cannot_be_traced_is_refused(tmp_path: Path) -> None:
+    ((zero, comma, other, twice),) = run(_refused, 1, str(tmp_path))
+    assert "got '0:1'" in zero and "got '1,2'" in comma
+    assert "another profiler of torch is on" in other and "give another folder" in twice

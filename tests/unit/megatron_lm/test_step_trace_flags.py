@@ -1,0 +1,51 @@
+"""``--muon-trace-steps`` and ``--muon-trace-dir``: what is checked before anything is built."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.megatron_lm.loop.step_traces import check
+
+
+def _args(folder: Path, **given: object) -> Namespace:
+    return Namespace(**{"muon_trace_steps": "2:3", "muon_trace_dir": str(folder / "t"), **given})
+
+
+def test_a_run_without_the_flags_is_left_alone(tmp_path: Path) -> None:
+    check(Namespace())
+    check(Namespace(muon_trace_steps="", muon_trace_dir=""))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_namespace_may_be_checked_twice(tmp_path: Path) -> None:
+    check(_args(tmp_path, train_iters=3))
+    check(_args(tmp_path, train_iters=None))
+    assert (tmp_path / "t").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"muon_trace_steps": "3:2"}, "--muon-trace-steps 3:2: steps to trace must be FIRST:LAST"),
+        ({"muon_trace_steps": None}, "--muon-trace-dir has no effect without --muon-trace-steps"),
+        ({"train_iters": 2}, "--muon-trace-steps 2:3: the run has --train-iters 2"),
+        ({"use_pytorch_profiler": True}, "and --use-pytorch-profiler both start torch's profiler"),
+    ],
+)
+def test_errors_come_before_the_run(given: dict[str, object], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        check(_args(tmp_path, **given))
+
+
+def test_this_ranks_trace_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "rank3.json.gz").touch()
+    check(_args(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ValueError, match=r"rank3.json.gz is there already: .*--muon-trace-dir"):
+        check(_args(tmp_path))
