@@ -15,6 +15,7 @@ from megatron_muon.dry_run.hybrid.settings import settle
 from megatron_muon.dry_run.model import Ranks, ranks_of, transformer_config
 from megatron_muon.mcore.params import bucket_layout
 from megatron_muon.mcore.params.matrices import matrices_of
+from megatron_muon.mcore.params.multipliers import Multipliers, multipliers_of
 from megatron_muon.mcore.params.param_routing import (
     Weight,
     expert_name,
@@ -69,6 +70,8 @@ class RoutedParameter:
             of it where there is one TP rank.
         ep_rank: the EP rank of an expert's parameter, where there are several; None for others.
         reason: why AdamW has it; None where Muon does.
+        multipliers: of its learning rate and its weight decay, by ``muon_lr_mults`` and
+            ``muon_wd_mults``.
         matrices: Muon's.
     """
 
@@ -77,6 +80,7 @@ class RoutedParameter:
     tp: Split
     ep_rank: int | None
     reason: str | None
+    multipliers: Multipliers
     matrices: tuple[Routed, ...] = ()
 
     @property
@@ -295,7 +299,7 @@ def _take(planned: _Planned, plan: ExchangePlan, config: MuonConfig) -> None:
     matrices = iter(plan.matrices)
     for parameter in plan.parameters:
         planned.matrices[parameter.name, parameter.ep_rank] = tuple(
-            Routed(m.name, *m.unit, update_scale(*m.unit, config), m.home)
+            Routed(m.name, *m.unit, update_scale(*m.whole, config), m.home)
             for m in (next(matrices) for _ in parameter.matrices)
             for _ in range(m.units)
         )
@@ -313,12 +317,14 @@ def _rows(
     else:
         tp = _split_by_mark(weight, tp_size)
     ep_size = sizes.ep if on_ep_ranks else 1
+    multipliers = multipliers_of(weight, config)
     rows = []
     for ep_rank in range(ep_size):
         name = expert_name(weight.name, ep_rank, local_experts(chunks, ep_size))
         matrices = planned.matrices[name, ep_rank] if reason is None else ()
         number = ep_rank if on_ep_ranks else None
-        rows.append(RoutedParameter(name, tuple(weight.param.shape), tp, number, reason, matrices))
+        shape = tuple(weight.param.shape)
+        rows.append(RoutedParameter(name, shape, tp, number, reason, multipliers, matrices))
     return rows
 
 

@@ -53,6 +53,8 @@ def _stage_as_json(stage: RoutedStage) -> dict[str, Any]:
                 "ep_rank": row.ep_rank,
                 "optimizer": row.optimizer,
                 "reason": row.reason,
+                "lr_mult": row.multipliers[0],
+                "wd_mult": row.multipliers[1],
                 "matrices": [dataclasses.asdict(matrix) for matrix in row.matrices],
             }
             for row in stage.rows
@@ -88,7 +90,8 @@ def _shared(stage: RoutedStage) -> list[tuple[str, ...]]:
     """Cells of the lines, in the order of their first parameters."""
     alike: dict[tuple[Any, ...], list[RoutedParameter]] = {}
     for row in stage.rows:
-        kind = (row.shape, row.tp, row.reason, tuple((m.rows, m.cols) for m in row.matrices))
+        sizes = tuple((m.rows, m.cols) for m in row.matrices)
+        kind = (row.shape, row.tp, row.reason, row.multipliers, sizes)
         alike.setdefault((_numbered(row.name)[0], kind), []).append(row)
     return [_cells(part) for rows in alike.values() for part in _products(rows)]
 
@@ -113,15 +116,22 @@ def _cells(rows: Sequence[RoutedParameter]) -> tuple[str, ...]:
     experts = [e for _, _, e in (_numbered(row.name) for row in rows) if e is not None]
     name = pattern.format(layer=_braced(layers), expert=_braced(experts))
     shape = "x".join(map(str, first.shape))
+    optimizer = " ".join([first.optimizer, *_factors(first)])
     if first.reason is not None:
-        return (name, shape, first.tp, "adamw", f"({first.reason})", "", "")
+        return (name, shape, first.tp, optimizer, f"({first.reason})", "", "")
     homes = sorted({matrix.home for row in rows for matrix in row.matrices})
     one_by_one = len(rows) == 1 and len(first.matrices) <= 4
     home = ",".join(str(m.home) for m in first.matrices) if one_by_one else f"{len(homes)} ranks"
     if len(homes) == 1:
         home = str(homes[0])
     scales = " ".join(dict.fromkeys(f"{matrix.scale:.4g}" for matrix in first.matrices))
-    return (name, shape, first.tp, "muon", _matrices(first.matrices), scales, home)
+    return (name, shape, first.tp, optimizer, _matrices(first.matrices), scales, home)
+
+
+def _factors(row: RoutedParameter) -> list[str]:
+    """``lr*0.5 wd*0``: the multipliers that are not 1."""
+    named = zip(("lr", "wd"), row.multipliers, strict=True)
+    return [f"{what}*{factor:g}" for what, factor in named if factor != 1.0]
 
 
 def _matrices(matrices: Sequence[Routed]) -> str:

@@ -219,6 +219,26 @@ def test_patterns_move_weights(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_rates_and_decays_by_pattern_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--muon-lr-mult", "*fc1.weight=0.5", "--muon-wd-mult", "*.1.*fc?.weight=0"]
+    flags += ["--muon-lr-mult", "embedding.word*=2"]
+    (stage,) = routes_json([*TINY, *flags], capsys)["stages"]
+    found = {row["name"]: (row["lr_mult"], row["wd_mult"]) for row in stage["parameters"]}
+    assert {name: pair for name, pair in found.items() if pair != (1, 1)} == {
+        "embedding.word_embeddings.weight": (2, 1),
+        "decoder.layers.0.mlp.linear_fc1.weight": (0.5, 1),
+        "decoder.layers.1.mlp.linear_fc1.weight": (0.5, 0),
+        "decoder.layers.1.mlp.linear_fc2.weight": (1, 0),
+    }
+    assert main(["routes", *TINY, *flags]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert "adamw lr*2 " in lines["embedding.word_embeddings.weight"]
+    assert "muon lr*0.5 " in lines["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert "muon lr*0.5 wd*0 " in lines["decoder.layers.1.mlp.linear_fc1.weight"]
+    assert "muon " in lines["decoder.layers.0.mlp.linear_fc2.weight"]  # layers no longer share
+    assert "wd*0" not in lines["decoder.layers.0.mlp.linear_fc2.weight"]
+
+
 def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     def qkv(*settings: str) -> dict[str, Any]:
         found = routes_json([*TINY, *settings], capsys)
