@@ -17,6 +17,7 @@ from megatron_muon.version import __version__
 
 if TYPE_CHECKING:
     from megatron_muon import cpu as cpu
+    from megatron_muon.mcore.step_traces import MegatronTraces
     from megatron_muon.runtime.exchange import Meter
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "reading_adamw",
     "reading_megatron_muon",
     "reading_muon",
+    "step_traces",
     "uninstall",
 ]
 
@@ -162,3 +164,23 @@ def meter(optimizer: Any) -> Meter:
     from megatron_muon.mcore.install import meter as meter_of
 
     return meter_of(optimizer)
+
+
+def step_traces(steps: str, folder: str | Path) -> MegatronTraces:
+    """Traces of chosen steps by torch's profiler, of a run with any of Megatron's optimizers.
+
+    Call it on every rank of the world, and put ``with traces.step(number, optimizer):`` around each
+    step. After the last chosen step each rank writes ``rankN.json.gz`` into the folder.
+
+    Args:
+        steps: the steps, ``FIRST:LAST``, both included, or one number; the first is 1.
+        folder: the folder, which is made.
+
+    Raises:
+        ValueError: ``steps`` has another form, or the folder has a trace of this rank already.
+        OSError: the folder cannot be made.
+    """
+    _require_core()
+    from megatron_muon.mcore.step_traces import MegatronTraces
+
+    return MegatronTraces(steps, folder)

@@ -101,6 +101,14 @@ class MuonConfig:
             holds most of it unless its work would pass 1.05 × max(ideal, largest matrix); up to
             1.10 × that, if another rank would end later (module ``homes``). ``local`` always keeps
             it.
+        split_matrices: number of ranks that orthogonalize a long matrix together, each a strip of
+            it; None: none is shared. ``auto``: 2, 4 or 8 for the shapes where the busiest rank, by
+            ``rank_tflops`` and ``link_gbytes``, then has 5 % less time or better. A matrix is long
+            if one side is at least twice the other; a wide one is shared only where TP cuts its
+            columns, and experts' matrices are not. So one home does not keep others waiting, and no
+            link takes a whole matrix. The homes are neighbours in the stage, so that they are of
+            one node. Sums are made in one order, so bits depend on the number of strips and not on
+            their ranks; they are other bits than without.
         rank_tflops: speed of Newton-Schulz on a rank, 10¹² flop/s. Only homes depend on it. A run
             never measures it, so that every rank and every restart has the same homes;
             ``megatron-muon bench speeds`` does. 400 is an assumption for an H100 in bf16: 40 % of
@@ -148,6 +156,7 @@ class MuonConfig:
     muon_include: tuple[str, ...] = ()
     muon_exclude: tuple[str, ...] = ()
     homes: HomePolicy = "balanced"
+    split_matrices: int | Literal["auto"] | None = None
     rank_tflops: float = 400.0
     link_gbytes: float = 40.0
     round_bytes: int | None = None
@@ -186,6 +195,8 @@ class MuonConfig:
         for name in ("ns_batch", "round_bytes", "log_interval"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))
+        if self.split_matrices is not None:
+            _require_strips(self.split_matrices, self.log_interval)
         _require_log(self.log_interval, self.log_file)
 
     @property
@@ -205,6 +216,7 @@ class MuonConfig:
         return named("muon_splits")
 
 
+_MOST_STRIPS = 64  # beyond, squares are all of the work
 _MOST_STEPS = 100  # singular values settle long before; a schedule has a triple for each step
 _SWITCHES = (
     *("nesterov", "weight_decay_all_params", "split_qkv", "align_shards", "checkpoint_digest"),
@@ -264,6 +276,18 @@ def _require_restarts(config: MuonConfig) -> None:
         f"{named('ns_dtype')} {config.ns_dtype!r}: take {named('ns_iteration')} 'standard', or "
         f"what it has been tested with: {'; '.join(known)} steps"
     )
+
+
+def _require_strips(asked: object, interval: int | None) -> None:
+    if asked != "auto":
+        _require_count("split_matrices", asked, _MOST_STRIPS)
+        if asked == 1:
+            raise ValueError(f"{named('split_matrices')} must be at least 2, got 1")
+    if interval is not None:
+        raise NotImplementedError(
+            f"{named('split_matrices')} {asked!r} with {named('log_interval')}: the numbers of a "
+            "matrix that several ranks share are not computed yet; leave one of them out"
+        )
 
 
 def _require_log(interval: int | None, file: object) -> None:

@@ -24,6 +24,7 @@ FLAG_OF = {
     "muon_include": "--muon-include",
     "muon_exclude": "--muon-exclude",
     "homes": "--muon-homes",
+    "split_matrices": "--muon-split-matrices",
     "rank_tflops": "--muon-rank-tflops",
     "link_gbytes": "--muon-link-gbytes",
     "round_bytes": "--muon-round-mib",

@@ -102,6 +102,11 @@ def draw(present: dict[str, Spans], title: str, out: Path) -> None:
     plt.close(figure)
 
 
+def _title(trace: Path) -> str:
+    name = trace.name.partition(".")[0]
+    return f"{trace.resolve().parent.name}, {name}" if name.startswith("rank") else name
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -121,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         parser.error(f"{given.trace} is no trace of a step: {error!r}")
     try:
-        draw(present, given.trace.name.partition(".")[0], given.out)
+        draw(present, _title(given.trace), given.out)
     except ImportError:
         parser.error("pictures need matplotlib: pip install matplotlib")
     except ValueError as error:

@@ -167,7 +167,7 @@ def _hooks() -> Check:
 
 # Parts of the seam table: those that a run needs, and those that it can do without.
 _OF_RUNS: tuple[Part, ...] = ("core", "torch")
-_OF_COMMANDS: tuple[Part, ...] = ("dry_run", "hybrid", "bench", "upstream")
+_OF_COMMANDS: tuple[Part, ...] = ("dry_run", "hybrid", "bench", "upstream", "traces")
 
 
 def _those_there(*parts: Part) -> str:

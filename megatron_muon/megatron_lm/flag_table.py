@@ -39,6 +39,11 @@ def auto_or_number(text: str) -> int:
     return 0 if text == "auto" else int(text)
 
 
+def _ranks_that_share(text: str) -> int | str:
+    """Parse a whole number, ``auto`` or ``off``."""
+    return text if text in ("auto", "off") else int(text)
+
+
 _MOONLIGHT = MuonConfig()
 _ON = {"action": "store_true"}
 FLAGS = (
@@ -210,6 +215,14 @@ FLAGS = (
         choices=("balanced", "local"),
     ),
     _flag(
+        "--muon-split-matrices",
+        "ranks that orthogonalize a long matrix together, each a strip of its long side, or auto: "
+        "up to 8 where that shortens the busiest rank's time; for stages whose largest matrix has "
+        f"more work than a rank's share; {_OURS}; default off: none is shared",
+        type=_ranks_that_share,
+        metavar="auto|off|RANKS",
+    ),
+    _flag(
         "--muon-rank-tflops",
         "speed of Newton-Schulz on a rank, in TFLOP/s, for the choice of homes; a run never "
         f"measures it, megatron-muon bench speeds does; {_OURS}; default "
@@ -318,6 +331,18 @@ FLAGS = (
         **_ON,
     ),
     _flag(
+        "--muon-trace-steps",
+        "steps to trace with torch's profiler, FIRST:LAST, both included, or one number; with any "
+        f"optimizer; {_OURS}; default: none",
+        metavar="FIRST:LAST",
+    ),
+    _flag(
+        "--muon-trace-dir",
+        "folder for the traces of --muon-trace-steps, one file for each rank; megatron-muon trace "
+        f"report reads it; {_OURS}; default traces",
+        metavar="FOLDER",
+    ),
+    _flag(
         "--muon-defaults",
         f"defaults of flags that are not given: moonlight ({_PAPER}) or upstream (this Megatron's "
         f"own Muon); {_OURS}; default moonlight",
@@ -330,3 +355,6 @@ FLAGS = (
         choices=("plugin", "upstream"),
     ),
 )
+
+# Dests of the flags that a run with any optimizer may have.
+OF_ANY = ("muon_cpu", "muon_trace_steps", "muon_trace_dir")

@@ -14,11 +14,11 @@ import argparse
 import os
 from argparse import Namespace
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from megatron_muon.coefficients import Coefficients, canonical, parse, spelled
 from megatron_muon.config import MuonConfig, SplitKind
-from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flag_table import FLAGS, OF_ANY
 from megatron_muon.megatron_lm.flag_values import (
     KEPT,
     default_value,
@@ -93,7 +93,7 @@ def muon_backend(args: Namespace) -> str:
             "--muon-backend upstream: this Megatron has no Muon of its own (core 0.16 and later "
             "have); leave it out"
         )
-    foreign = foreign_flags(args, {*own_defaults(args), "muon_backend", "muon_cpu"})
+    foreign = foreign_flags(args, {*own_defaults(args), "muon_backend", *OF_ANY})
     if foreign:
         raise ValueError(
             f"--muon-backend upstream leaves everything to Megatron's own Muon, which has no "
@@ -158,6 +158,7 @@ def muon_config(args: Namespace) -> MuonConfig:
         muon_include=tuple(value_given(args, "muon_include") or ()),
         muon_exclude=tuple(value_given(args, "muon_exclude") or ()),
         homes=value_given(args, "muon_homes") or _MOONLIGHT.homes,
+        split_matrices=_split_matrices(args),
         rank_tflops=_number(args, "rank_tflops"),
         link_gbytes=_number(args, "link_gbytes"),
         round_bytes=_round_bytes(args),
@@ -227,6 +228,11 @@ def qk_clip_alpha(args: Namespace) -> float:
 def _number(args: Namespace, name: str) -> float:
     given = value_given(args, f"muon_{name}")
     return float(getattr(_MOONLIGHT, name) if given is None else given)
+
+
+def _split_matrices(args: Namespace) -> int | Literal["auto"] | None:
+    asked: int | Literal["auto", "off"] | None = value_given(args, "muon_split_matrices")
+    return None if asked == "off" else asked
 
 
 def _ns_batch(args: Namespace) -> int | None:

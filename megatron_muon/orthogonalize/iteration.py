@@ -118,8 +118,8 @@ def takes_gram(rows: int, cols: int, config: MuonConfig, device: Device) -> bool
     if kind == "cuda_symmetric" and not fits_kernel(short, short):
         kind = "cuda"
     limit = max(entry for entry in _AUTO[kind] if entry[0] <= short)[1]
-    gram = _gram_flops(rows, cols, segments(config, device), kind)
-    return gram <= limit * _standard_flops(rows, cols, config, kind)
+    gram = _gram_flops(short, max(rows, cols), segments(config, device), kind)
+    return gram <= limit * _standard_flops(short, max(rows, cols), config, kind)
 
 
 def ns_flops(rows: int, cols: int, config: MuonConfig, device: Device = "cuda") -> int:
@@ -128,10 +128,28 @@ def ns_flops(rows: int, cols: int, config: MuonConfig, device: Device = "cuda") 
     Only products count, symmetric ones as in ``symmetric_flops``. torch's flop counter does not see
     those of a library (``matmul``).
     """
-    kind = _kind(config, device)
+    return strip_flops(rows, cols, max(rows, cols), config, device)
+
+
+def strip_flops(rows: int, cols: int, long: int, config: MuonConfig, device: Device) -> int:
+    """``ns_flops`` of a rank that has a range of a matrix's long side, and makes all squares.
+
+    Args:
+        rows, cols: size of the whole matrix.
+        long: length of the range.
+        config, device: see ``ns_flops``.
+    """
+    short, kind = min(rows, cols), _kind(config, device)
     if takes_gram(rows, cols, config, device):
-        return _gram_flops(rows, cols, segments(config, device), kind)
-    return _standard_flops(rows, cols, config, kind)
+        return _gram_flops(short, long, segments(config, device), kind)
+    return _standard_flops(short, long, config, kind)
+
+
+def sums_of_squares(rows: int, cols: int, config: MuonConfig, device: Device) -> int:
+    """How often the homes of a shared matrix add their squares: in each step, or Gram segment."""
+    if takes_gram(rows, cols, config, device):
+        return len(segments(config, device))
+    return config.ns_steps
 
 
 def costs_follow_device(config: MuonConfig, device: Device) -> bool:
@@ -188,9 +206,8 @@ def _restarts(config: MuonConfig, device: Device) -> tuple[int, ...] | None:
     return restarts
 
 
-def _standard_flops(rows: int, cols: int, config: MuonConfig, device: Device) -> int:
+def _standard_flops(short: int, long: int, config: MuonConfig, device: Device) -> int:
     """Each step is XXᵀ (2m²n), AA (2m³; none where c is 0) and BX (2m²n); a CPU uses no panels."""
-    short, long = min(rows, cols), max(rows, cols)
     steps = schedule_of(config)
     squares = sum(c != 0 for _, _, c in steps)
     kind = device if is_cuda(device) else "cuda"
@@ -198,13 +215,12 @@ def _standard_flops(rows: int, cols: int, config: MuonConfig, device: Device) ->
     return len(steps) * whole + squares * symmetric_flops(short, short, kind)
 
 
-def _gram_flops(rows: int, cols: int, parts: Segments, device: Device) -> int:
+def _gram_flops(short: int, long: int, parts: Segments, device: Device) -> int:
     """A segment is XXᵀ, QX and, between them, products of (m, m).
 
     These are RR in each step (none where c is 0), QZ in each but the first, and two products for
     the next R in each but the last.
     """
-    short, long = min(rows, cols), max(rows, cols)
     whole = symmetric_flops(short, long, device) + 2 * short * short * long
     square = symmetric_flops(short, short, device)
     squares = sum(sum(c != 0 for _, _, c in part) + 3 * (len(part) - 1) for part in parts)

@@ -231,10 +231,9 @@ def _enter(
         return
     dims = tuple(range(1, source.dim()))
     largest = torch.linalg.vector_norm(source, math.inf, dim=dims, keepdim=True).float()
-    # The power of two below the largest entry. Dividing by it rounds nothing, so the matrix stays
-    # in its own dtype, and squares of its entries neither over- nor underflow.
-    power = (largest.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_min(_SMALLEST)
-    source.div_(power)
+    # Dividing by it rounds nothing, so the matrix stays in its own dtype, and squares of its
+    # entries neither over- nor underflow.
+    source.div_(power_of_two(largest))
     dtype = torch.promote_types(source.dtype, torch.float32)
     norm = torch.linalg.vector_norm(source, dim=dims, keepdim=True, dtype=dtype)
     moving = norm > 0
@@ -242,6 +241,11 @@ def _enter(
         moving &= moves.view(norm.shape)
     torch.div(source, torch.where(moving, norm, math.inf), out=into)
     products.rounded(x)
+
+
+def power_of_two(largest: Tensor) -> Tensor:
+    """The power of two below each entry of an fp32 tensor, the smallest normal one at least."""
+    return (largest.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_min(_SMALLEST)
 
 
 def _is_cpu(device: torch.device) -> bool:
@@ -355,6 +359,18 @@ class _Squares:
         last, one, two, three = [x.new_empty(shape) for _ in range(4 - len(inside))] + inside
         first, second = (last, three) if steps % 2 == 1 else (three, last)
         return cls(gram=one, power=two, factor=first, other=second)
+
+
+def factor_of(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
+    """Q of one segment, given R = XXᵀ: QX is the result of ``steps`` on X.
+
+    Args:
+        gram: R, ``(m, m)``; overwritten.
+        steps: (a, b, c) of the segment's steps.
+        products: products that round to the squares' dtype.
+    """
+    power, factor, other = (torch.empty_like(gram) for _ in range(3))
+    return _factor(_Squares(gram, power, factor, other), steps, products)
 
 
 def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) -> Tensor:

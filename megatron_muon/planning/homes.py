@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -33,16 +34,19 @@ HOME_LIMIT = Fraction(110, 100)
 class Work:
     """A matrix: flops of its Newton-Schulz, its elements, and elements held by rank.
 
-    Replicas are held too, so ``held`` may have more than ``numel`` elements in all.
+    Replicas are held too, so ``held`` may have more than ``numel`` elements in all. ``squares`` are
+    elements that the home of a strip sends to the matrix's other homes, and as many come.
     """
 
     flops: int
     numel: int
     held: Mapping[int, int]
+    squares: int = 0
 
     def moved(self, home: int) -> int:
         """Elements that a home receives and sends: pieces it lacks, directions of all others."""
-        return self.numel + sum(self.held.values()) - 2 * self.held.get(home, 0)
+        pieces = self.numel + sum(self.held.values()) - 2 * self.held.get(home, 0)
+        return pieces + self.squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,11 @@ def prices(config: MuonConfig, itemsize: int) -> Price:
 
 
 def choose_homes(
-    matrices: Sequence[Work], size: int, policy: HomePolicy, price: Price
+    matrices: Sequence[Work],
+    size: int,
+    policy: HomePolicy,
+    price: Price,
+    chosen: Mapping[int, int] | None = None,
 ) -> list[int]:
     """The home of each matrix; matrices with most work are assigned first.
 
@@ -80,12 +88,20 @@ def choose_homes(
             the least work, or one that holds some, ends sooner and stays within ``HOME_LIMIT``.
             Ties go to the rank with the least time (under TP all holders tie), then the lowest.
         price: the prices of work and of bytes.
+        chosen: homes that are chosen already, by matrix.
     """
+    chosen = {} if chosen is None else chosen
     works, times = [0] * size, [0] * size
-    by_work = [(0, rank) for rank in range(size)]  # a heap; outdated entries are skipped
-    homes = [0] * len(matrices)
+    homes = [chosen.get(index, 0) for index in range(len(matrices))]
+    for index, home in chosen.items():
+        works[home] += matrices[index].flops
+        times[home] += _time(matrices[index], home, price)
+    by_work = [(works[rank], rank) for rank in range(size)]  # outdated entries are skipped
+    heapq.heapify(by_work)
     slack, limit = (_of_ideal(factor, matrices, size) for factor in (HOME_SLACK, HOME_LIMIT))
     for index in sorted(range(len(matrices)), key=lambda i: (-matrices[i].flops, i)):
+        if index in chosen:
+            continue
         flops, held = matrices[index].flops, matrices[index].held
         most = max(held.values())
         home = min((times[r], r) for r, elements in held.items() if elements == most)[1]
@@ -99,9 +115,21 @@ def choose_homes(
             )[1]
         homes[index] = home
         works[home] += flops
-        times[home] += flops * price.flop + matrices[index].moved(home) * price.element
+        times[home] += _time(matrices[index], home, price)
         heapq.heappush(by_work, (works[home], home))
     return homes
+
+
+def busiest_time(works: Sequence[Work], homes: Sequence[int], price: Price) -> int:
+    """The time of the rank that has most, in the unit of ``price``."""
+    times: dict[int, int] = defaultdict(int)
+    for work, home in zip(works, homes, strict=True):
+        times[home] += _time(work, home, price)
+    return max(times.values(), default=0)
+
+
+def _time(matrix: Work, home: int, price: Price) -> int:
+    return matrix.flops * price.flop + matrix.moved(home) * price.element
 
 
 def _of_ideal(factor: Fraction, matrices: Sequence[Work], size: int) -> int:

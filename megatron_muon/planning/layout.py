@@ -50,6 +50,29 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Strip:
+    """A range of the long side of a matrix that several homes orthogonalize together.
+
+    Attributes:
+        rows, cols: size of the whole matrix over all TP ranks.
+        number, count: which of the matrix's strips it is, and how many there are.
+        parts: where TP cuts the columns, the TP ranks whose column parts are its columns; None
+            where its rows are a range of the matrix's.
+    """
+
+    rows: int
+    cols: int
+    number: int
+    count: int
+    parts: Span | None = None
+
+    @property
+    def is_tall(self) -> bool:
+        """The long side is that of the rows."""
+        return self.parts is None
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixShape:
     """A whole matrix of a parameter.
 
@@ -60,6 +83,8 @@ class MatrixShape:
             order. More than one only where TP splits the columns of a gate and an up half.
         apart: each column range is a matrix of its own for Newton-Schulz and for the scale. They
             travel together, since their elements alternate row by row.
+        strip: where several homes share a matrix, which range of it this is; ``rows`` and ``cols``
+            are the range's.
     """
 
     name: str
@@ -67,6 +92,7 @@ class MatrixShape:
     cols: int
     column_blocks: int = 1
     apart: bool = False
+    strip: Strip | None = None
 
     @property
     def units(self) -> int:
@@ -77,6 +103,18 @@ class MatrixShape:
     def unit(self) -> tuple[int, int]:
         """(rows, cols) of each of these."""
         return self.rows, self.cols // self.units
+
+    def column_parts(self, of_parameter: int) -> int:
+        """The number of its column parts, where its parameter's matrices have so many."""
+        if self.strip is None or self.strip.parts is None:
+            return of_parameter
+        return self.strip.parts.size
+
+    def part(self, tp_rank: int) -> int:
+        """The number of a TP rank's column part among its own."""
+        if self.strip is None or self.strip.parts is None:
+            return tp_rank
+        return tp_rank - self.strip.parts.start
 
 
 @dataclass(frozen=True, slots=True)

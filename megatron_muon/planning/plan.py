@@ -12,13 +12,25 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import Device, ns_flops
+from megatron_muon.orthogonalize.iteration import (
+    Device,
+    held_dtype,
+    ns_flops,
+    strip_flops,
+    sums_of_squares,
+)
 from megatron_muon.planning.grid import RankGrid, held_pieces
-from megatron_muon.planning.homes import Work, choose_homes, prices
-from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.planning.homes import Work, busiest_time, choose_homes, prices
+from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds import make_rounds
 from megatron_muon.planning.segments import Matrix, Segment
+from megatron_muon.planning.strips import (
+    SharedMatrix,
+    choose_counts,
+    in_strips,
+    strip_homes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,7 @@ class ExchangePlan:
         flops: Newton-Schulz flops of each matrix.
         itemsize: bytes of an element that travels.
         rounds: indices of the parameters that go through the exchange together, in order.
+        shared: the matrices that several homes share; their strips are among ``matrices``.
     """
 
     parameters: tuple[Parameter, ...]
@@ -38,6 +51,7 @@ class ExchangePlan:
     itemsize: int
     flops: tuple[int, ...]
     rounds: tuple[tuple[int, ...], ...]
+    shared: tuple[SharedMatrix, ...]
 
     @property
     def size(self) -> int:
@@ -73,9 +87,14 @@ class ExchangePlan:
     def sent_bytes(self) -> list[int]:
         """Bytes that each rank sends to others in a step: pieces there, directions back.
 
-        A segment takes one element more to its home, which says whether it has a gradient.
+        A segment takes one element more to its home, which says whether it has a gradient. Homes
+        of one matrix also send squares to each other.
         """
         sent = [0] * self.size
+        for one in self.shared:
+            for message in one.messages():
+                for (rank, _), nbytes in message.sizes.items():
+                    sent[rank] += nbytes
         for segment in self.segments:
             home = self.matrices[segment.matrix].home
             if home == segment.rank:
@@ -125,31 +144,145 @@ def make_plan(
     Raises:
         ValueError: the pieces do not cover a parameter exactly once.
     """
-    shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
-    runs = list(_all_runs(parameters, grid))
-    held = _held_elements(runs, len(shapes))
-    flops = tuple(shape.units * ns_flops(*shape.unit, config, device) for _, shape in shapes)
-    itemsize = 4 if config.ns_dtype == "fp32" else 2
-    work = [
-        Work(one, shape.rows * shape.cols, by_rank)
-        for one, (_, shape), by_rank in zip(flops, shapes, held, strict=True)
-    ]
-    homes = choose_homes(work, grid.size, config.homes, prices(config, itemsize))
+    draft = _draft(_in_strips(parameters, grid, config, device), grid, config, device)
+    parameters = draft.parameters
     matrices = tuple(
-        Matrix(s.name, s.rows, s.cols, parameter.column_parts, s.column_blocks, home, s.units)
-        for (parameter, s), home in zip(shapes, homes, strict=True)
+        _homed(parameter, shape, home)
+        for (parameter, shape), home in zip(draft.shapes, draft.homes, strict=True)
     )
+    itemsize = _itemsize(config)
+    held = [work.held for work in draft.works]
     plan = ExchangePlan(
         parameters=tuple(parameters),
         matrices=matrices,
-        segments=tuple(_segments(parameters, matrices, runs, grid)),
+        segments=tuple(_segments(parameters, matrices, draft.runs, grid)),
         grid=grid,
         itemsize=itemsize,
-        flops=flops,
+        flops=tuple(_flops_at_homes(draft, matrices, config, device)),
         rounds=_rounds(parameters, matrices, held, itemsize, config),
+        shared=tuple(_shared(parameters, matrices, config, device)),
     )
     plan.validate()
     return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """Homes of the matrices of some parameters, before segments and rounds are laid out."""
+
+    parameters: Sequence[Parameter]
+    shapes: Sequence[tuple[Parameter, MatrixShape]]
+    runs: Sequence[_Run]
+    works: Sequence[Work]
+    homes: Sequence[int]
+
+
+def _draft(
+    parameters: Sequence[Parameter], grid: RankGrid, config: MuonConfig, device: Device
+) -> _Draft:
+    shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
+    runs = list(_all_runs(parameters, grid))
+    held = _held_elements(runs, len(shapes))
+    works = [
+        Work(
+            _flops(shape, config, device),
+            shape.rows * shape.cols,
+            by_rank,
+            _square_elements(shape, grid.size, config, device),
+        )
+        for (_, shape), by_rank in zip(shapes, held, strict=True)
+    ]
+    chosen = strip_homes([shape.strip for _, shape in shapes], works, grid.size)
+    price = prices(config, _itemsize(config))
+    homes = choose_homes(works, grid.size, config.homes, price, chosen)
+    return _Draft(parameters, shapes, runs, works, homes)
+
+
+def _in_strips(
+    parameters: Sequence[Parameter], grid: RankGrid, config: MuonConfig, device: Device
+) -> Sequence[Parameter]:
+    """The parameters with the matrices cut that ``config.split_matrices`` asks for."""
+    asked = config.split_matrices
+    if asked is None:
+        return parameters
+    if asked != "auto":
+        return [in_strips(parameter, lambda _: asked) for parameter in parameters]
+
+    def cut(counts: Mapping[tuple[int, int], int]) -> Sequence[Parameter]:
+        def count_of(shape: MatrixShape) -> int:
+            return counts.get((shape.rows, shape.cols), 1)
+
+        return [in_strips(parameter, count_of) for parameter in parameters]
+
+    def time_of(counts: Mapping[tuple[int, int], int]) -> int:
+        draft = _draft(cut(counts), grid, config, device)
+        return busiest_time(draft.works, draft.homes, prices(config, _itemsize(config)))
+
+    shapes = {(m.rows, m.cols) for parameter in parameters for m in parameter.matrices}
+    return cut(choose_counts(sorted(shapes), grid.size, time_of))
+
+
+def _itemsize(config: MuonConfig) -> int:
+    return 4 if config.ns_dtype == "fp32" else 2
+
+
+def _square_elements(shape: MatrixShape, size: int, config: MuonConfig, device: Device) -> int:
+    """Elements of squares that the home of a strip sends."""
+    if shape.strip is None:
+        return 0
+    homes, short = min(size, shape.strip.count), min(shape.strip.rows, shape.strip.cols)
+    whole = (shape.strip.rows, shape.strip.cols)
+    return sums_of_squares(*whole, config, device) * 2 * short * short * (homes - 1) // homes
+
+
+def _shared(
+    parameters: Sequence[Parameter],
+    matrices: Sequence[Matrix],
+    config: MuonConfig,
+    device: Device,
+) -> Iterator[SharedMatrix]:
+    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
+    for index, matrix in enumerate(matrices):
+        if matrix.strip is not None and matrix.strip.number == 0:
+            strips = matrices[index : index + matrix.strip.count]
+            yield SharedMatrix(
+                parameter=owner[index],
+                homes=tuple(strip.home for strip in strips),
+                rows=matrix.strip.rows,
+                cols=matrix.strip.cols,
+                sums=sums_of_squares(*matrix.whole, config, device),
+                itemsize=4 if held_dtype(config.ns_dtype, device) == "fp32" else 2,
+            )
+
+
+def _flops(shape: MatrixShape, config: MuonConfig, device: Device) -> int:
+    if shape.strip is None:
+        return shape.units * ns_flops(*shape.unit, config, device)
+    long = shape.rows if shape.strip.is_tall else shape.cols
+    return strip_flops(shape.strip.rows, shape.strip.cols, long, config, device)
+
+
+def _flops_at_homes(
+    draft: _Draft, matrices: Sequence[Matrix], config: MuonConfig, device: Device
+) -> Iterator[int]:
+    """A home that has several strips of a matrix, where ranks are few, makes its squares once."""
+    for index, (matrix, work) in enumerate(zip(matrices, draft.works, strict=True)):
+        again = matrix.strip is not None and matrix.strip.number > 0
+        again = again and matrices[index - 1].home == matrix.home
+        yield work.flops - (strip_flops(*matrix.whole, 0, config, device) if again else 0)
+
+
+def _homed(parameter: Parameter, shape: MatrixShape, home: int) -> Matrix:
+    return Matrix(
+        name=shape.name,
+        rows=shape.rows,
+        cols=shape.cols,
+        column_parts=shape.column_parts(parameter.column_parts),
+        column_blocks=shape.column_blocks,
+        home=home,
+        units=shape.units,
+        strip=shape.strip,
+    )
 
 
 def _rounds(
@@ -206,12 +339,13 @@ def _all_runs(parameters: Sequence[Parameter], grid: RankGrid) -> Iterator[_Run]
 def _runs(parameter: Parameter, tp_rank: int, piece: Span) -> Iterator[tuple[int, Span, int]]:
     """``(matrix of the parameter, elements of the parameter, start in the matrix's staging)``."""
     cols = parameter.shape[1]
-    part = tp_rank if parameter.column_parts > 1 else 0
     for block in parameter.blocks[tp_rank]:
+        matrix = parameter.matrices[block.matrix]
+        part = matrix.part(tp_rank) if parameter.column_parts > 1 else 0
         block_start = block.rows.start * cols
         start, stop = max(piece.start, block_start), min(piece.stop, block.rows.stop * cols)
         if start < stop:
-            part_start = part * parameter.matrices[block.matrix].rows * cols
+            part_start = part * matrix.rows * cols
             offset = part_start + block.matrix_row * cols - block_start
             yield block.matrix, Span(start, stop), start + offset
 

@@ -21,13 +21,21 @@ class Alike:
 
     Attributes:
         matrices: their indices in the plan.
-        like: the first of them; all have its layout.
+        like: the first of them; all have its layout, or they are strips of one matrix.
         start: place of the first one in the staged buffer, in elements.
+        strips: where they are strips of a matrix that several homes share: all of its strips, in
+            order. Empty for whole matrices.
     """
 
     matrices: tuple[int, ...]
     like: Matrix
     start: int
+    strips: tuple[Matrix, ...] = ()
+
+    @property
+    def own_strips(self) -> list[Matrix]:
+        """Those of ``strips`` that are in ``matrices``."""
+        return [strip for strip in self.strips if strip.home == self.like.home]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,11 @@ class RoundTable:
         """The ranks of the stage that this one exchanges messages with."""
         counts = (self.sent_to, self.received_from, self.directions_to, self.directions_from)
         return {rank for of_ranks in counts for rank, _ in of_ranks}
+
+    @property
+    def sharers(self) -> set[int]:
+        """The ranks of the stage, this one too, that it shares matrices with."""
+        return {strip.home for alike in self.alike for strip in alike.strips}
 
     @property
     def travels(self) -> bool:
@@ -158,13 +171,28 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
 
 
 def _by_layout(matrices: Sequence[Matrix], homes: Sequence[int]) -> Iterable[Alike]:
+    """The matrices whose home a rank is, in the order in which it orthogonalizes them.
+
+    Those that it shares come first, in the order of the plan: so all of their homes meet at each of
+    them in one order.
+    """
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    shared: dict[int, list[int]] = defaultdict(list)
     for index in homes:
         matrix = matrices[index]
+        if matrix.strip is not None:
+            shared[index - matrix.strip.number].append(index)
+            continue
         columns = (matrix.column_parts, matrix.column_blocks, matrix.units)
         layout = (matrix.rows, matrix.cols, *columns)
         groups[layout].append(index)
     start = 0
+    for first, indices in sorted(shared.items()):
+        strip = matrices[first].strip
+        assert strip is not None
+        strips = tuple(matrices[first : first + strip.count])
+        yield Alike(tuple(sorted(indices)), matrices[indices[0]], start, strips)
+        start += sum(matrices[index].numel for index in indices)
     for _, indices in sorted(groups.items()):
         like = matrices[indices[0]]
         yield Alike(tuple(indices), like, start)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_muon.planning.layout import Span
+from megatron_muon.planning.layout import Span, Strip
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Matrix:
         units, unit: number of matrices that Newton-Schulz takes it as, and (rows, cols) of each:
             its column blocks one by one, or all of it.
         home: rank of the stage's group.
+        strip: which range it is of a matrix that several homes share; then ``rows`` and ``cols``
+            are the range's.
     """
 
     name: str
@@ -33,10 +35,16 @@ class Matrix:
     column_blocks: int
     home: int
     units: int = 1
+    strip: Strip | None = None
 
     @property
     def unit(self) -> tuple[int, int]:
         return self.rows, self.cols // self.units
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """``unit``, or (rows, cols) of the matrix that it is a strip of: what its scale goes by."""
+        return self.unit if self.strip is None else (self.strip.rows, self.strip.cols)
 
     @property
     def numel(self) -> int:

@@ -26,6 +26,10 @@ from megatron_muon.pricing.hardware import MICRO, TERA, Hardware
 
 _FP32 = 4  # bytes
 _NORMALISING = 11  # kernels, most of them on one number per matrix
+# Bytes per element of a strip in 16 bits: largest entry, fp32 copy divided, its norm, division and
+# cast, copy back. And per byte of a square: copies into and out of messages, and sums in fp32.
+_STRIP_BYTES = 2 + (2 + 4) + 4 + (4 + 4) + (4 + 2) + 4
+_SUM_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,60 @@ def newton_schulz(
     for _, _, c in schedule_of(config):
         cost += work.standard_step(squares=c != 0)
     return cost
+
+
+@lru_cache(65536)
+def newton_schulz_strip(
+    hardware: Hardware,
+    whole: tuple[int, int],
+    long: int,
+    homes: int,
+    config: MuonConfig,
+    device: Device = "cuda",
+) -> Cost:
+    """The cost to orthogonalize a strip of a matrix that several homes share, their messages too.
+
+    Squares are added over the homes: each receives its rows of all others' squares and sends their
+    sum to them. Nothing hides these messages. Homes are neighbours: they are of one node where the
+    node's GPUs divide into as many.
+
+    Args:
+        hardware: hardware of every rank.
+        whole: rows and columns of the matrix.
+        long: length of the strip.
+        homes: number of homes.
+        config, device: see ``newton_schulz``.
+    """
+    itemsize = 4 if config.ns_dtype == "fp32" else 2
+    short = min(whole)
+    work = _Products(hardware, short, long, 1, itemsize, device == "cuda_symmetric")
+    add = _added(hardware, short * short * itemsize, homes)
+    cost = stream(hardware, _STRIP_BYTES * short * long, _NORMALISING)
+    cost += _numbers(hardware, homes).times(2)
+    if takes_gram(*whole, config, device):
+        for part in segments(config, device):
+            cost += add + work.gram_segment([c != 0 for _, _, c in part])
+        return cost
+    for _, _, c in schedule_of(config):
+        cost += add + work.standard_step(squares=c != 0)
+    return cost
+
+
+def _added(hardware: Hardware, nbytes: int, homes: int) -> Cost:
+    """A square of ``nbytes`` that is added over its homes."""
+    link = hardware.node_link if _are_near(hardware, homes) else hardware.network_link
+    travels = 2 * nbytes * (homes - 1) / homes / link
+    sums = stream(hardware, _SUM_BYTES * nbytes, 2 * homes + 4)
+    return _numbers(hardware, homes).times(2) + Cost(travels, 0) + sums
+
+
+def _numbers(hardware: Hardware, homes: int) -> Cost:
+    """A message of a few numbers from each home to each other one."""
+    return Cost((hardware.message_us + hardware.peer_us * (homes - 1)) * MICRO, 3)
+
+
+def _are_near(hardware: Hardware, homes: int) -> bool:
+    return hardware.gpus_per_node % homes == 0
 
 
 def _normalisation(hardware: Hardware, elements: int, itemsize: int) -> Cost:

@@ -140,14 +140,21 @@ def _ends(pairs: Pairs, size: int) -> tuple[list[int], list[int]]:
 def _scratch(work: RoundWork, rank: int, config: MuonConfig, limit: int, device: Device) -> int:
     """Elements of scratch memory of the largest batch."""
     ns_batch = config.ns_batch if is_cuda(device) else 1
-    return max(
-        (
-            together * _scratch_of_one(rows, cols, config, device)
-            for (rows, cols, *_), count in work.layouts[rank].items()
-            for together, _ in batches(rows, cols, count, ns_batch=ns_batch, scratch=limit)
-        ),
-        default=0,
-    )
+    most = 0
+    for layout, count in work.layouts[rank].items():
+        rows, cols, *_ = layout
+        if layout.shared is not None:
+            most = max(most, _scratch_of_strip(rows * cols, min(layout.shared.whole)))
+            continue
+        of_one = _scratch_of_one(rows, cols, config, device)
+        for together, _ in batches(rows, cols, count, ns_batch=ns_batch, scratch=limit):
+            most = max(most, together * of_one)
+    return most
+
+
+def _scratch_of_strip(elements: int, short: int) -> int:
+    """A strip's iterate and its copy in fp32, or its next iterate and seven squares."""
+    return elements + max(2 * elements, elements + 7 * short * short)
 
 
 def _scratch_of_one(rows: int, cols: int, config: MuonConfig, device: Device) -> int:

@@ -20,9 +20,23 @@ from megatron_muon.orthogonalize.iteration import Device, is_cuda
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.pricing.hardware import Hardware
-from megatron_muon.pricing.kernels import Cost, batches, foreach, newton_schulz, stream
+from megatron_muon.pricing.kernels import (
+    Cost,
+    batches,
+    foreach,
+    newton_schulz,
+    newton_schulz_strip,
+    stream,
+)
 from megatron_muon.pricing.streams import WAITING, Streams
-from megatron_muon.pricing.work import RoundWork, held_elements, rounds_of, total
+from megatron_muon.pricing.work import (
+    Layout,
+    RoundWork,
+    Shared,
+    held_elements,
+    rounds_of,
+    total,
+)
 
 MOMENTUM, ADAMW, STAGING = "momentum", "adamw", "staging"
 NEWTON_SCHULZ, UPDATE = "newton_schulz", "update"
@@ -253,7 +267,11 @@ class _Steps:
 
     def _orthogonalized(self, work: RoundWork, rank: int) -> Cost:
         cost = Cost()
-        for (rows, cols, *_), count in work.layouts[rank].items():
+        for layout, count in work.layouts[rank].items():
+            if layout.shared is not None:
+                cost += self._strip(layout, layout.shared).times(count)
+                continue
+            rows, cols, *_ = layout
             for matrices, times in batches(
                 rows,
                 cols,
@@ -266,6 +284,12 @@ class _Steps:
                 )
                 cost += one.times(times)
         return cost
+
+    def _strip(self, layout: Layout, shared: Shared) -> Cost:
+        homes = min(shared.strips, self._optimizer.plan.size)
+        return newton_schulz_strip(
+            self._hardware, shared.whole, layout.long, homes, self._config, self._device
+        )
 
     @property
     def _itemsize(self) -> int:

@@ -57,3 +57,5 @@ def exchanges_of(plans: Iterable[ExchangePlan]) -> Iterator[Pairs]:
         for work in rounds_of(plan):
             yield work.gather
             yield work.scatter
+        for shared in plan.shared:
+            yield from (dict(message.sizes) for message in shared.messages())

@@ -14,6 +14,14 @@ Shape = tuple[int, int]
 Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
 
+class Shared(NamedTuple):
+    """A matrix that several homes share: its rows and columns, and its number of strips."""
+
+    whole: tuple[int, int]
+    is_tall: bool
+    strips: int
+
+
 class Layout(NamedTuple):
     """Matrices that Newton-Schulz can take together: of one shape, staged in one way."""
 
@@ -21,10 +29,19 @@ class Layout(NamedTuple):
     cols: int
     column_parts: int
     column_blocks: int
+    shared: Shared | None = None
 
     @staticmethod
     def of(matrix: Matrix) -> Layout:
-        return Layout(*matrix.unit, matrix.column_parts, matrix.column_blocks)
+        shared = None
+        if matrix.strip is not None:
+            shared = Shared(matrix.whole, matrix.strip.is_tall, matrix.strip.count)
+        return Layout(*matrix.unit, matrix.column_parts, matrix.column_blocks, shared)
+
+    @property
+    def long(self) -> int:
+        """Length of a strip."""
+        return self.rows if self.shared is not None and self.shared.is_tall else self.cols
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from typing import Literal, Protocol
 from torch import Tensor, split_with_sizes
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.iteration import ns_flops, strip_flops
 from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
+from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.round_table import Alike, RoundTable
 from megatron_muon.planning.rounds import scratch_limit
 from megatron_muon.planning.segments import Matrix
@@ -62,7 +63,7 @@ class Work:
     @staticmethod
     def of(matrices: Sequence[Matrix], config: MuonConfig, meter: Meter, phase: Phase) -> Work:
         """For the stage's matrices."""
-        scales = [update_scale(*matrix.unit, config) for matrix in matrices]
+        scales = [update_scale(*matrix.whole, config) for matrix in matrices]
         return Work(config, scales, scratch_limit(matrices), meter, phase)
 
 
@@ -131,7 +132,10 @@ class Round:
             first = 0
             for alike in staged.alike:
                 stop = first + len(alike.matrices)
-                self._orthogonalize_alike(alike, staged.elements, staged.moves[first:stop])
+                orthogonalize = self._orthogonalize_alike
+                if alike.strips:
+                    orthogonalize = self._orthogonalize_shared
+                orthogonalize(alike, staged.elements, staged.moves[first:stop])
                 first = stop
         if self.observer is not None:
             self.observer.after_newton_schulz(staged)
@@ -187,6 +191,26 @@ class Round:
         kind = plan_device(elements.device)
         work.meter.matrices += count * like.units
         work.meter.ns_flops += count * like.units * ns_flops(*like.unit, work.config, kind)
+
+    def _orthogonalize_shared(self, alike: Alike, elements: Tensor, moves: Tensor) -> None:
+        """Orthogonalize the strips of a matrix that this rank has, with its other homes."""
+        work, start = self._work, alike.start
+        kind = plan_device(elements.device)
+        strips = []
+        for matrix in alike.own_strips:
+            of_parts = elements[start : start + matrix.numel].view(
+                matrix.column_parts, matrix.rows, matrix.cols // matrix.column_parts
+            )
+            strips.append(of_parts.transpose(0, 1))
+            start += matrix.numel
+            assert matrix.strip is not None
+            long = matrix.rows if matrix.strip.is_tall else matrix.cols
+            work.meter.ns_flops += strip_flops(*matrix.whole, long, work.config, kind)
+        squares = strip_flops(*alike.like.whole, 0, work.config, kind)  # made once for all of them
+        work.meter.ns_flops -= (len(strips) - 1) * squares
+        work.meter.matrices += len(strips)
+        sharing = self._exchange.sharing(alike)
+        orthogonalize_strips(strips, alike.like.whole, moves, work.config, sharing)
 
     def _update(self, shards: Shards, directions: list[Tensor]) -> None:
         factors, decays = [], []

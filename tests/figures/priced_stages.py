@@ -94,6 +94,10 @@ def priced_stage(
             iteration, dtype = iteration_of(settings, device), settings.ns_dtype
             step = price_step(optimizers, settings, hardware, device=device)
             ours.append(OurStep(iteration, dtype, device == "cuda_symmetric", step))
+    if config.split_matrices is not None:  # Megatron's own takes whole matrices
+        whole = dataclasses.replace(config, split_matrices=None)
+        (planned,) = planned_on(["cuda"], flags, whole, ranks, number)
+        optimizers = [optimizer_of(part) for part in planned]
     return PricedStage(
         number=number,
         ranks=optimizers[0].plan.size,

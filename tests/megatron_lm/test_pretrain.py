@@ -56,6 +56,18 @@ def test_muon_trains(processes: int, layout: str) -> None:
     assert argument(text, "muon_momentum") == "0.95"
 
 
+def test_muon_trains_with_other_matrices_rates_and_clip() -> None:
+    flags = (
+        "--muon-split *.linear_qkv.*=heads --muon-split-matrices 2 --muon-clip-scope adamw "
+        "--muon-lr-mult *.linear_fc1.*=0.5 --muon-wd-mult embedding.*=0"
+    )
+    text = pretrain(2, MUON, "--bf16", flags)
+    found = losses(text)
+    assert len(found) >= 6 and found[5] < found[2] < found[0]
+    assert argument(text, "muon_split_matrices") == "2"
+    assert argument(text, "muon_clip_scope") == "adamw"
+
+
 @pytest.mark.slow
 def test_muon_trains_where_tp_cuts_query_groups() -> None:
     """2 groups on 4 ranks: a loss like that of whole groups on 2 ranks."""

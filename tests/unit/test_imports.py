@@ -23,7 +23,7 @@ TIERS = (
     ("orthogonalize",),
     ("planning",),
     ("pricing", "files"),
-    ("runtime",),
+    ("runtime", "traces"),
     ("watching",),
     ("mcore", "cpu"),
     ("", "megatron_lm", "dry_run"),
@@ -35,7 +35,7 @@ TIER_OF = {room: tier for tier, rooms in enumerate(TIERS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Integers only: what decides about matrices and messages, and the time model.
 WITHOUT_TORCH = {"version", "presence", "setting_names", "coefficients", "config", "planning"}
-WITHOUT_TORCH |= {"pricing", "orthogonalize.iteration", "watching.line_format"}
+WITHOUT_TORCH |= {"pricing", "orthogonalize.iteration", "watching.line_format", "traces"}
 # Of a checkpoint's files, those that hold no tensor.
 WITHOUT_TORCH |= {f"files.{name}" for name in ("claim", "digest", "digest_parts", "digest_text")}
 WITHOUT_TORCH |= {f"files.{name}" for name in ("durable", "pickles", "regular")}
@@ -128,7 +128,8 @@ def test_each_room_imports_only_what_it_is_for(path: Path) -> None:
         if root == "triton":
             assert module == "runtime.fused_kernels", f"{path} imports {name}"
         if root == "matplotlib":
-            assert module in ("cli.plan.charts", "cli.watch.picture"), f"{path} imports {name}"
+            drawing = ("cli.plan.charts", "cli.watch.picture", "cli.trace.figure")
+            assert module in drawing, f"{path} imports {name}"
 
 
 def test_no_folder_has_more_than_a_dozen_files() -> None:

@@ -79,6 +79,9 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     chosen = rows(config, names, given.exchange, given.muon_tp_mode)
     if not chosen:
         raise ValueError(f"no row is left to measure: {left_out}")
+    for row in chosen if given.traces is not None else ():
+        if (given.traces / row.name).exists():
+            raise ValueError(f"--traces {given.traces}: {row.name} is in it already")
     if not any(row.buckets for row in chosen):
         _refuse_buckets(flags)
     task = Task(
@@ -127,6 +130,12 @@ def _check(given: Namespace, flags: Namespace) -> None:
             f"muon-paper gathers slices of one size from all TP ranks, but --tp {given.tp} cuts "
             f"{groups} query group(s), so that not every rank has some of Q, K and V: leave it "
             "out of --rows"
+        )
+    shared = getattr(flags, "muon_split_matrices", None)
+    if "muon-paper" in given.rows and shared not in (None, "off"):
+        raise ValueError(
+            f"muon-paper takes whole matrices, --muon-split-matrices {shared} does not: leave one "
+            "of them out"
         )
     if given.traces is not None and not given.traces.is_dir():
         raise ValueError(f"--traces {given.traces}: there is no such folder")

@@ -217,7 +217,10 @@ def command_parser() -> argparse.ArgumentParser:
     out.add_argument("--json", type=Path, metavar="FILE", help="all figures")
     out.add_argument("--plot", type=Path, metavar="FILE", help="bar chart (png, svg, pdf)")
     out.add_argument(
-        "--traces", type=Path, metavar="FOLDER", help="Chrome traces of a step of each row, rank 0"
+        "--traces",
+        type=Path,
+        metavar="FOLDER",
+        help="Chrome traces of a step of each row, in a folder for each: see megatron-muon trace",
     )
     out.add_argument("--parts", action="store_true", help="times of the parts of each row's step")
     return parser

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_muon import meter
+from megatron_muon import meter, step_traces
 from megatron_muon.bench.step.build import Built, build
 from megatron_muon.bench.step.meter import (
     Counted,
@@ -47,7 +47,7 @@ class StepJob:
         flags: flags of the model and its ranks, see ``flags.model_flags``.
         rows: rows in the order of the table.
         rounds: number of rounds, with one timed step of each row.
-        traces: folder for a Chrome trace of rank 0's step of each row, or None.
+        traces: folder for Chrome traces of a step, in a folder for each row, or None.
         launches: whether to count a GPU's kernels and copies, and the host's time, in a step.
     """
 
@@ -111,7 +111,7 @@ def measure(job: StepJob) -> list[Measured]:
         if job.launches and device.type == "cuda":
             contender.watch_launches()
         if job.traces is not None:
-            contender.trace(job.traces / f"{row.name}.json")
+            contender.trace(job.traces / row.name)
     for number in range(job.rounds):
         _say(f"round {number + 1} of {job.rounds}")
         shift = number % len(contenders)
@@ -202,16 +202,12 @@ class _Contender:
         self.measured.peak_bytes = peak_bytes(self._noise.device, self._step)
         self.park()
 
-    def trace(self, file: Path) -> None:
-        """Write rank 0's Chrome trace of a step."""
-        activities = [ProfilerActivity.CPU]
-        if self._noise.is_cuda:
-            activities.append(ProfilerActivity.CUDA)
+    def trace(self, folder: Path) -> None:
+        """Write a Chrome trace of a step on each rank."""
+        traces = step_traces("1", folder)
         self.wake()
-        with profile(activities=activities) as trace:
+        with traces.step(1, self._optimizer):
             self._step()
-        if dist.get_rank() == 0:
-            trace.export_chrome_trace(str(file))
         self.park()
 
     def watch_launches(self) -> None:

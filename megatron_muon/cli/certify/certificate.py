@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_muon.cli.certify.kinds import Chosen, StageKind
-from megatron_muon.cli.certify.messages import compare_with_plan, planned_messages
+from megatron_muon.cli.certify.messages import Sizes, compare_with_plan, planned_messages
 from megatron_muon.cli.certify.ranks import RankReport, exchange_calls, report_of
 from megatron_muon.cli.model_flags import Settled, megatron_is_quiet, said
-from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.virtual_gpu.megatron import RecordedTraining, Training, record_training
 from megatron_muon.virtual_gpu.races import MEMORY, collectives_and_clocks
 from megatron_muon.virtual_gpu.stage import Calls, check_calls, unrecorded
@@ -121,7 +120,7 @@ def _look_at(
     seen: _Seen,
     progress: Progress,
 ) -> None:
-    planned = planned_messages([each.plan for each in kind.plans])
+    planned = planned_messages([each.plan for each in kind.plans], run.config)
     for at, chosen in enumerate(kind.chosen):
         progress(f"{kind.name} stage, rank {chosen.rank} ({at + 1} of {len(kind.chosen)})")
         trained = _trained(flags, run, chosen, training, seen)
@@ -135,7 +134,7 @@ def _look_at(
             of_stage = calls[0].rank
             seen.messages += [
                 f"world rank {chosen.rank}: {fault}"
-                for fault in compare_with_plan(of_stage, calls, planned, travel_dtype(run.config))
+                for fault in compare_with_plan(of_stage, calls, planned)
             ]
         elif any(recording.rank == rank for rank in _travelling(kind, planned)):
             seen.messages.append(f"rank {chosen.rank} exchanges nothing, by the plan it does")
@@ -144,7 +143,7 @@ def _look_at(
         gc.collect()  # Megatron's objects hold each other
 
 
-def _travelling(kind: StageKind, planned: dict[tuple[int, int], list[int]]) -> Iterator[int]:
+def _travelling(kind: StageKind, planned: Sizes) -> Iterator[int]:
     """World ranks of the kind's first stage that the plan has messages for."""
     places = {place for pair in planned for place in pair}
     size = kind.plans[0].plan.size if kind.plans else 0

@@ -10,25 +10,47 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import Device, held_dtype
+from megatron_muon.orthogonalize.matmul import torch_dtype, travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.strips import SharedMessages
 from megatron_muon.virtual_gpu.trace import Collective, Message
 
-Sizes = dict[tuple[int, int], list[int]]  # bytes from one rank of the stage to another, in order
+# (dtype, bytes) of the messages from one rank of the stage to another, in order
+Sizes = dict[tuple[int, int], list[tuple[torch.dtype, int]]]
 
 
-def planned_messages(plans: Sequence[ExchangePlan]) -> Sizes:
-    """The bytes of every message of a step, by sender and receiver.
+def planned_messages(
+    plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "cuda"
+) -> Sizes:
+    """Every message of a step, by sender and receiver.
 
     Args:
         plans: of the stage's optimizers, in the order in which they step.
+        config: the settings that they were made with.
+        device: kind of the ranks' device.
     """
     sizes: Sizes = defaultdict(list)
+    travels = travel_dtype(config)
+    squares = torch_dtype(held_dtype(config.ns_dtype, device))
     for plan in plans:
         gathers, scatters = _by_round(plan)
-        for messages in _in_turn(gathers, scatters):
+        for number, messages in _in_turn(gathers, scatters):
             for pair, nbytes in messages.items():
-                sizes[pair].append(nbytes)
+                sizes[pair].append((travels, nbytes))
+            for message in _between_homes(plan, number):
+                dtype = squares if message.of_squares else torch.float32
+                for pair, nbytes in message.sizes.items():
+                    sizes[pair].append((dtype, nbytes))
     return dict(sizes)
+
+
+def _between_homes(plan: ExchangePlan, number: int | None) -> Iterator[SharedMessages]:
+    """The messages between the homes of each matrix of a round that several share."""
+    for one in plan.shared:
+        if number is not None and one.parameter in plan.rounds[number]:
+            yield from one.messages()
 
 
 def _by_round(plan: ExchangePlan) -> tuple[list[_Round], list[_Round]]:
@@ -49,24 +71,27 @@ def _by_round(plan: ExchangePlan) -> tuple[list[_Round], list[_Round]]:
 _Round = defaultdict[tuple[int, int], int]
 
 
-def _in_turn(gathers: Sequence[_Round], scatters: Sequence[_Round]) -> Iterator[_Round]:
-    """A round is gathered before the directions of the one before it go back."""
-    yield from gathers[:1]
+def _in_turn(
+    gathers: Sequence[_Round], scatters: Sequence[_Round]
+) -> Iterator[tuple[int | None, _Round]]:
+    """``(round that is orthogonalized after them or None, messages)``, in the order of a step.
+
+    A round is gathered before the one before it is orthogonalized and its directions go back.
+    """
+    yield from ((None, gather) for gather in gathers[:1])
     for at, scatter in enumerate(scatters):
-        yield from gathers[at + 1 : at + 2]
-        yield scatter
+        coming = gathers[at + 1] if at + 1 < len(gathers) else defaultdict(int)
+        yield at, coming
+        yield None, scatter
 
 
-def compare_with_plan(
-    rank: int, calls: Iterable[Collective], planned: Sizes, dtype: torch.dtype
-) -> list[str]:
+def compare_with_plan(rank: int, calls: Iterable[Collective], planned: Sizes) -> list[str]:
     """Faults of one rank's messages in a step, in words.
 
     Args:
         rank: of the stage.
         calls: its launches of the exchange in that step, in order.
         planned: by ``planned_messages``.
-        dtype: the one in which elements travel.
     """
     sent: dict[int, list[Message]] = defaultdict(list)
     taken: dict[int, list[Message]] = defaultdict(list)
@@ -80,7 +105,7 @@ def compare_with_plan(
     wanted_of = [b if a == rank else a for a, b in pairs]
     for peer in sorted({*sent, *taken, *wanted_of}):
         for messages, pair in ((sent[peer], (rank, peer)), (taken[peer], (peer, rank))):
-            wanted = [(dtype, nbytes) for nbytes in planned.get(pair, [])]
+            wanted = planned.get(pair, [])
             seen = [(message.dtype, message.nbytes) for message in messages]
             if seen != wanted:
                 faults.append(_said(rank, pair, seen, wanted))

@@ -57,6 +57,8 @@ def changes(plan: RunPlan) -> Iterator[Change]:
         yield Change(("--muon-ns-dtype", "fp16"), "another rounding")
     iteration = "standard" if config.ns_iteration != "standard" else "auto"
     yield Change(("--muon-ns-iteration", iteration), "another rounding")
+    if config.split_matrices is None:
+        yield Change(("--muon-split-matrices", "auto"), "another rounding")
     homes = "local" if config.homes == "balanced" else "balanced"
     yield Change(("--muon-homes", homes))
     limit = config.round_bytes

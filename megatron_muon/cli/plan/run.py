@@ -124,6 +124,9 @@ def plan_run(
     layout: Name = given.muon_dp_layout or "contiguous"
     first = [layout, *(name for name in OURS if name != layout and name in wanted)]
     runs = [_in_layout(given, name) for name in first]
+    if runs[0][1].config.split_matrices is not None:  # others' algorithms take whole matrices
+        given = Namespace(**{**vars(given), "muon_split_matrices": "off"})
+        runs.append(_in_layout(given, "contiguous"))
     ranks = runs[0][1].ranks
     numbers = range(ranks.pp)
     if given.stage is not None:
@@ -164,11 +167,10 @@ def _stage_plan(
     wanted: Collection[Name],
 ) -> StagePlan:
     nodes = tuple(nodes_of(kind.members, hardware))
-    stages = {
-        name: _stage(planned, nodes, kind.stages[0])
-        for name, planned in zip(layouts, kind.planned, strict=True)
-    }
+    every = [_stage(planned, nodes, kind.stages[0]) for planned in kind.planned]
+    stages = dict(zip(layouts, every, strict=False))
     own = stages[layouts[0]]
+    others = every[-1] if len(every) > len(layouts) else own
     rows = [adamw_row(own, hardware)]
     rows += [
         our_row(name, stages[name], config, hardware, device)
@@ -176,11 +178,12 @@ def _stage_plan(
         if name in wanted and name in stages
     ]
     if "paper" in wanted:
-        rows.append(paper_row(stages.get("contiguous", own), config, hardware, device))
+        contiguous = others if others is not own else stages.get("contiguous", own)
+        rows.append(paper_row(contiguous, config, hardware, device))
     if "duplicated" in wanted:
-        rows.append(layer_wise_row("duplicated", own, config, hardware))
+        rows.append(layer_wise_row("duplicated", others, config, hardware))
     if "distributed" in wanted and any(plan.grid.tp_size > 1 for plan in own.plans):
-        rows.append(layer_wise_row("distributed", own, config, hardware))
+        rows.append(layer_wise_row("distributed", others, config, hardware))
     return StagePlan(
         stages=tuple(kind.stages),
         ranks=own.plans[0].size,

@@ -29,11 +29,22 @@ def _chained(name: str, use: Use, relied_on: str) -> Seam:
     return Seam(_CHAIN, f"ChainedOptimizer.{name}", use, relied_on, ("self",))
 
 
+def _bucket_group(name: str, relied_on: str) -> Seam:
+    name = f"_ParamAndGradBucketGroup.{name}"
+    relied_on = f"{relied_on}; replaced in a step that is traced, to mark it there"
+    return Seam(_BUFFERS, name, "replaced", relied_on, ("self",), part="traces")
+
+
 def _scaler(name: str, parameters: tuple[str, ...], relied_on: str) -> Seam:
     return Seam(_SCALER, name, "called", relied_on, parameters)
 
 
 SEAMS = (
+    # --- communication that traces mark
+    _bucket_group("start_grad_sync", "starts the reduction of gradients"),
+    _bucket_group("finish_grad_sync", "waits for the reduction of gradients"),
+    _bucket_group("start_param_sync", "starts the all-gather of parameters"),
+    _bucket_group("finish_param_sync", "waits for the all-gather of parameters"),
     # --- making one
     Seam(
         _CHAIN,

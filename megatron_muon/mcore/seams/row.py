@@ -15,9 +15,9 @@ Use = Literal["called", "wrapped", "replaced", "overridden", "subclassed", "read
 # The part of this package that needs a row, and checks it. ``core``, ``torch``: every run with
 # Muon, at ``install()``. ``training``: a run that Megatron-LM starts. ``dry_run``, ``hybrid``:
 # commands that build a model on the meta device. ``virtual_gpu``: ``certify``. ``bench``: the
-# benchmark; ``upstream``: its row of Megatron's own Muon. ``cpu``: the runtime without a GPU;
-# ``cpu_training``: the same with Megatron-LM's scripts. ``kernels``: checked where the package of
-# kernels is installed.
+# benchmark; ``upstream``: its row of Megatron's own Muon. ``traces``: a run whose steps are traced.
+# ``cpu``: the runtime without a GPU; ``cpu_training``: the same with Megatron-LM's scripts.
+# ``kernels``: checked where the package of kernels is installed.
 Part = Literal[
     "core",
     "training",
@@ -26,6 +26,7 @@ Part = Literal[
     "virtual_gpu",
     "bench",
     "upstream",
+    "traces",
     "cpu",
     "cpu_training",
     "torch",

@@ -73,6 +73,13 @@ SEAMS = (
         "the ranks of every process group",
         "virtual_gpu",
     ),
+    _torch(
+        "torch.autograd",
+        "_profiler_enabled",
+        "called",
+        "whether a profiler of torch is on already",
+        "traces",
+    ),
     # --- kernels
     _torch(
         "quack.gemm_interface",

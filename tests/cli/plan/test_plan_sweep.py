@@ -106,6 +106,7 @@ def test_changes_leave_out_what_the_run_has() -> None:
     assert names == [
         "--muon-dp-layout contiguous",
         "--muon-ns-iteration standard",
+        "--muon-split-matrices auto",
         "--muon-homes balanced",
         "--muon-round-mib 128",
         "--muon-round-mib 32",

@@ -16,11 +16,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from support import parallel
-from support.models import parallel_model
+from support import training
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import RankError, run
 
@@ -30,6 +28,7 @@ TIMEOUT = 6.0  # of the process groups, in seconds
 PHASES = {
     "muon/gather": ("muon/momentum", "_advance_momentum"),
     "muon/scatter": ("muon/newton_schulz", "_orthogonalize_alike"),
+    "muon/share": ("muon/newton_schulz", "_orthogonalize_shared"),
 }
 
 
@@ -69,8 +68,9 @@ def _fail(how: str) -> None:
 
 def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple[str, float]:
     """The error of this rank's second step, and how long after the step's start it came."""
+    shared = (("split_matrices", 4),) if phase == "muon/share" else ()
     with _short_timeout():
-        built = start(CASE, topology)
+        built = start(replace(CASE, muon=shared), topology)
     take_step(built, 0)
     if dist.get_rank() == 1:
         (megatron,) = built.optimizer.chained_optimizers
@@ -93,6 +93,8 @@ def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple
         ("muon/scatter", "raise", Topology(tp=2, dp=2)),
         ("muon/scatter", "stop", Topology(tp=2, dp=2)),
         ("muon/gather", "stop", Topology(tp=2, dp=2, instances=2)),  # a group of our own
+        ("muon/share", "raise", Topology(dp=4)),
+        ("muon/share", "stop", Topology(tp=2, dp=2)),
     ],
     ids=str,
 )
@@ -157,11 +159,11 @@ def _backward_that_fails() -> Iterator[None]:
         yield
 
 
-def _train_with_a_failing_backward(topology: parallel_model.Topology) -> tuple[str, float]:
+def _train_with_a_failing_backward(topology: Topology) -> tuple[str, float]:
     """The error of this rank, and when it came."""
-    model = parallel_model.Model(dtype=torch.bfloat16, optimizer="muon")
+    case = replace(training.MODEL, bf16=True, optimizer="muon")
     try:
-        parallel.train(model, topology, _backward_that_fails)
+        training.train(case, topology, _backward_that_fails)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.time()
     return "no error", time.time()
@@ -169,10 +171,10 @@ def _train_with_a_failing_backward(topology: parallel_model.Topology) -> tuple[s
 
 @pytest.mark.parametrize(
     "topology",
-    [parallel_model.Topology(tp=2, dp=2, overlap=True), parallel_model.Topology(pp=2, dp=2)],
-    ids=str,
+    [training.spread(tp=2, dp=2, overlap=True), training.spread(pp=2, dp=2)],
+    ids=training.said,
 )
-def test_an_error_in_one_ranks_backward_ends_all(topology: parallel_model.Topology) -> None:
+def test_an_error_in_one_ranks_backward_ends_all(topology: Topology) -> None:
     """In Megatron's own collectives, within the timeout of the first that rank 1 is missing from
     and that of the next, where a rank waits for one that waits."""
     results = run(_train_with_a_failing_backward, topology.world_size, topology)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,6 +71,8 @@ CASES = {
     "bf16": BF16,
     "groups": replace(FP32, faster=("*.linear_fc2.weight", "embedding.*", "*.linear_qkv.*")),
     "one-qkv": replace(FP32, muon=(*FP32.muon, ("split_qkv", False))),
+    "shared": replace(FP32, muon=(*FP32.muon, ("split_matrices", 2))),
+    "shared-bf16": replace(BF16, muon=(*BF16.muon, ("split_matrices", 4)), steps=FEW),
     "no-nesterov": replace(FP32, muon=(*FP32.muon, ("nesterov", False))),
     "other-constants": replace(
         FP32, muon=(*FP32.muon, ("momentum", 0.8), ("matched_adamw_rms", 0.3), ("ns_steps", 4))
@@ -83,6 +86,15 @@ CASES = {
     "decay-all": replace(FP32, muon=(*FP32.muon, ("weight_decay_all_params", True))),
     "tied": replace(FP32, tied=True),
     "gated": replace(FP32, gated=True),
+    "heads-and-gate-up": replace(
+        FP32,
+        gated=True,
+        steps=FEW,
+        muon=(
+            *FP32.muon,
+            ("muon_splits", (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))),
+        ),
+    ),
     "moe": replace(FP32, moe=True, steps=FEW),
     "moe-bf16": replace(BF16, moe=True, steps=FEW),
     "te-experts": replace(FP32, moe=True, grouped="te", gated=True, steps=FEW),
@@ -151,11 +163,24 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
         betas=(0.9, 0.95),
         clip=case.clip,
     )
+    if "muon_splits" in settings:
+        oracle.blocks = partial(_heads_and_gate_up, case)
     if case.optimizer == "adam":
         oracle.is_muon = lambda name, w: False
     for name, value in changes.items():
         setattr(oracle, name, value)
     return oracle
+
+
+def _heads_and_gate_up(case: Case, name: str, w: Tensor) -> list[list[int]]:
+    """Each head of q, k and v as a matrix, and gate and up; the order does not matter."""
+    rows = list(range(w.shape[0]))
+    size = w.shape[0]
+    if name.endswith("linear_qkv.weight"):
+        size = case.head_size  # per query group its heads' q, then k and v
+    elif name.endswith("linear_fc1.weight"):
+        size = w.shape[0] // 2
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def computed(case: Case, oracle: Oracle, norms: Norms = None) -> Result:
@@ -321,6 +346,52 @@ def test_mutant_with_the_scale_of_the_local_matrix_is_noticed(case: Case) -> Non
 
     wrong = compare(case, TOPOLOGIES[1], scale_size=local)
     assert names(wrong) == {"linear_fc1.weight", "linear_fc2.weight"}
+
+
+class _AloneSharing:
+    """A home that takes its own squares for the sum."""
+
+    def add(self: Any, squares: Sequence[Tensor]) -> Tensor:
+        return sum(squares[1:], squares[0].clone())
+
+
+def _without_sums() -> Any:
+    from megatron_muon.runtime.exchange import Sharers
+
+    return mock.patch.object(Sharers, "add", _AloneSharing.add)
+
+
+def _with_the_scale_of_a_strip() -> Any:
+    from megatron_muon.planning.segments import Matrix
+
+    return mock.patch.object(Matrix, "whole", property(lambda matrix: matrix.unit))
+
+
+@pytest.mark.parametrize("mutation", [_without_sums, _with_the_scale_of_a_strip])
+def test_mutants_of_shared_matrices_are_noticed(mutation: Any) -> None:
+    case = CASES["shared"]
+    results = run(train, 8, case, Topology(2, 2, 2), mutation)
+    norms = results[0]["log"]["norms"]
+    wrong = outside(case, whole(results), computed(case, oracle_for(case), norms))
+    assert names(wrong) == {"linear_fc1.weight", "linear_fc2.weight"}
+
+
+def test_mutants_without_a_split_are_noticed() -> None:
+    case = CASES["heads-and-gate-up"]
+
+    def whole_attention(name: str, w: Tensor) -> list[list[int]]:
+        if name.endswith("linear_qkv.weight"):
+            return [list(range(w.shape[0]))]
+        return _heads_and_gate_up(case, name, w)
+
+    def whole_mlp(name: str, w: Tensor) -> list[list[int]]:
+        if name.endswith("linear_fc1.weight"):
+            return [list(range(w.shape[0]))]
+        return _heads_and_gate_up(case, name, w)
+
+    topology = Topology(2, 2, 2)
+    assert names(compare(case, topology, blocks=whole_attention)) == {"linear_qkv.weight"}
+    assert names(compare(case, topology, blocks=whole_mlp)) == {"linear_fc1.weight"}
 
 
 def test_mutant_with_inputs_for_outputs_is_noticed() -> None:

@@ -116,6 +116,9 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     ),
     "exclude": (["--muon-exclude", "*.router.weight"], {"muon_exclude": ("*.router.weight",)}),
     "homes": (["--muon-homes", "local"], {"homes": "local"}),
+    "split-matrices": (["--muon-split-matrices", "4"], {"split_matrices": 4}),
+    "split-matrices auto": (["--muon-split-matrices", "auto"], {"split_matrices": "auto"}),
+    "split-matrices off": (["--muon-split-matrices", "off"], {}),
     "rank-tflops": (["--muon-rank-tflops", "300"], {"rank_tflops": 300.0}),
     "link-gbytes": (["--muon-link-gbytes", "12.5"], {"link_gbytes": 12.5}),
     "layout": (["--muon-dp-layout", "bucketed"], {}),
@@ -134,6 +137,8 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "moonlight": (["--muon-defaults", "moonlight"], {}),
     "backend": (["--muon-backend", "plugin"], {}),
     "cpu": (["--muon-cpu"], {}),
+    "trace-steps": (["--muon-trace-steps", "5:7"], {}),
+    "trace-dir": (["--muon-trace-dir", "traces"], {}),
     "twice the same": (["--muon-ns-steps", "7", "--muon-num-ns-steps", "7"], {"ns_steps": 7}),
 }
 

@@ -1,0 +1,220 @@
+"""Matrices that several homes share: each has a strip, a range of the long side.
+
+The Gram matrix of the short side is a sum over strips. So only squares of the short side travel
+between the homes, and each applies the same polynomial to its strip
+(``orthogonalize.strips``). Where strips begin depends on their number alone: the result is the same
+on any ranks. Plain integers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from megatron_muon.planning.homes import Work
+from megatron_muon.planning.layout import Block, MatrixShape, Parameter, Span, Strip
+
+# Squares of the short side are multiplied by every home. Where the long side is shorter than this
+# many short ones, they are most of the work, and the time model has no gain (docs/time_model.md).
+_LONG = 2
+_MOST = 8  # strips that are chosen by themselves: GPUs of a node
+_STEP_GAIN, _LEAST_GAIN = Fraction(1, 100), Fraction(5, 100)
+_NUMBER = 4  # bytes of a number in fp32
+_EXPERTS = ".experts."  # there are always many of them
+
+
+def in_strips(parameter: Parameter, count_of: Callable[[MatrixShape], int]) -> Parameter:
+    """The parameter with its long matrices cut into strips; others stay whole.
+
+    A tall matrix is cut into ranges of rows. A wide one is cut only where TP cuts its columns, into
+    ranges of column parts: as many as divide the TP ranks. Experts' matrices stay whole.
+
+    Args:
+        parameter: of one stage.
+        count_of: number of strips of a matrix; 1 for a whole one.
+    """
+    if _EXPERTS in parameter.name:
+        return parameter
+    cut = [list(_cut(m, parameter.column_parts, count_of(m))) for m in parameter.matrices]
+    if all(len(strips) == 1 for strips in cut):
+        return parameter
+    first = [sum(map(len, cut[:index])) for index in range(len(cut))]
+    blocks = tuple(
+        tuple(
+            part
+            for block in of_rank
+            for part in _of_block(block, cut[block.matrix], first[block.matrix], tp_rank)
+        )
+        for tp_rank, of_rank in enumerate(parameter.blocks)
+    )
+    matrices = tuple(shape for strips in cut for shape, _ in strips)
+    return replace(parameter, matrices=matrices, blocks=blocks)
+
+
+_Cut = tuple[MatrixShape, Span]  # a strip, and its rows of the whole matrix
+
+
+def _cut(shape: MatrixShape, column_parts: int, count: int) -> Iterator[_Cut]:
+    """The strips of a matrix; the matrix itself where it stays whole."""
+    rows, cols = shape.rows, shape.cols
+    is_tall = rows >= _LONG * cols and column_parts == 1 and rows >= count > 1
+    by_parts = math.gcd(column_parts, count) if cols >= _LONG * rows else 1
+    if shape.column_blocks > 1 or not (is_tall or by_parts > 1):
+        yield shape, Span(0, rows)
+        return
+    number = count if is_tall else by_parts
+    for at in range(number):
+        name = f"{shape.name}[strip {at}]"
+        if is_tall:
+            own = Span(at * rows // number, (at + 1) * rows // number)
+            strip = Strip(rows, cols, at, number)
+            yield replace(shape, name=name, rows=own.size, strip=strip), own
+            continue
+        each = column_parts // number
+        strip = Strip(rows, cols, at, number, Span(at * each, (at + 1) * each))
+        yield replace(shape, name=name, cols=cols // number, strip=strip), Span(0, rows)
+
+
+def _of_block(block: Block, strips: Sequence[_Cut], first: int, tp_rank: int) -> Iterator[Block]:
+    """The parts of a block that are of each strip, in the order of rows."""
+    start, stop = block.matrix_row, block.matrix_row + block.rows.size
+    for number, (shape, rows) in enumerate(strips):
+        parts = None if shape.strip is None else shape.strip.parts
+        if parts is not None and not parts.start <= tp_rank < parts.stop:
+            continue
+        low, high = max(start, rows.start), min(stop, rows.stop)
+        if low < high:
+            local = Span(low - start, high - start).shift(block.rows.start)
+            yield Block(first + number, local, low - rows.start)
+
+
+def strip_homes(
+    strips: Sequence[Strip | None], works: Sequence[Work], size: int
+) -> Mapping[int, int]:
+    """The homes of strips, by the index of the matrix.
+
+    The ranks of a stage form teams of neighbours, so that a node's ranks share a matrix. A shared
+    matrix goes to the team whose busiest rank has least work; of several to the one that holds
+    most of it, then to the first. Its strips go to the team's ranks in order.
+
+    Args:
+        strips: of each matrix of the stage, in order; None for a whole one.
+        works: their work.
+        size: number of ranks in the stage.
+    """
+    shared = [index for index, strip in enumerate(strips) if strip is not None and not strip.number]
+    loads = [0] * size
+    homes: dict[int, int] = {}
+    for first in sorted(shared, key=lambda index: (-works[index].flops, index)):
+        strip = strips[first]
+        assert strip is not None
+        members = range(first, first + strip.count)
+        ranks = min(size, strip.count)  # of a team
+        held = _held(members, works, ranks)
+        team = min(
+            range(max(1, size // strip.count)),
+            key=lambda team: (max(loads[team * ranks : (team + 1) * ranks]), -held[team], team),
+        )
+        for at, index in enumerate(members):
+            homes[index] = team * ranks + at * ranks // strip.count
+            loads[homes[index]] += works[index].flops
+    return homes
+
+
+def _held(members: range, works: Sequence[Work], ranks: int) -> Mapping[int, int]:
+    """Elements of a shared matrix that each team holds."""
+    held: dict[int, int] = defaultdict(int)
+    for index in members:
+        for rank, elements in works[index].held.items():
+            held[rank // ranks] += elements
+    return held
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMessages:
+    """What the homes of a matrix send to each other at one time.
+
+    Attributes:
+        of_squares: they are rows of squares, and not numbers in fp32.
+        sizes: bytes by (sender, receiver).
+    """
+
+    of_squares: bool
+    sizes: Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMatrix:
+    """A matrix that several homes orthogonalize together.
+
+    Attributes:
+        parameter: index of its parameter in the plan.
+        homes: rank of the stage that has each strip.
+        rows, cols: its size over all TP ranks.
+        sums: number of sums of squares.
+        itemsize: bytes of an element of a square.
+    """
+
+    parameter: int
+    homes: tuple[int, ...]
+    rows: int
+    cols: int
+    sums: int
+    itemsize: int
+
+    def messages(self) -> Iterator[SharedMessages]:
+        """The messages between its homes, in their order.
+
+        Each sends two numbers for each of its strips, then one; and for each sum of squares the
+        rows of its own squares to the homes that add them, then the rows that it has added to all
+        others.
+        """
+        ranks, short = sorted(set(self.homes)), min(self.rows, self.cols)
+        edges = [at * short // len(ranks) for at in range(len(ranks) + 1)]
+        ranges = zip(ranks, itertools.pairwise(edges), strict=True)
+        row = short * self.itemsize
+        rows = {rank: (stop - start) * row for rank, (start, stop) in ranges}
+        strips = {rank: self.homes.count(rank) for rank in ranks}
+        pairs = list(itertools.permutations(ranks, 2))
+        if not pairs:
+            return
+        yield SharedMessages(False, {pair: 2 * _NUMBER * strips[pair[0]] for pair in pairs})
+        yield SharedMessages(False, {pair: _NUMBER * strips[pair[0]] for pair in pairs})
+        for _ in range(self.sums):
+            yield SharedMessages(True, {(a, b): strips[a] * rows[b] for a, b in pairs})
+            yield SharedMessages(True, {(a, b): rows[a] for a, b in pairs})
+
+
+Counts = Mapping[tuple[int, int], int]  # strips of the matrices of a shape; others are whole
+
+
+def choose_counts(
+    shapes: Sequence[tuple[int, int]], size: int, time_of: Callable[[Counts], int]
+) -> Counts:
+    """How many strips the matrices of each shape get, so that the busiest rank has least time.
+
+    From whole matrices on, the one shape that gains most gets twice as many strips, until none
+    gains ``_STEP_GAIN``. If all of it gains less than ``_LEAST_GAIN``, matrices stay whole.
+
+    Args:
+        shapes: (rows, cols) of all matrices.
+        size: number of ranks in the stage.
+        time_of: time of the busiest rank.
+    """
+    counts: dict[tuple[int, int], int] = {}
+    first = best = time_of(counts)
+    while True:
+        tried = [
+            {**counts, shape: 2 * counts.get(shape, 1)}
+            for shape in shapes
+            if max(shape) >= _LONG * min(shape) and 2 * counts.get(shape, 1) <= min(_MOST, size)
+        ]
+        times = [(time_of(each), at) for at, each in enumerate(tried)]
+        time, at = min(times, default=(best, 0))
+        if time > best * (1 - _STEP_GAIN):
+            return counts if best <= first * (1 - _LEAST_GAIN) else {}
+        counts, best = tried[at], time

@@ -1,0 +1,1 @@
+"""Questions of scale, answered by the time model before anything is built."""

@@ -1,0 +1,124 @@
+"""Two large matrices on 16 processes, whole and shared: the real exchange, Newton-Schulz a sleep.
+
+``cd tests && python -m figures.scale.shared_sleeps`` prints the step's time with and without.
+
+A sleep needs no core, so 16 ranks work at the same time on fewer cores. Messages are real, those
+between homes too; the matrices are small, and the sleeps are as long as the flops of matrices of
+their shape take, in proportion.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from figures.sleeping_ranks import _muon
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import ns_flops, strip_flops, sums_of_squares
+from megatron_muon.planning.grid import RankGrid
+from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.runtime import round as muon_round
+from support.ranks import run
+
+RANKS, MATRICES, ROWS, COLS = 16, 2, 448, 64  # as long as Llama-3-8B's gate and up together
+SECONDS = 1.0  # of a whole matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Seconds of the fastest step, with whole matrices and with shared ones."""
+
+    whole: float
+    shared: float
+
+
+def measured(strips: int, repeats: int = 3) -> Steps:
+    """Steps on ``RANKS`` processes, the fastest of some."""
+
+    def of(split: int | None) -> float:
+        steps = run(_steps, RANKS, split, repeats)
+        return min(map(max, zip(*steps, strict=True)))
+
+    return Steps(of(None), of(strips))
+
+
+def _config(split: int | None) -> MuonConfig:
+    return MuonConfig(ns_iteration="gram", split_matrices=split)
+
+
+def plan_of(split: int | None) -> ExchangePlan:
+    """The matrices one after another in a buffer that is cut into ``RANKS`` shards."""
+    each = ROWS * COLS
+    parameters = []
+    for number in range(MATRICES):
+        matrices, blocks = whole_matrix(f"fc1.{number}", (ROWS, COLS), None, 1)
+        span, bucket = Span(number * each, (number + 1) * each), Span(0, MATRICES * each)
+        shape = (ROWS, COLS)
+        parameters.append(
+            Parameter(f"fc1.{number}", shape, None, bucket, span, 0, matrices, blocks)
+        )
+    return make_plan(parameters, RankGrid(((tuple(range(RANKS)),),)), _config(split))
+
+
+def _steps(split: int | None, repeats: int) -> list[float]:
+    """On a rank: seconds of each step, after one that makes the connections."""
+    config = _config(split)
+    second = SECONDS / ns_flops(ROWS, COLS, config)
+
+    def orthogonalize_staged(
+        staged: torch.Tensor, moves: torch.Tensor, config: MuonConfig, **shape: int
+    ) -> None:
+        time.sleep(len(moves) * ns_flops(shape["rows"], shape["cols"], config) * second)
+
+    def orthogonalize_strips(
+        strips: Sequence[torch.Tensor],
+        whole: tuple[int, int],
+        moves: torch.Tensor,
+        config: MuonConfig,
+        sharing: Any,
+    ) -> None:
+        for width in (2, 1):
+            sharing.all_numbers(torch.zeros(len(strips), width))
+        sums, rows = sums_of_squares(*whole, config, "cuda"), strips[0].size(0)
+        square = torch.zeros(min(whole), min(whole), dtype=torch.bfloat16)
+        for _ in range(sums):  # its part of the square, and then the polynomial and its strip
+            time.sleep(strip_flops(*whole, rows, config, "cuda") * second / sums / 2)
+            sharing.add([square] * len(strips))
+            time.sleep(strip_flops(*whole, rows, config, "cuda") * second / sums / 2)
+
+    muon, groups, state = _muon(config, plan_of(split), dist.get_rank())
+    times = []
+    with (
+        mock.patch.object(muon_round, "orthogonalize_staged", orthogonalize_staged),
+        mock.patch.object(muon_round, "orthogonalize_strips", orthogonalize_strips),
+    ):
+        for _ in range(1 + repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            muon.step(groups, state, lambda: None)
+            times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def main() -> None:
+    """Print a line for 2, 4 and 8 strips."""
+    for strips in (2, 4, 8):
+        steps = measured(strips)
+        print(
+            f"{MATRICES} matrices of {ROWS}x{COLS} on {RANKS} ranks: whole {steps.whole:.2f} s, "
+            f"{strips} strips {steps.shared:.2f} s, {steps.shared / steps.whole:.2f} times",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    from figures.scale import shared_sleeps  # workers import the function that they run
+
+    shared_sleeps.main()

@@ -1,0 +1,80 @@
+"""Steps with long matrices on one home each, and on several: their predicted times.
+
+``cd tests && python -m figures.scale.shared_steps [WORD ...]``
+
+Prices the stages of ``figures.scale.split_matrices`` and of ``figures.priced_models`` with
+``--muon-split-matrices`` off, 2, 4, 8 and auto, on H100s with a library's symmetric kernel. Behind
+a time is the busiest rank's Newton-Schulz. The last columns are those of auto: flops of the busiest
+rank over the mean without shared matrices, and the bytes that all ranks send beside those without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import warnings
+
+from figures.priced_models import CASES as MODELS
+from figures.priced_stages import PricedStage, priced_of
+from figures.scale.split_matrices import CASES as LARGE
+from megatron_muon.cli.model_flags import imported_config_class, megatron_is_quiet, settled
+from megatron_muon.cli.plan.options import parser as plan_parser
+from megatron_muon.dry_run.stages import planned_on
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.pricing.presets import hardware_of
+from support.virtual_gpu.plans import OVERLAP
+
+ASKED = ("off", "2", "4", "8", "auto")
+
+
+def _plans(words: list[str]) -> list[ExchangePlan]:
+    given = plan_parser(imported_config_class("figures.scale.shared_steps")).parse_args(words)
+    run = settled(given)
+    with megatron_is_quiet():
+        (planned,) = planned_on(["cuda_symmetric"], given, run.config, run.ranks, given.stage)
+    return [one.plan for one in planned]
+
+
+def _flops_and_bytes(words: list[str]) -> tuple[list[int], int]:
+    plans = _plans(words)
+    flops = [sum(of_rank) for of_rank in zip(*(plan.ns_flops() for plan in plans), strict=True)]
+    return flops, sum(sum(plan.sent_bytes()) for plan in plans)
+
+
+def main() -> None:
+    """Print a row for each model."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--hardware", default="h100")
+    given = parser.parse_args()
+    hardware = hardware_of(given.hardware, [])
+    heads = " | ".join(ASKED)
+    print(f"| ms | {heads} | upstream | busiest / mean, off | auto | bytes, auto / off |")
+    print("|---" + "|--:" * (len(ASKED) + 4) + "|")
+    names = set()
+    for case in (*MODELS, *LARGE):
+        if case.name in names or (given.words and not any(w in case.name for w in given.words)):
+            continue
+        names.add(case.name)
+        base = f"{case.words} {OVERLAP} --stage {case.stage} --muon-split-matrices".split()
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stages = [priced_of([*base, asked], hardware)[0][0] for asked in ASKED]
+            off, off_bytes = _flops_and_bytes([*base, "off"])
+            auto, auto_bytes = _flops_and_bytes([*base, "auto"])
+        mean = sum(off) / len(off)
+        cells = [case.name, *map(_cell, stages)]
+        cells.append(f"{1e3 * min(stages[0].duplicated, stages[0].distributed):.1f}")
+        cells += [f"{max(flops) / mean:.2f}" for flops in (off, auto)]
+        cells.append(f"{auto_bytes / off_bytes:.2f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _cell(stage: PricedStage) -> str:
+    step = stage.ours[-1].step
+    return f"{1e3 * step.seconds:.1f} ({1e3 * step.newton_schulz_busiest:.1f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Newton-Schulz in strips: the whole matrix's but for rounding, and no less accurate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import get_args
+
+import pytest
+import torch
+
+from megatron_muon.coefficients import NsDtype
+from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.orthogonalize.strips import orthogonalize_strips
+from support.oracle import newton_schulz
+
+Tensor = torch.Tensor
+SHAPES = [(528, 96), (96, 528), (512, 128), (130, 64)]
+
+
+class Here:
+    """All strips of a matrix are on this rank."""
+
+    def all_numbers(self, mine: Tensor) -> Tensor:
+        return mine
+
+    def add(self, squares: Sequence[Tensor]) -> Tensor:
+        total = torch.zeros_like(squares[0], dtype=torch.float32)
+        for square in squares:
+            total += square
+        return total.to(squares[0].dtype)
+
+
+def _in_strips(matrix: Tensor, count: int, config: MuonConfig, moves: object = True) -> Tensor:
+    made = matrix.to(travel_dtype(config)).clone()
+    long = 0 if made.size(0) > made.size(1) else 1
+    edges = [at * made.size(long) // count for at in range(count + 1)]
+    strips = [made.narrow(long, start, stop - start) for start, stop in pairwise(edges)]
+    flags = torch.tensor([moves] * count if isinstance(moves, bool) else moves)
+    orthogonalize_strips(strips, tuple(made.shape), flags, config, Here())
+    return made
+
+
+def _matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(rows + 7 * cols + seed)
+    spread = torch.logspace(0, -3, min(rows, cols))
+    left = torch.linalg.qr(torch.randn(rows, min(rows, cols), generator=generator))[0]
+    right = torch.linalg.qr(torch.randn(cols, min(rows, cols), generator=generator))[0]
+    return (left * spread) @ right.T
+
+
+@pytest.mark.parametrize("dtype", get_args(NsDtype))
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_strips_are_as_accurate_as_the_whole_matrix(
+    shape: tuple[int, int], iteration: NsIteration, dtype: NsDtype
+) -> None:
+    """Against float64. Squares round once more, before they are added: errors of single inputs go
+    either way, so means over inputs are compared, and a tenth is left to chance."""
+    config = MuonConfig(ns_iteration=iteration, ns_dtype=dtype)
+    apart: dict[int, float] = {}
+    for seed in range(6):
+        matrix = _matrix(*shape, seed=seed).to(travel_dtype(config))
+        exact = newton_schulz(matrix.double())
+        for count in (1, 2, 4, 8):
+            whole = orthogonalize(matrix, config)
+            found = _in_strips(matrix, count, config) if count > 1 else whole
+            error = (found.double() - exact).norm() / exact.norm()
+            apart[count] = apart.get(count, 0.0) + float(error)
+    assert all(apart[count] < 1.1 * apart[1] for count in (2, 4, 8)), apart
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_one_strip_is_the_whole_matrix(shape: tuple[int, int]) -> None:
+    """In fp32, where nothing is rounded on the way in; but for the order of sums in products."""
+    config = MuonConfig(ns_dtype="fp32")
+    matrix = _matrix(*shape)
+    torch.testing.assert_close(_in_strips(matrix, 1, config), orthogonalize(matrix, config))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_the_scale_of_a_matrix_does_not_matter(scale: float) -> None:
+    """The largest entry is that of all strips: a strip may have no entry near it."""
+    config, matrix = MuonConfig(ns_dtype="fp32"), _matrix(528, 96)
+    matrix[:264] *= 1e-3
+    power = 2.0 ** round(torch.tensor(scale).log2().item())
+    assert _in_strips(matrix * power, 4, config).equal(_in_strips(matrix, 4, config))
+
+
+def test_a_matrix_without_a_gradient_gets_no_direction() -> None:
+    config, matrix = MuonConfig(), _matrix(528, 96)
+    assert not _in_strips(matrix, 2, config, moves=False).any()
+    assert not _in_strips(torch.zeros(528, 96), 2, config).any()
+    moved = _in_strips(matrix, 2, config, moves=[False, True])  # a gradient in one strip
+    assert moved.equal(_in_strips(matrix, 2, config))

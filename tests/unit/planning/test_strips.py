@@ -1,0 +1,139 @@
+"""Strips of matrices that several homes share: where they are cut, and whose they become."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from figures.priced_models import CASES
+from figures.priced_stages import priced_of
+from megatron_muon.config import MuonConfig
+from megatron_muon.planning.grid import RankGrid
+from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.planning.strips import SharedMatrix, choose_counts, in_strips
+from megatron_muon.pricing.presets import H100
+from support.virtual_gpu.plans import OVERLAP
+
+GRAM = MuonConfig(split_matrices=2, ns_iteration="gram")
+
+
+def _parameter(name: str, rows: int, cols: int, dim: int | None, tp: int, start: int) -> Parameter:
+    """One whole matrix of these local rows and columns."""
+    matrices, blocks = whole_matrix(name, (rows, cols), dim, tp)
+    span = Span(start, start + rows * cols)
+    return Parameter(name, (rows, cols), dim, span, span, 0, matrices, blocks)
+
+
+def _plan(
+    shapes: list[tuple[int, int, int | None]], tp: int, dp: int, config: MuonConfig
+) -> ExchangePlan:
+    parameters: list[Parameter] = []
+    for number, (rows, cols, dim) in enumerate(shapes):
+        start = parameters[-1].span.stop if parameters else 0
+        parameters.append(_parameter(f"w{number}", rows, cols, dim, tp, start))
+    stop = -(-parameters[-1].span.stop // dp) * dp
+    placed = [replace(parameter, bucket=Span(0, stop)) for parameter in parameters]
+    rows_of = tuple(tuple(range(t * dp, (t + 1) * dp)) for t in range(tp))
+    return make_plan(placed, RankGrid((rows_of,)), config)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 40), st.sampled_from([0, 1, None])),
+        min_size=1,
+        max_size=5,
+    ),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(1, 5),
+    st.integers(2, 6),
+)
+def test_strips_cover_their_matrix_and_homes_are_neighbours(
+    shapes: list[tuple[int, int, int | None]], tp: int, dp: int, count: int
+) -> None:
+    """``make_plan`` checks that every element comes once, and that every piece gets directions."""
+    config = replace(GRAM, split_matrices=count)
+    plan = _plan(shapes, tp, dp, config)
+    whole = _plan(shapes, tp, dp, replace(config, split_matrices=None))
+    assert sum(m.numel for m in plan.matrices) == sum(m.numel for m in whole.matrices)
+    for one in plan.shared:
+        homes = list(one.homes)
+        assert max(one.rows, one.cols) >= 2 * min(one.rows, one.cols)
+        assert len(set(homes)) == min(len(homes), plan.size)
+        assert max(homes) - min(homes) < len(homes) and homes == sorted(homes)
+    replicated = sum(plan.ns_flops()) - sum(whole.ns_flops())  # squares, by each further home
+    homes_beyond = sum(len(set(one.homes)) - 1 for one in plan.shared)
+    assert (replicated > 0) == (homes_beyond > 0) and replicated >= 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "dim", "tp", "strips"),
+    [
+        (40, 16, None, 1, [(10, 16)] * 4),
+        (42, 16, None, 1, [(10, 16), (11, 16), (10, 16), (11, 16)]),
+        (16, 40, None, 1, []),  # elements of its column ranges alternate row by row
+        (24, 16, None, 1, []),  # not long
+        (20, 16, 0, 2, [(10, 16)] * 4),  # a strip is half of a TP rank's rows
+        (16, 20, 1, 2, [(16, 20)] * 2),  # no more than TP ranks
+        (16, 10, 1, 8, [(16, 20)] * 4),  # a strip is the columns of two TP ranks
+        (16, 20, 1, 3, []),
+        (40, 16, None, 2, [(10, 16)] * 4),  # replicas
+    ],
+)
+def test_where_a_matrix_is_cut(
+    rows: int, cols: int, dim: int | None, tp: int, strips: list[tuple[int, int]]
+) -> None:
+    cut = in_strips(_parameter("w", rows, cols, dim, tp, 0), lambda _: 4)
+    found = [(m.rows, m.cols) for m in cut.matrices if m.strip is not None]
+    assert found == strips
+    assert bool(strips) == (cut.matrices[0].strip is not None)
+
+
+def test_experts_stay_whole() -> None:
+    name = "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight"
+    parameter = _parameter(name, 40, 16, None, 1, 0)
+    assert in_strips(parameter, lambda _: 4) == parameter
+    shared = replace(parameter, name="decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
+    assert len(in_strips(shared, lambda _: 4).matrices) == 4
+
+
+def test_homes_that_share_send_two_squares_at_most() -> None:
+    sent = dict.fromkeys(range(4), 0)
+    shared = SharedMatrix(0, homes=(0, 1, 2, 3), rows=400, cols=96, sums=2, itemsize=2)
+    for message in shared.messages():
+        for (rank, _), nbytes in message.sizes.items():
+            sent[rank] += nbytes if message.of_squares else 0
+    assert set(sent.values()) == {2 * 2 * (2 * 96 * 96) * 3 // 4}
+    assert list(replace(shared, homes=(5, 5, 5)).messages()) == []  # of one rank
+
+
+def test_shapes_are_cut_as_long_as_that_gains() -> None:
+    """Time is the largest of two shapes' shares: the longer one gains until it is the shorter."""
+
+    def time_of(counts: dict[tuple[int, int], int]) -> int:
+        return max(8000 // counts.get((80, 10), 1), 2000 // counts.get((20, 10), 1))
+
+    assert choose_counts([(20, 10), (80, 10), (10, 10)], 64, time_of) == {(80, 10): 4}
+    assert choose_counts([(20, 10), (80, 10)], 2, time_of) == {(80, 10): 2}  # no more than ranks
+    assert choose_counts([(80, 10)], 64, lambda counts: 1000 - 20 * sum(counts.values())) == {
+        (80, 10): 8
+    }
+    assert choose_counts([(80, 10)], 64, lambda counts: 1000 - 5 * sum(counts.values())) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "at_most"),
+    [("Llama-3-8B TP8 × DP64", Fraction(1, 3)), ("Llama-3-70B TP8 PP4 DP16", Fraction(3, 4))],
+)
+def test_auto_shortens_the_predicted_step(name: str, at_most: Fraction) -> None:
+    """Of large stages; a stage whose ranks all have work enough is as it was."""
+    (case,) = [case for case in CASES if case.name == name]
+    words = [*case.words.split(), *OVERLAP.split(), "--stage", str(case.stage)]
+    (off,), _ = priced_of(words, H100)
+    (auto,), _ = priced_of([*words, "--muon-split-matrices", "auto"], H100)
+    assert auto.ours[-1].step.seconds < at_most * off.ours[-1].step.seconds
+    assert (auto.duplicated, auto.distributed) == (off.duplicated, off.distributed)
