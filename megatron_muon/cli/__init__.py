@@ -51,6 +51,10 @@ COMMANDS: Commands = {
         "megatron_muon.cli.trace.command",
         "where the time of a step goes, from torch profiler's traces of any run",
     ),
+    "curves": (
+        "megatron_muon.cli.curves.command",
+        "the steps that runs need for the same losses, from logs of any kind",
+    ),
     "bench": (
         "megatron_muon.bench.command",
         "measure an optimizer step beside AdamW's, Newton-Schulz, the speed of a rank and its link",

@@ -23,7 +23,7 @@ TIERS = (
     ("orthogonalize",),
     ("planning",),
     ("pricing", "files"),
-    ("runtime", "traces"),
+    ("runtime", "traces", "curves"),
     ("watching",),
     ("mcore", "cpu"),
     ("", "megatron_lm", "dry_run"),
@@ -35,7 +35,7 @@ TIER_OF = {room: tier for tier, rooms in enumerate(TIERS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Integers only: what decides about matrices and messages, and the time model.
 WITHOUT_TORCH = {"version", "presence", "setting_names", "coefficients", "config", "planning"}
-WITHOUT_TORCH |= {"pricing", "orthogonalize.iteration", "watching.line_format", "traces"}
+WITHOUT_TORCH |= {"pricing", "orthogonalize.iteration", "watching.line_format", "traces", "curves"}
 # Of a checkpoint's files, those that hold no tensor.
 WITHOUT_TORCH |= {f"files.{name}" for name in ("claim", "digest", "digest_parts", "digest_text")}
 WITHOUT_TORCH |= {f"files.{name}" for name in ("durable", "pickles", "regular")}

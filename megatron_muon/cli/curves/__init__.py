@@ -1,0 +1,1 @@
+"""``megatron-muon curves``: the steps that runs need for the same losses."""

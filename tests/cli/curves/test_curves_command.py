@@ -1,0 +1,97 @@
+"""``megatron-muon curves``: text, JSON, picture and errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.cli import main
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+def run_of(tmp_path: Path, name: str, scale: float, steps: int = 200) -> str:
+    """A quickstart's JSON whose losses are 1 + (t / scale)^-0.5."""
+    train = [[t, 1 + (t / scale) ** -0.5] for t in range(1, steps + 1)]
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps({"curve": {"train": train, "validation": train[9::10]}}))
+    return str(path)
+
+
+def test_a_run_that_needs_half_the_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adamw = ",".join(run_of(tmp_path, f"adamw{seed}", 2.0) for seed in range(3))
+    muon = ",".join(run_of(tmp_path, f"muon{seed}", 1.0) for seed in range(3))
+    out = tmp_path / "out.json"
+    assert main(["curves", f"AdamW={adamw}", f"Muon={muon}", "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "AdamW  3      200    1.1000 (1.1000 to 1.1000)" in text.split("validation loss")[1]
+    assert "never" in text and "warning" not in text
+    found = json.loads(out.read_text())
+    assert set(found) == {"train", "validation"}
+    (beside,) = found["validation"]["beside_first"]
+    assert beside["name"] == "Muon"
+    last = beside["leads"][-1]
+    assert last["step"] == 200 and last["reached"] == pytest.approx([100.0] * 9)
+    assert last["ratio"] == pytest.approx(1.0) and not beside["hangs_on_window"]
+
+
+def test_a_name_is_the_files_where_none_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["curves", run_of(tmp_path, "a", 2.0), run_of(tmp_path, "b", 1.0)]) == 0
+    assert "S, a" in capsys.readouterr().out
+
+
+def test_a_window_that_decides_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = random.Random(0)
+    for name, slope in (("flat", 1e-4), ("noisy", 1.3e-4)):
+        lines = [{"step": t, "lm loss": 2 - t * slope + draw.gauss(0, 0.1)} for t in range(1, 1001)]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
+    assert main(["curves", str(tmp_path / "flat"), str(tmp_path / "noisy")]) == 0
+    out = capsys.readouterr().out
+    assert "warning: the window decides the last ratio of noisy" in out
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is not installed")
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "curves.png"
+    runs = [run_of(tmp_path, "a", 2.0), run_of(tmp_path, "b", 1.0)]
+    assert main(["curves", *runs, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["a.json"], "give two runs or more"),
+        (["x/a.json", "y/a.json"], "two runs have one name among a, a"),
+        (["a=1", "b=2", "--tag", "loss=x"], "it is KIND=NAME"),
+        (["a=1", "b=2", "--window", "0.9"], "it is a part of the points from 0 to 0.5"),
+    ],
+)
+def test_wrong_arguments_end_with_2(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["curves", *words])
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_runs_without_a_common_loss_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"step": 1, "lm loss": 2.0}\n')
+    (tmp_path / "b.jsonl").write_text('{"step": 1, "eval/loss": 2.0}\n')
+    assert main(["curves", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 1
+    error = capsys.readouterr().err
+    assert "no kind of loss is in all files (a: train; b: validation)" in error
+    assert main(["curves", str(tmp_path / "a.jsonl"), str(tmp_path / "none")]) == 1
+    assert "it does not exist" in capsys.readouterr().err

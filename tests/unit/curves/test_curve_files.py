@@ -1,0 +1,138 @@
+"""Loss curves out of logs of every kind, and out of what is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.curves.curve import CurveError, kind_of
+from megatron_muon.curves.runs import read_run
+from megatron_muon.curves.text_files import read_text
+
+# Lines as Megatron-LM 0.16.1's training_log and evaluate_and_print_results print them
+LOG = """\
+ [2026-11-03 10:00:01.000000] iteration        1/       4 | consumed samples:            8 | \
+elapsed time per iteration (ms): 512.3 | learning rate: 1.000000E-03 | global batch size:     8 | \
+lm loss: 1.083210E+01 | loss scale: 1.0 | grad norm: 2.100 | number of skipped iterations:   0 | \
+number of nan iterations:   0 |
+some other line
+ [2026-11-03 10:00:02.000000] iteration        2/       4 | consumed samples:           16 | \
+elapsed time per iteration (ms): 500.0 | learning rate: 9.000000E-04 | global batch size:     8 | \
+load_balancing_loss: 1.0E+00 | lm loss: 9.500000E+00 | loss scale: 1.0 | grad norm: 2.000 |
+----------------------------------------------------------------------------------------------
+ validation loss at iteration 2 | lm loss value: 9.612000E+00 | lm loss PPL: 1.490000E+04 |
+----------------------------------------------------------------------------------------------
+ validation loss at iteration 4 on validation set | lm loss value: 8.5E+00 | lm loss PPL: 4.9E+03 |
+ validation loss at iteration 4 on test set | lm loss value: 8.9E+00 | lm loss PPL: 7.3E+03 |
+"""
+WANDB = "Step,muon - lm loss,muon - lm loss__MIN\n1,3.5,3.5\n2,3.25,3.25\n3,,\n"
+
+
+def written(tmp_path: Path, text: str, name: str = "run.log") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_a_log_of_megatrons(tmp_path: Path) -> None:
+    (seed,) = read_run("run", [written(tmp_path, LOG)], {}).seeds
+    assert seed["train"].points == ((1.0, 10.8321), (2.0, 9.5))
+    assert seed["validation"].points == ((2.0, 9.612), (4.0, 8.5))
+
+
+def test_json_lines_and_the_quickstarts_json(tmp_path: Path) -> None:
+    lines = "".join(
+        json.dumps({"iteration": step, "lm loss": 3.0 - step, "lr": 0.1}) + "\n" for step in (1, 2)
+    )
+    (seed,) = read_run("run", [written(tmp_path, lines, "a.jsonl")], {}).seeds
+    assert seed["train"].points == ((1.0, 2.0), (2.0, 1.0))
+    whole = {"curve": {"train": [[1, 3.0]], "validation": [[0, 5.5], [1, 3.1]], "other": [[1, 4]]}}
+    (seed,) = read_run("run", [written(tmp_path, json.dumps(whole, indent=1), "b.json")], {}).seeds
+    assert {kind: found.points[-1] for kind, found in seed.items()} == {
+        "train": (1.0, 3.0), "validation": (1.0, 3.1), "other": (1.0, 4.0)
+    }  # fmt: skip
+
+
+def test_csv_of_wandb_and_of_tensorboard(tmp_path: Path) -> None:
+    path = written(tmp_path, WANDB, "a.csv")
+    with pytest.raises(CurveError, match="'muon - lm loss__MIN' may be the train"):
+        read_run("run", [path], {})
+    (seed,) = read_run("run", [path], {"train": "muon - lm loss"}).seeds
+    assert seed["train"].points == ((1.0, 3.5), (2.0, 3.25))
+    text = "Wall time,Step,Value\n1.5,10,4.0\n2.5,20,3.0\n"
+    path = written(tmp_path, text, "run-lm loss validation.csv")
+    (seed,) = read_run("run", [path], {}).seeds
+    assert seed["validation"].points == ((10.0, 4.0), (20.0, 3.0))
+
+
+def test_tensorboards_files_and_a_resumed_run(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    for number, steps in enumerate((range(1, 6), range(4, 9))):
+        with SummaryWriter(str(tmp_path / f"part{number}")) as writer:
+            for step in steps:
+                writer.add_scalar("lm loss", 10.0 - step - number / 4, step)
+                writer.add_scalar("lm loss vs samples", 1.0, 8 * step)
+                writer.add_scalar("lm loss validation", 11.0 - step, step)
+    (seed,) = read_run("run", [tmp_path], {}).seeds
+    train = dict(seed["train"].points)
+    assert train[3] == 7.0 and train[4] == 5.75 and seed["train"].last_step == 8
+    assert len(seed["validation"].points) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("lm loss", "train"),
+        ("lm loss validation", "validation"),
+        ("loss/val", "validation"),
+        ("eval/loss", "validation"),
+        ("train_loss", "train"),
+        ("out-of-distribution loss", "other"),
+        ("lm loss validation ppl", None),
+        ("lm loss vs samples", None),
+        ("loss-scale", None),
+        ("load_balancing_loss", None),
+        ("learning-rate", None),
+    ],
+)
+def test_a_losss_name_tells_its_kind(name: str, kind: str | None) -> None:
+    assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no losses are in it"),
+        ("hello\nworld\n", "no losses are in it"),
+        ('{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2,\n', "it is no JSON"),
+        ('{"curve": {"train": [[1]]}}', r"curve 'train' has a point '\[1\]'"),
+        ("[" * 100_000, "no losses are in it"),
+        ('{"a": ' + "[" * 100_000, "it is no JSON"),
+        ('{"iteration": 1, "lr": 2.0}\n', "no loss among 'lr'; name one with --tag KIND=NAME"),
+        ('{"iteration": 1, "lm loss": NaN}\n', "no loss among 'lm loss'"),
+    ],
+)
+def test_what_holds_no_loss_is_one_error_that_names_the_file(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    path = written(tmp_path, text, "a.txt")
+    with pytest.raises(CurveError, match=says) as caught:
+        read_run("run", [path], {})
+    assert str(path) in str(caught.value)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CurveError, match="it cannot be read"):
+        read_text(tmp_path / "pipe")
+
+
+def test_a_tag_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CurveError, match="it has no 'loss', but 'lm loss', 'lm loss validation'"):
+        read_run("run", [written(tmp_path, LOG)], {"train": "loss"})

@@ -1,0 +1,150 @@
+"""The leading ratio: curves whose answers are known, and what must hold for any curve."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.curves.curve import Curve, curve
+from megatron_muon.curves.lead import (
+    envelope,
+    hangs_on_window,
+    leads,
+    loss_at,
+    needs,
+    smooth,
+    smoothing_decides,
+    step_of,
+)
+
+LOSSES = st.lists(st.floats(-10, 10, allow_nan=False), min_size=1, max_size=30)
+
+
+def power_law(scale: float, steps: int = 1000, noise: float = 0.0, seed: int = 0) -> Curve:
+    """1 + (t / scale)^-0.5: with half the scale every loss is reached in half the steps."""
+    draw = random.Random(seed)
+    points = (
+        (float(step), 1 + (step / scale) ** -0.5 + draw.gauss(0, noise))
+        for step in range(1, steps + 1)
+    )
+    return Curve("loss", tuple(points))
+
+
+def test_a_run_that_needs_half_the_steps_leads_by_one_all_along() -> None:
+    found = leads([power_law(2.0)], [power_law(1.0)], 0.0)
+    assert [lead.step for lead in found] == [100.0 * n for n in range(1, 11)]
+    for lead in found:
+        assert lead.reached[0] == pytest.approx(lead.step / 2, rel=1e-9)
+        assert lead.ratio == pytest.approx(1.0, rel=1e-9)
+
+
+def test_the_same_run_leads_by_nothing_and_a_slower_one_by_less() -> None:
+    assert [lead.ratio for lead in leads([power_law(2.0)], [power_law(2.0)], 0.0)] == [0.0] * 10
+    slower = leads([power_law(1.0)], [power_law(2.0)], 0.0)
+    assert [lead.ratio for lead in slower[:5]] == pytest.approx([-0.5] * 5, rel=1e-9)
+    assert [lead.ratio for lead in slower[5:]] == [None] * 5  # 2 x 600 steps are not there
+
+
+def test_the_baselines_steps_for_a_loss_are_the_same_law_the_other_way_round() -> None:
+    found = needs([power_law(2.0)], [power_law(1.0)], 0.0)
+    for need in found[:5]:
+        assert need.baseline_step == pytest.approx(2 * need.step, rel=1e-9)
+    assert [need.baseline_step for need in found[5:]] == [None] * 5
+
+
+def test_the_band_is_that_of_all_pairs_of_seeds() -> None:
+    baseline = [power_law(2.0), power_law(4.0)]
+    other = [power_law(1.0), power_law(0.5)]
+    last = leads(baseline, other, 0.0)[-1]
+    assert sorted(last.ratios) == pytest.approx([1.0, 3.0, 3.0, 7.0], rel=1e-9)
+    assert last.ratio == pytest.approx(3.0, rel=1e-9) and last.pairs == 4
+
+
+def test_pairs_that_never_reach_a_loss_count_as_the_lowest() -> None:
+    baseline = [power_law(2.0)]
+    never = [power_law(1.0), power_law(8.0), power_law(8.0)]
+    last = leads(baseline, never, 0.0)[-1]
+    assert len(last.reached) == 1 and last.pairs == 3 and last.ratio is None
+    last = leads(baseline, [*never[:2], power_law(1.0)], 0.0)[-1]
+    assert last.ratio == pytest.approx(1.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("window", [0.0, 0.02])
+def test_noise_spreads_the_ratio_and_does_not_shift_it(window: float) -> None:
+    """Noise of 0.01 is that of a loss 37 steps away, of the 250 at which the level is reached."""
+    found = [
+        leads([power_law(2.0, noise=0.01, seed=n)], [power_law(1.0, noise=0.01, seed=-n)], window)
+        for n in range(1, 17)
+    ]
+    ratios = [lead[4].ratio for lead in found]
+    assert all(ratio is not None and 0.5 < ratio < 1.6 for ratio in ratios)
+    assert statistics.fmean(ratio or 0 for ratio in ratios) == pytest.approx(1.0, abs=0.1)
+
+
+def line(slope: float, noise: float, seed: int) -> Curve:
+    draw = random.Random(seed)
+    points = ((float(t), 2 - t * slope + draw.gauss(0, noise)) for t in range(1, 1001))
+    return Curve("loss", tuple(points))
+
+
+def test_a_ratio_that_hangs_on_the_window_is_told() -> None:
+    assert not hangs_on_window(smoothing_decides([power_law(2.0)], [power_law(1.05)]))
+    quiet = smoothing_decides([line(1e-4, 1e-3, 0)], [line(1.3e-4, 1e-3, 50)])
+    assert quiet == pytest.approx([0.3] * 4, abs=0.05) and not hangs_on_window(quiet)
+    assert hangs_on_window(smoothing_decides([line(1e-4, 0.1, 0)], [line(1.3e-4, 0.1, 50)]))
+    assert hangs_on_window([0.05, -0.02]) and hangs_on_window([0.3, None])
+    assert not hangs_on_window([None, None]) and not hangs_on_window([0.3, 0.35])
+
+
+@given(LOSSES)
+def test_an_envelope_never_rises_and_keeps_the_mean(losses: list[float]) -> None:
+    points = tuple((float(step), loss) for step, loss in enumerate(losses))
+    found = [loss for _, loss in envelope(points)]
+    assert all(later <= earlier for earlier, later in pairwise(found))
+    assert math.fsum(found) == pytest.approx(math.fsum(losses), abs=1e-9)
+
+
+@given(LOSSES)
+def test_an_envelope_is_the_nearest_one(losses: list[float]) -> None:
+    """By the max-min formula of isotonic regression, which no pool enters."""
+    points = tuple((float(step), loss) for step, loss in enumerate(losses))
+    count = len(losses)
+
+    def mean(first: int, last: int) -> float:
+        return math.fsum(losses[first : last + 1]) / (last + 1 - first)
+
+    for at, (_, found) in enumerate(envelope(points)):
+        nearest = min(
+            max(mean(first, last) for last in range(at, count)) for first in range(at + 1)
+        )
+        assert found == pytest.approx(nearest, abs=1e-9)
+
+
+@given(st.lists(st.floats(0.001, 1), min_size=2, max_size=20), st.floats(0, 1))
+def test_the_step_of_a_loss_has_that_loss(falls: list[float], share: float) -> None:
+    level, points = 10.0, []
+    for step, fall in enumerate(falls, 1):
+        level -= fall
+        points.append((float(step), level))
+    curve = tuple(points)
+    step = 1 + share * (len(falls) - 1)
+    assert step_of(curve, loss_at(curve, step)) == pytest.approx(step, abs=1e-6)
+    assert step_of(curve, level - 1e-6) is None
+
+
+def test_blocks_stand_at_the_mean_of_their_steps() -> None:
+    points = tuple((float(step), float(step)) for step in range(100))
+    assert smooth(points, 0.0) == points
+    assert smooth(points, 0.1)[0] == (4.5, 4.5) and len(smooth(points, 0.1)) == 10
+
+
+def test_a_resumed_runs_later_losses_win_and_what_is_not_finite_is_counted() -> None:
+    found = curve("loss", [(1, 3.0), (2, 2.0), (3, float("nan")), (2, 2.5), (3, 1.0)])
+    assert found == Curve("loss", ((1, 3.0), (2, 2.5), (3, 1.0)), dropped=1)
+    assert curve("loss", [(1, float("inf"))]) is None
