@@ -6,6 +6,7 @@ They are in the clone, so that they can be read without building anything; a tes
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -70,7 +71,27 @@ def coefficients_page() -> str:
     return "".join(parts)
 
 
-PAGES = {"flags.md": flags_page, "coefficients.md": coefficients_page}
+def tutorial_page() -> str:
+    """The notebook of examples/tutorial, with what its cells printed."""
+    notebook = HERE.parent / "examples" / "tutorial" / "one_step.ipynb"
+    parts = [WRITTEN.format(source="examples/tutorial/one_step.ipynb").strip()]
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"]).replace("](../../docs/", "](")
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        printed = "".join(line for output in cell["outputs"] for line in output["text"])
+        if printed:
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES = {
+    "flags.md": flags_page,
+    "coefficients.md": coefficients_page,
+    "tutorial.md": tutorial_page,
+}
 
 
 def stale() -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from corpus import TEXTS
+
 
 def _words(line: str) -> list[str]:
     """The words of one line of an ``@file`` of flags; ``#`` starts a comment."""
@@ -61,6 +63,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--qk-head-dim", type=int, default=32)
     group.add_argument("--qk-pos-emb-head-dim", type=int, default=16)
     group.add_argument("--v-head-dim", type=int, default=32)
+    group.add_argument("--num-experts", type=int, default=None)
+    group.add_argument("--moe-router-topk", type=int, default=2)
+    group.add_argument("--moe-ffn-hidden-size", type=int, default=None)
+    group.add_argument("--moe-aux-loss-coeff", type=float, default=0.01)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +78,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--eval-iters", type=int, default=8)
     group.add_argument("--log-interval", type=int, default=20)
     group.add_argument("--seed", type=int, default=1234, help="initial weights and data order")
+    group.add_argument("--text", choices=TEXTS, default="library", help="what to train on")
+    _switch(group, "--evaluate-other-text", text="evaluate on the other text, too")
 
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +113,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--save", type=Path, default=None, help="save a checkpoint into it at the end"
     )
     group.add_argument("--load", type=Path, default=None, help="go on from the checkpoint in it")
+    _switch(group, "--finetune", text="with --load: take the weights alone, and start at step 0")
     group.add_argument("--exit-at", type=int, default=None, help="stop after this step")
     group.add_argument(
         "--from-other",

@@ -29,6 +29,11 @@ def save(folder: Path, model: Any, optimizer: Any, step: int) -> None:
 
 def load(args: Namespace, model: Any, optimizer: Any, scheduler: OptimizerParamScheduler) -> int:
     """Read it, at whatever topology; returns the steps that were taken."""
+    if args.finetune:
+        weights = {"model": _gpt(model).sharded_state_dict()}
+        _gpt(model).load_state_dict(dist_checkpointing.load(weights, str(args.load))["model"])
+        optimizer.reload_model_params()
+        return 0
     how: Any = nullcontext()
     if args.from_other and args.optimizer == "muon":
         how = megatron_muon.reading_adamw(optimizer, args.from_other)

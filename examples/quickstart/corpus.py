@@ -1,4 +1,4 @@
-"""The text: this Python's standard library, split by file into training and held-out bytes."""
+"""The texts: files of this Python's own, split by file into training and held-out bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 SEPARATOR = b"\0"  # between files; no source file holds a NUL byte
+TEXTS = {"library": ("stdlib", "*.py"), "headers": ("include", "*.h")}  # sysconfig's path, files
 HELD_OUT_PER_256 = 26  # about a tenth of the files
 TRAIN_STREAM, HELD_OUT_STREAM = 0, 1  # keep the two sequences of random windows apart
 
@@ -27,28 +28,30 @@ class Corpus:
     sha256: str
 
 
-def read_corpus(root: Path | None = None) -> Corpus:
-    """Reads every ``*.py`` under ``root`` (the standard library) that pip did not put there.
+def read_corpus(name: str = "library") -> Corpus:
+    """Reads one of ``TEXTS``: the standard library's Python, or the C headers of Python's own.
 
-    Files are taken in the order of their relative paths; a second file with the same content is
-    left out. A file is held out by the hash of its path, so it is never on both sides.
+    Files that pip installed are left out. The others are taken in the order of their relative
+    paths; a second file with the same content is left out. A file is held out by the hash of its
+    path, so it is never on both sides.
     """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+    place, pattern = TEXTS[name]
+    root = Path(sysconfig.get_paths()[place])
     digest = hashlib.sha256()
     halves: tuple[list[bytes], list[bytes]] = ([], [])
-    for name, text in _distinct_files(root):
-        digest.update(name.encode() + SEPARATOR + text + SEPARATOR)
-        held_out = hashlib.sha256(name.encode()).digest()[0] < HELD_OUT_PER_256
+    for path, text in _distinct_files(root, pattern):
+        digest.update(path.encode() + SEPARATOR + text + SEPARATOR)
+        held_out = hashlib.sha256(path.encode()).digest()[0] < HELD_OUT_PER_256
         halves[held_out].append(text)
     if not all(halves):
-        raise ValueError(f"too few *.py files under {root} for a training and a held-out half")
+        raise ValueError(f"too few {pattern} files under {root} for a training and a held-out half")
     train, held_out = (np.frombuffer(SEPARATOR.join(half), np.uint8) for half in halves)
     return Corpus(train, held_out, len(halves[0]), len(halves[1]), digest.hexdigest())
 
 
-def _distinct_files(root: Path) -> Iterator[tuple[str, bytes]]:
+def _distinct_files(root: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
     """Relative path and content of each file that is not a copy of an earlier one."""
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob(pattern))
     seen: set[bytes] = set()
     for name in names:
         if {"site-packages", "dist-packages"} & set(name.split("/")):

@@ -57,7 +57,18 @@ def model_config(args: Namespace) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
         **({"log_max_attention_logit": True} if args.log_max_attention_logit else {}),
+        **(_experts(args) if args.num_experts else {}),
     )
+
+
+def _experts(args: Namespace) -> dict[str, object]:
+    return {
+        "num_moe_experts": args.num_experts,
+        "moe_router_topk": args.moe_router_topk,
+        "moe_ffn_hidden_size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        "moe_aux_loss_coeff": args.moe_aux_loss_coeff,
+        "moe_token_dispatcher_type": "alltoall",
+    }
 
 
 def build_model(args: Namespace) -> DistributedDataParallel:
@@ -66,7 +77,9 @@ def build_model(args: Namespace) -> DistributedDataParallel:
     gpt: torch.nn.Module = GPTModel(
         config,
         get_gpt_layer_local_spec(
-            normalization="RMSNorm", multi_latent_attention=args.multi_latent_attention
+            num_experts=args.num_experts,
+            normalization="RMSNorm",
+            multi_latent_attention=args.multi_latent_attention,
         ),
         vocab_size=VOCAB_SIZE,
         max_sequence_length=args.seq_length,

@@ -61,6 +61,11 @@ class Progress:
         """Records the size of one step's updates, per unit of lr."""
         self.curve.setdefault("update_rms", []).append([step, rms])
 
+    def evaluated_other(self, step: int, loss: float) -> None:
+        """Records the loss on the text that is not trained on."""
+        if self.shown:
+            self.curve.setdefault("other", []).append([step, loss])
+
     def evaluated(self, step: int, loss: float) -> None:
         """Records one evaluation after ``step`` steps and prints a line."""
         if not self.shown:

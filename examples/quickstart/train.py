@@ -38,7 +38,7 @@ if not torch.cuda.is_available():
 import measure
 from arguments import parse
 from checkpoints import load, save
-from corpus import HELD_OUT_STREAM, TRAIN_STREAM, Batches, Corpus, read_corpus
+from corpus import HELD_OUT_STREAM, TEXTS, TRAIN_STREAM, Batches, Corpus, read_corpus
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -125,8 +125,11 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def batches(args: Namespace, corpus: Corpus) -> tuple[Batches, Batches]:
-    """Training windows, and the held-out windows that every evaluation of every run uses."""
+def batches(args: Namespace, corpus: Corpus) -> tuple[Batches, list[Batches]]:
+    """Training windows, and the held-out windows that every evaluation of every run uses.
+
+    With ``--evaluate-other-text`` those of the other text follow.
+    """
     cut = partial(
         Batches,
         seq_length=args.seq_length,
@@ -142,7 +145,10 @@ def batches(args: Namespace, corpus: Corpus) -> tuple[Batches, Batches]:
             f"--global-batch-size {args.global_batch_size} is not a multiple of "
             f"--micro-batch-size x data-parallel size = {per_micro}"
         )
-    return train, cut(corpus.held_out, HELD_OUT_STREAM, seed=0)
+    texts = [corpus.held_out]
+    if args.evaluate_other_text:
+        texts += [read_corpus(name).held_out for name in TEXTS if name != args.text]
+    return train, [cut(text, HELD_OUT_STREAM, seed=0) for text in texts]
 
 
 def forward_step(
@@ -203,6 +209,21 @@ def evaluate(
     return global_loss(torch.stack(losses).mean())
 
 
+def evaluate_all(
+    args: Namespace,
+    held_out: list[Batches],
+    model: DistributedDataParallel,
+    device: torch.device,
+    progress: Progress,
+    step: int,
+) -> None:
+    """Records the loss on each held-out text after ``step`` steps."""
+    own, *others = (evaluate(args, text, model, device) for text in held_out)
+    progress.evaluated(step, own)
+    for loss in others:
+        progress.evaluated_other(step, loss)
+
+
 def steps_to_trace(
     args: Namespace, optimizer: MegatronOptimizer
 ) -> Callable[[int], AbstractContextManager[None]]:
@@ -224,7 +245,7 @@ def train(
     done = load(args, model, optimizer, scheduler) if args.load else 0
     traced = steps_to_trace(args, optimizer)
     last = args.exit_at or args.train_iters
-    progress.evaluated(done, evaluate(args, held_out, model, device))
+    evaluate_all(args, held_out, model, device, progress, done)
     for step in range(done + 1, last + 1):
         recorded = args.record_update_rms and step % args.log_interval == args.log_interval // 2
         before = measure.main_matrices(model) if recorded else []
@@ -249,7 +270,7 @@ def train(
         scalars = {"learning-rate": lr, "grad-norm": grad_norm, "iteration-time": ended - began}
         progress.trained(step, global_loss(loss), scalars)
         if step % args.eval_interval == 0 or step == last:
-            progress.evaluated(step, evaluate(args, held_out, model, device))
+            evaluate_all(args, held_out, model, device, progress, step)
     if args.save:
         save(args.save, model, optimizer, last)
     return measure.collect(model, optimizer, args.optimizer, step_seconds, optimizer_seconds)
@@ -283,7 +304,7 @@ def record(args: Namespace, corpus: Corpus, progress: Progress, costs: dict[str,
 def main() -> None:
     args = parse()
     device = start_distributed(args)
-    corpus = read_corpus()
+    corpus = read_corpus(args.text)
     # The last stage alone has the loss; its first rank shows and writes it.
     shows = (
         parallel_state.is_pipeline_last_stage()

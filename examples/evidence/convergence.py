@@ -1,0 +1,180 @@
+"""Trains with AdamW and Muon, each tuned: where does Muon's advantage hold, where does it shrink?
+
+    python convergence.py tune             # writes figures/tuning.json
+    python convergence.py                  # every question; writes figures/convergence.json
+    python convergence.py --only "batch x 4" sizes
+    python convergence.py --table          # prints the tables of figures/ again
+    python convergence.py --draw           # draws figures/convergence.png again
+
+Each run is the quickstart's training (gpt.args) in one process. A question's rates are tried with
+the first seed; the best one of each optimizer is repeated with the others. Runs that are in the
+work folder with the same flags are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from reports import draw, tables
+from training import HERE, NAMES, Study, best, write
+
+SEEDS = (1, 2, 3)
+TUNED = {  # one setting after the other, the others as found so far; a rate again at the end
+    "adam": {
+        "--lr": (1e-3, 2e-3, 3e-3, 5e-3),
+        "--weight-decay": (0.03, 0.1, 0.3),
+        "--adam-beta2": (0.9, 0.95, 0.99),
+        "--lr-warmup-iters": (10, 20, 60),
+    },
+    "muon": {
+        "--lr": (5e-3, 1e-2, 2e-2),
+        "--weight-decay": (0.03, 0.1, 0.3),
+        "--muon-momentum": (0.9, 0.95),
+        "--lr-warmup-iters": (10, 20, 60),
+    },
+}
+START = {
+    "adam": {"--lr": 2e-3, "--weight-decay": 0.1, "--adam-beta2": 0.95, "--lr-warmup-iters": 20},
+    "muon": {"--lr": 1e-2, "--weight-decay": 0.1, "--muon-momentum": 0.95, "--lr-warmup-iters": 20},
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """Flags beside the tuned ones (later ones win), and the factors of the tuned rate to try."""
+
+    flags: str = ""
+    adam: tuple[float, ...] = (1.0,)
+    muon: tuple[float, ...] = (1.0,)
+    seeds: tuple[int, ...] = SEEDS
+
+
+_AGAIN = (0.5, 1.0, 2.0)
+QUESTIONS = {
+    "as tuned": Question("--evaluate-other-text"),
+    "decay on all parameters": Question("--weight-decay-all-params"),
+    "batch x 4, the same tokens": Question(
+        "--global-batch-size 128 --train-iters 80 --lr-warmup-iters 5 --eval-interval 5 "
+        "--eval-iters 1",
+        adam=(1.0, 2.0, 4.0),
+        muon=(1.0, 2.0, 4.0),
+    ),
+    "batch / 4, the same tokens": Question(
+        "--global-batch-size 8 --micro-batch-size 8 --train-iters 1280 --lr-warmup-iters 80 "
+        "--eval-interval 80 --eval-iters 16",
+        adam=_AGAIN,
+        muon=_AGAIN,
+    ),
+    "experts": Question(
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 172", adam=_AGAIN, muon=_AGAIN
+    ),
+    "four times the tokens": Question(
+        "--train-iters 1280 --eval-interval 80", adam=(0.5, 1.0), muon=(0.5, 1.0)
+    ),
+    "small": Question(
+        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 2 "
+        "--train-iters 160 --eval-interval 10",
+        adam=_AGAIN,
+        muon=_AGAIN,
+    ),
+    "large": Question(
+        "--num-layers 6 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 6 "
+        "--train-iters 640 --eval-interval 40",
+        adam=(0.5, 1.0),
+        muon=(0.5, 1.0),
+        seeds=SEEDS[:2],
+    ),
+}
+
+
+def tune(study: Study) -> dict[str, Any]:
+    """A search along one setting after the other, with the first seed."""
+    report: dict[str, Any] = {"seed": SEEDS[0], "tried": TUNED}
+    for optimizer, grid in TUNED.items():
+        found, trials = dict(START[optimizer]), []
+        for setting in [*grid, "--lr"]:
+            settings = [{**found, setting: value} for value in grid[setting]]
+            with ThreadPoolExecutor(study.jobs) as pool:
+                losses = list(pool.map(partial(_loss, study, optimizer), settings))
+            pairs = zip(settings, losses, strict=True)
+            trials += [{**tried, "loss": loss} for tried, loss in pairs]
+            finite = [float("inf") if loss is None else loss for loss in losses]
+            found = settings[finite.index(min(finite))]
+        edges = [
+            setting
+            for setting, values in grid.items()
+            if setting == "--lr" and found[setting] in (values[0], values[-1])
+        ]
+        report[optimizer] = {"found": found, "at_edge": edges, "trials": trials}
+    return report
+
+
+def _loss(study: Study, optimizer: str, settings: dict[str, float]) -> float | None:
+    runs = study.losses(optimizer, (settings["--lr"],), SEEDS[:1], _words(settings))
+    loss: float | None = runs[settings["--lr"]][0]["loss"]
+    return loss
+
+
+def _words(settings: dict[str, float]) -> str:
+    return " ".join(f"{name} {value:g}" for name, value in settings.items() if name != "--lr")
+
+
+def ask(study: Study, question: Question, tuned: dict[str, Any]) -> dict[str, Any]:
+    """Each optimizer's runs at its best rate under the question's flags."""
+    report: dict[str, Any] = {"flags": question.flags, "seeds": question.seeds}
+    for optimizer in NAMES:
+        settings = tuned[optimizer]["found"]
+        rates = tuple(
+            round(settings["--lr"] * factor, 6) for factor in getattr(question, optimizer)
+        )
+        flags = f"{_words(settings)} {question.flags}"
+        tried = study.losses(optimizer, rates, question.seeds[:1], flags)
+        rate = best(tried)
+        runs = study.losses(optimizer, (rate,), question.seeds, flags)[rate]
+        report[optimizer] = {
+            "lr": rate,
+            "at_edge": len(rates) > 1 and rate in (rates[0], rates[-1]),
+            "tried": {f"{one:g}": seeds[0]["loss"] for one, seeds in tried.items()},
+            "runs": runs,
+        }
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=("tune", "ask"), default="ask")
+    parser.add_argument("--only", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
+    parser.add_argument("--table", action="store_true", help="run nothing; print the tables")
+    parser.add_argument("--draw", action="store_true", help="run nothing; draw the pictures")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--work", type=Path, default=HERE / "out" / "convergence")
+    parser.add_argument("--figures", type=Path, default=HERE / "figures")
+    args, extra = parser.parse_known_args()  # the rest goes to train.py
+    study = Study(args.work, args.jobs, tuple(extra))
+    tuning, asked = args.figures / "tuning.json", args.figures / "convergence.json"
+    if not (args.table or args.draw) and args.what == "tune":
+        write(tuning, tune(study))
+        return
+    if not (args.table or args.draw):
+        tuned = json.loads(tuning.read_text())
+        report = json.loads(asked.read_text()) if asked.exists() else {}
+        for name in args.only:
+            report[name] = ask(study, QUESTIONS[name], tuned)
+            write(asked, {each: report[each] for each in QUESTIONS if each in report})
+    found = json.loads(asked.read_text())
+    if not args.table:
+        draw(found, args.figures / "convergence.png")
+    print(tables(json.loads(tuning.read_text()), found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+def draw(*a): ...
+def tables(*a):
+    return ""
