@@ -41,6 +41,7 @@ MODEL = Case(
     loss_scale=2.0**16,
     scale_window=1000,
     adam_eps=1e-4,
+    te_attention=False,  # it has no parameters, and its forward pass needs a GPU
 )
 
 

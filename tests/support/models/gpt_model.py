@@ -231,8 +231,8 @@ def _te_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
         multi_latent_attention=bool(case.mla),
         qk_layernorm=bool(case.mla),
     )
-    # Transformer Engine's attention, which has no parameters, needs a GPU
-    layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+    if not case.te_attention:
+        layer.submodules.self_attention.submodules.core_attention = DotProductAttention
     return layer
 
 
