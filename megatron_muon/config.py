@@ -75,15 +75,15 @@ class MuonConfig:
             runs. It holds for ``optimizer='adam'`` as well, so that Muon and AdamW are compared
             with the same decay.
         split_qkv: orthogonalize the Q, K and V parts of a fused QKV weight as three matrices. Off:
-            as one, unless ``muon_splits`` say otherwise.
-        muon_splits: ``(pattern, kind)`` pairs: the matrices of the weights whose names match, each
+            as one, unless ``splits`` say otherwise.
+        splits: ``(pattern, kind)`` pairs: the matrices of the weights whose names match, each
             with its own scale; the last pair that matches counts. ``whole``: one matrix; ``qkv``:
             the q, k and v (and gate) of a fused attention, the k and v of multi-latent attention's
             ``linear_kv_up_proj``; ``heads``: one per head of those, and of q; ``gate-up``: the two
             halves of a gated ``linear_fc1``; ``parts``: latents and rope key of multi-latent
             attention's down-projections, and the parts of the ``in_proj`` of a Mamba mixer or a
             gated delta net. Patterns are like those of ``muon_include``.
-        muon_lr_mults, muon_wd_mults: ``(pattern, factor)`` pairs: the learning rate, and the weight
+        lr_mults, wd_mults: ``(pattern, factor)`` pairs: the learning rate, and the weight
             decay, of parameters whose names match, Muon's and AdamW's, are multiplied by it; the
             last pair that matches counts. They become parameter groups of Megatron's, to which its
             scheduler gives their values.
@@ -148,9 +148,9 @@ class MuonConfig:
     clip_scope: ClipScope = "all"
     weight_decay_all_params: bool = False
     split_qkv: bool = True
-    muon_splits: tuple[tuple[str, SplitKind], ...] = ()
-    muon_lr_mults: tuple[tuple[str, float], ...] = ()
-    muon_wd_mults: tuple[tuple[str, float], ...] = ()
+    splits: tuple[tuple[str, SplitKind], ...] = ()
+    lr_mults: tuple[tuple[str, float], ...] = ()
+    wd_mults: tuple[tuple[str, float], ...] = ()
     qk_clip: float | None = None
     qk_clip_alpha: float = 0.5
     muon_include: tuple[str, ...] = ()
@@ -187,8 +187,8 @@ class MuonConfig:
         _require_clip(self.qk_clip, self.qk_clip_alpha)
         for name in ("muon_include", "muon_exclude"):
             _require_patterns(name, getattr(self, name))
-        _require_splits(self.muon_splits)
-        for name in ("muon_lr_mults", "muon_wd_mults"):
+        _require_splits(self.splits)
+        for name in ("lr_mults", "wd_mults"):
             _require_multipliers(name, getattr(self, name))
         _require_choice("clip_scope", self.clip_scope, get_args(ClipScope))
         _require_choice("homes", self.homes, ("balanced", "local"))
@@ -202,7 +202,7 @@ class MuonConfig:
     @property
     def patterns(self) -> tuple[str, ...]:
         """The patterns of names in all settings. Each must match a parameter."""
-        pairs = (*self.muon_splits, *self.muon_lr_mults, *self.muon_wd_mults)
+        pairs = (*self.splits, *self.lr_mults, *self.wd_mults)
         return (*self.muon_include, *self.muon_exclude, *(pattern for pattern, _ in pairs))
 
     def setting_of(self, pattern: str) -> str:
@@ -210,10 +210,10 @@ class MuonConfig:
         for name in ("muon_include", "muon_exclude"):
             if pattern in getattr(self, name):
                 return named(name)
-        for name in ("muon_lr_mults", "muon_wd_mults"):
+        for name in ("lr_mults", "wd_mults"):
             if any(pattern == other for other, _ in getattr(self, name)):
                 return named(name)
-        return named("muon_splits")
+        return named("splits")
 
 
 _MOST_STRIPS = 64  # beyond, squares are all of the work
@@ -308,10 +308,10 @@ def _require_patterns(name: str, value: object) -> None:
 
 
 def _require_splits(value: object) -> None:
-    for kind in _seconds("muon_splits", value, "kind"):
+    for kind in _seconds("splits", value, "kind"):
         if not isinstance(kind, str):
-            raise TypeError(f"{named('muon_splits')}: a kind is a text, got {kind!r}")
-        _require_choice("muon_splits", kind, get_args(SplitKind))
+            raise TypeError(f"{named('splits')}: a kind is a text, got {kind!r}")
+        _require_choice("splits", kind, get_args(SplitKind))
 
 
 def _require_multipliers(name: str, value: object) -> None:

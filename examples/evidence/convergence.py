@@ -122,6 +122,11 @@ def _loss(study: Study, optimizer: str, settings: dict[str, float]) -> float | N
     return loss
 
 
+def tuned_flags(tuned: dict[str, Any], optimizer: str) -> str:
+    """The flags of an optimizer as tuned, without its rate."""
+    return _words(tuned[optimizer]["found"])
+
+
 def _words(settings: dict[str, float]) -> str:
     return " ".join(f"{name} {value:g}" for name, value in settings.items() if name != "--lr")
 

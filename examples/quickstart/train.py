@@ -84,7 +84,7 @@ def build_optimizer(
                 nesterov=not args.no_muon_nesterov,
                 ns_steps=args.muon_ns_steps,
                 weight_decay_all_params=args.weight_decay_all_params,
-                muon_splits=tuple(tuple(each.rsplit("=", 1)) for each in args.muon_split),
+                splits=tuple(tuple(each.rsplit("=", 1)) for each in args.muon_split),
                 log_interval=args.muon_log_interval,
                 log_file=args.muon_log_file,
                 clip_scope=args.muon_clip_scope,

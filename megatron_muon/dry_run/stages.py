@@ -70,8 +70,8 @@ class RoutedParameter:
             of it where there is one TP rank.
         ep_rank: the EP rank of an expert's parameter, where there are several; None for others.
         reason: why AdamW has it; None where Muon does.
-        multipliers: of its learning rate and its weight decay, by ``muon_lr_mults`` and
-            ``muon_wd_mults``.
+        multipliers: of its learning rate and its weight decay, by ``lr_mults`` and
+            ``wd_mults``.
         matrices: Muon's.
     """
 

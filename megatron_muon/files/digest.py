@@ -13,7 +13,7 @@ One JSON object:
 ``model``       by name, settings of the model that its parameters' shapes do not show
 ``parameters``  by name, with layers and experts numbered over the whole model: ``shape``, the
                 whole parameter's, and ``optimizer``: ``muon``, ``adamw`` or ``frozen``; of Muon's
-                with several projections ``split``, the kind in MuonConfig.muon_splits
+                with several projections ``split``, the kind in MuonConfig.splits
 ``files``       by path in the folder: ``size`` in bytes, ``hash`` (``checksum``), and ``holds``,
                 names of some parameters in it, if no file of the checkpoint lists them
 ``hash``        BLAKE2b of all of the above

@@ -246,7 +246,7 @@ def _asking_for_adam(config: Any) -> Iterator[None]:
 def _further_groups(settings: MuonConfig) -> Iterator[None]:
     """Cut Megatron's parameter groups where rates or decays are multiplied."""
     with ExitStack() as stack:
-        if settings.muon_lr_mults or settings.muon_wd_mults:
+        if settings.lr_mults or settings.wd_mults:
             ours = with_multipliers(mcore_optimizer._get_param_groups, settings)
             stack.enter_context(replaced(mcore_optimizer, _get_param_groups=ours))
         yield

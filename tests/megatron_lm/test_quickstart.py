@@ -29,7 +29,8 @@ def recorded(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", script("sweep").SETTINGS)
-def test_a_settings_flags_are_those_of_train_py(name: str) -> None:
+def test_a_settings_flags_are_those_of_train_py(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(QUICKSTART))  # arguments.py imports corpus.py
     flags = script("sweep").SETTINGS[name].flags.split()
     gpt = f"@{QUICKSTART / 'gpt.args'}"
     args = script("arguments").parse([gpt, "--lr", "1", *flags, "--record-update-rms"])

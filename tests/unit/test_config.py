@@ -101,7 +101,7 @@ def test_a_setting_is_named_by_the_flag_that_sets_it(field: str) -> None:
 
 # Of English, too: what a matrix has and what an optimizer keeps. Errors about their values are held
 # by ``test_a_wrong_value_names_field_and_flag``.
-WORDS = {"homes", "momentum", "nesterov"}
+WORDS = {"homes", "momentum", "nesterov", "splits"}
 NAMES = re.compile(rf"(?<!\w)({'|'.join(sorted(FLAG_OF.keys() - WORDS))})(?!\w)")
 
 

@@ -62,7 +62,8 @@ def _ratios(axes: Axes, each: Comparison) -> None:
     for other, color in zip(each.others, itertools.cycle(_COLORS[1:]), strict=False):
         known = [lead for lead in other.leads if lead.ratio is not None]
         steps = [lead.step for lead in known]
-        axes.plot(steps, [lead.ratio for lead in known], color=color, marker="o", label=other.name)
+        ratios = [lead.ratio for lead in known if lead.ratio is not None]
+        axes.plot(steps, ratios, color=color, marker="o", label=other.name)
         lowest, highest = ([end(lead.ratios) for lead in known] for end in (min, max))
         axes.fill_between(steps, lowest, highest, color=color, alpha=0.2)
     axes.axhline(0, color="gray", lw=0.8)

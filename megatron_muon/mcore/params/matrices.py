@@ -101,7 +101,7 @@ def _require_rows(weight: Weight, fused: Fused, partition_dim: int | None, tp_si
         raise NotImplementedError(
             f"{weight.name}: {weight.param.size(0)} rows on each of {tp_size} TP ranks are not "
             f"{fused.what}: cannot split it, set split_qkv=False in MuonConfig "
-            f"(--muon-no-split-qkv), or {named('muon_splits')} {weight.name}=whole"
+            f"(--muon-no-split-qkv), or {named('splits')} {weight.name}=whole"
         )
     if tp_size > 1 and partition_dim != 0 and not fused.may_be_replicated:
         raise NotImplementedError(

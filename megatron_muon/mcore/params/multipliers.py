@@ -1,4 +1,4 @@
-"""Parameter groups with rates and decays of their own: ``muon_lr_mults`` and ``muon_wd_mults``.
+"""Parameter groups with rates and decays of their own: ``lr_mults`` and ``wd_mults``.
 
 Megatron's own groups are cut further, so its schedule, logs and checkpoints treat the parts as they
 treat any group. A group is cut alike on every rank, where some of its parts have no parameters.
@@ -30,9 +30,9 @@ def multipliers_of(weight: Weight, config: MuonConfig) -> Multipliers:
 
     Args:
         weight: of Muon or of AdamW.
-        config: ``muon_lr_mults`` and ``muon_wd_mults``; the last pattern that matches counts.
+        config: ``lr_mults`` and ``wd_mults``; the last pattern that matches counts.
     """
-    return _last(weight, config.muon_lr_mults), _last(weight, config.muon_wd_mults)
+    return _last(weight, config.lr_mults), _last(weight, config.wd_mults)
 
 
 def _last(weight: Weight, pairs: Sequence[tuple[str, float]]) -> float:

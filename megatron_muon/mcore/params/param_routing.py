@@ -194,11 +194,11 @@ def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
 def is_matched(weight: Weight, pattern: str, tp_size: int, config: MuonConfig) -> bool:
     """Whether one of ``config.patterns`` has an effect on a weight.
 
-    A pattern of ``muon_splits`` has one on Muon's weights only.
+    A pattern of ``splits`` has one on Muon's weights only.
     """
     if not matching(weight, [pattern]):
         return False
-    if all(pattern != split for split, _ in config.muon_splits):
+    if all(pattern != split for split, _ in config.splits):
         return True
     return weight.param.dim() == 2 and why_adamw(weight, tp_size, config) is None
 

@@ -87,7 +87,7 @@ def split_of(weight: Weight, config: MuonConfig, fused: Fused | None) -> SplitKi
 
     Args:
         weight: Muon's.
-        config: ``muon_splits`` and ``split_qkv`` are read.
+        config: ``splits`` and ``split_qkv`` are read.
         fused: how its rows lie.
 
     Raises:
@@ -104,7 +104,7 @@ def split_of_legacy_experts(weight: Weight, config: MuonConfig, *, gated: bool) 
 
     Args:
         weight: Muon's.
-        config: ``muon_splits`` is read.
+        config: ``splits`` is read.
         gated: it has two halves.
 
     Raises:
@@ -116,13 +116,13 @@ def split_of_legacy_experts(weight: Weight, config: MuonConfig, *, gated: bool) 
 def _chosen(
     weight: Weight, config: MuonConfig, default: SplitKind, kinds: tuple[SplitKind, ...]
 ) -> SplitKind:
-    chosen = [pair for pair in config.muon_splits if matching(weight, pair[:1])]
+    chosen = [pair for pair in config.splits if matching(weight, pair[:1])]
     if not chosen:
         return default
     pattern, kind = chosen[-1]
     if kind not in kinds:
         raise ValueError(
-            f"{named('muon_splits')} {pattern}={kind} matches {weight.name}, which can only be "
+            f"{named('splits')} {pattern}={kind} matches {weight.name}, which can only be "
             f"{' or '.join(kinds)}: give another kind, or a pattern that does not match it"
         )
     return kind

@@ -96,7 +96,7 @@ def test_groups_that_megatron_takes_for_one_another(format: str, tmp_path: Path)
 
 
 FACTORS = (("embedding.*", 0.5), ("*.linear_fc2.*", 3.0))
-MULTIPLIED = replace(BF16, muon=(("muon_lr_mults", FACTORS), ("muon_wd_mults", FACTORS)))
+MULTIPLIED = replace(BF16, muon=(("lr_mults", FACTORS), ("wd_mults", FACTORS)))
 
 
 @pytest.mark.parametrize("format", MOSTLY)
@@ -125,7 +125,7 @@ def _rates_at_load(case: Case, format: str, folder: str) -> list[set[tuple[float
 def test_a_run_has_its_own_multipliers_after_a_load(format: str, tmp_path: Path) -> None:
     """Those of the checkpoint's groups, which pass for them, would undo what the run asks for."""
     run(save_new, 2, MULTIPLIED, Topology(dp=2), format, str(tmp_path))
-    other = (("muon_lr_mults", (("*.linear_fc2.*", 2.0),)),)
+    other = (("lr_mults", (("*.linear_fc2.*", 2.0),)),)
     for case in (BF16, replace(BF16, muon=other), MULTIPLIED):
         for own, loaded in run(_rates_at_load, 2, case, format, str(tmp_path)):
             assert own == loaded, case.muon

@@ -17,7 +17,7 @@ from support.whole import differences, whole
 
 BEFORE = Case(steps=2, gated=True, heads=12, groups=6)
 HEADS = (("*.linear_qkv.*", "heads"), ("*.0.mlp.linear_fc1.*", "gate-up"))
-AFTER = replace(BEFORE, muon=(("muon_splits", HEADS),))
+AFTER = replace(BEFORE, muon=(("splits", HEADS),))
 LINE = (
     "was trained with other matrices (--muon-split): linear_fc1 whole there and gate-up here "
     "(1 weight(s)); linear_qkv qkv there and heads here (2 weight(s)). Momentum goes on as it is"

@@ -1,4 +1,4 @@
-"""``muon_lr_mults`` and ``muon_wd_mults`` become parameter groups of Megatron's, on all ranks."""
+"""``lr_mults`` and ``wd_mults`` become parameter groups of Megatron's, on all ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ BY_US = replace(
     BY_MEGATRON,
     faster=(),
     muon=(
-        ("muon_lr_mults", (("*", 7.0), ("*", 1.0), *((pattern, 3.0) for pattern in FASTER))),
-        ("muon_wd_mults", tuple((pattern, 0.5) for pattern in FASTER)),
+        ("lr_mults", (("*", 7.0), ("*", 1.0), *((pattern, 3.0) for pattern in FASTER))),
+        ("wd_mults", tuple((pattern, 0.5) for pattern in FASTER)),
     ),
 )
 
@@ -81,12 +81,12 @@ def _error(settings: dict[str, Any]) -> str:
 
 
 def test_a_pattern_that_matches_no_parameter_is_named_with_its_flag() -> None:
-    (text,) = run(_error, 1, {"muon_wd_mults": (("nothing*", 0.5),)})
-    assert text.startswith("ValueError: 'nothing*' in muon_wd_mults (--muon-wd-mult) matches no")
+    (text,) = run(_error, 1, {"wd_mults": (("nothing*", 0.5),)})
+    assert text.startswith("ValueError: 'nothing*' in wd_mults (--muon-wd-mult) matches no")
 
 
 def _rates_of_adamw() -> tuple[float, float]:
-    case = replace(BY_US, muon=(("muon_lr_mults", (("embedding.*", 0.5),)),))
+    case = replace(BY_US, muon=(("lr_mults", (("embedding.*", 0.5),)),))
     (part,) = distributed_optimizers(start(case, Topology()).optimizer)
     groups = part.optimizer.param_groups
     by_rate = {group["max_lr"] * group["lr_mult"]: group["params"] for group in groups}

@@ -92,7 +92,7 @@ CASES = {
         steps=FEW,
         muon=(
             *FP32.muon,
-            ("muon_splits", (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))),
+            ("splits", (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))),
         ),
     ),
     "moe": replace(FP32, moe=True, steps=FEW),
@@ -163,7 +163,7 @@ def oracle_for(case: Case, **changes: Any) -> Oracle:
         betas=(0.9, 0.95),
         clip=case.clip,
     )
-    if "muon_splits" in settings:
+    if "splits" in settings:
         oracle.blocks = partial(_heads_and_gate_up, case)
     if case.optimizer == "adam":
         oracle.is_muon = lambda name, w: False

@@ -1,4 +1,4 @@
-"""``muon_splits``: each block of rows is orthogonalized as if it were a parameter of its own."""
+"""``splits``: each block of rows is orthogonalized as if it were a parameter of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPERTS = Case(steps=4, moe=True, gated=True)
 
 
 def _split(case: Case, *splits: tuple[str, str]) -> Case:
-    return replace(case, muon=(("muon_splits", splits),))
+    return replace(case, muon=(("splits", splits),))
 
 
 # Each has a weight's kind in (pattern, kind) form, to look at its results.
@@ -75,7 +75,7 @@ def test_blocks_move_as_separate_parameters_would(name: str) -> None:
         pytest.skip(_lacks(case, Topology()))
     whole = truth(case)
     seen = set()
-    for pattern, kind in dict(case.muon)["muon_splits"]:
+    for pattern, kind in dict(case.muon)["splits"]:
         leaf = pattern.strip("*.")
         for weight in [each for each in whole["main"] if leaf in each and "norm" not in each]:
             if whole["main"][weight].dim() == 1:
@@ -107,11 +107,11 @@ def test_three_tp_ranks_equal_one_process(name: str) -> None:
 
 
 def _error(case: Case, *splits: tuple[str, str]) -> str:
-    return error_of_optimizer(build(case, Topology()), muon_splits=splits)
+    return error_of_optimizer(build(case, Topology()), splits=splits)
 
 
 def _chosen(case: Case, splits: tuple[tuple[str, str], ...]) -> list[tuple[str, int, int]]:
-    muon: Any = start(replace(case, muon=(("muon_splits", splits),)), Topology()).optimizer
+    muon: Any = start(replace(case, muon=(("splits", splits),)), Topology()).optimizer
     (part,) = muon.chained_optimizers
     return [(m.name, m.rows, m.cols) for m in part.muon.plan.matrices if ".0." in m.name]
 
@@ -131,7 +131,7 @@ def test_the_last_pattern_that_matches_counts() -> None:
 
 def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
     (text,) = run(_error, 1, PLAIN, ("*.linear_fc1.*", "gate-up"))
-    assert "muon_splits (--muon-split) *.linear_fc1.*=gate-up matches decoder.layers.0.mlp" in text
+    assert "splits (--muon-split) *.linear_fc1.*=gate-up matches decoder.layers.0.mlp" in text
     assert "which can only be whole: give another kind" in text
     (text,) = run(_error, 1, PLAIN, ("*", "heads"))
     assert "linear_proj.weight, which can only be whole" in text
@@ -140,4 +140,4 @@ def test_a_split_that_a_weight_cannot_have_is_an_error() -> None:
 @pytest.mark.parametrize("pattern", ["*.linear_none.*", "*word_embeddings*"])
 def test_a_pattern_without_effect_is_an_error(pattern: str) -> None:
     (text,) = run(_error, 1, PLAIN, (pattern, "whole"))
-    assert f"{pattern!r} in muon_splits (--muon-split) matches no parameter of Muon's" in text
+    assert f"{pattern!r} in splits (--muon-split) matches no parameter of Muon's" in text

@@ -27,7 +27,7 @@ FP32 = Case(bf16=False, steps=2, muon=(("ns_dtype", "fp32"),))
 MOE = replace(FP32, moe=True)
 SPLITS = (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))
 SPLIT = replace(
-    FP32, gated=True, heads=12, groups=6, ffn=264, muon=(*FP32.muon, ("muon_splits", SPLITS))
+    FP32, gated=True, heads=12, groups=6, ffn=264, muon=(*FP32.muon, ("splits", SPLITS))
 )
 SHAPED = replace(FP32, gated=True, muon=(*FP32.muon, ("scale_mode", "shape_scaling")))
 RUNS = [
@@ -87,7 +87,7 @@ def expected_numbers(case: Case, step: int) -> Numbers:
 def _matrices(case: Case, name: str, weight: Tensor) -> list[tuple[str, list[int]]]:
     """``(row of the record, rows of the weight)`` of each of its matrices."""
     row = name.removesuffix(".weight")
-    is_split = "muon_splits" in dict(case.muon)
+    is_split = "splits" in dict(case.muon)
     if row.endswith("linear_qkv"):
         parts = qkv_rows(case.heads, case.groups, case.head_size)
         return [

@@ -97,13 +97,13 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "decay-all": (["--weight-decay-all-params"], {"weight_decay_all_params": True}),
     "split": (
         ["--muon-split", "*.linear_qkv.*=heads", "--muon-split", "a=b=gate-up"],
-        {"muon_splits": (("*.linear_qkv.*", "heads"), ("a=b", "gate-up"))},
+        {"splits": (("*.linear_qkv.*", "heads"), ("a=b", "gate-up"))},
     ),
     "lr-mult": (
         ["--muon-lr-mult", "embedding.*=0.5", "--muon-lr-mult", "a=b=2e-1"],
-        {"muon_lr_mults": (("embedding.*", 0.5), ("a=b", 0.2))},
+        {"lr_mults": (("embedding.*", 0.5), ("a=b", 0.2))},
     ),
-    "wd-mult": (["--muon-wd-mult", "*.router.*=0"], {"muon_wd_mults": (("*.router.*", 0.0),)}),
+    "wd-mult": (["--muon-wd-mult", "*.router.*=0"], {"wd_mults": (("*.router.*", 0.0),)}),
     "clip-scope": (["--muon-clip-scope", "adamw"], {"clip_scope": "adamw"}),
     "clip": (["--muon-qk-clip", "100"], {"qk_clip": 100.0}),
     "clip-alpha": (

@@ -1,0 +1,106 @@
+"""Tunes a pretrained GPT with the optimizer that pretrained it, and with the other one.
+
+    python finetuning.py                   # writes figures/finetuning.json, prints its table
+    python finetuning.py --table           # prints the table again
+
+A GPT is pretrained on the standard library's Python with AdamW and with Muon, each as tuned by
+convergence.py. Each of the two is then tuned on the C headers with AdamW and with Muon, whose
+states start at zero: three rates each, the best one with three seeds. The loss on held-out headers
+says what was learnt, the loss on held-out Python what was forgotten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from convergence import tuned_flags
+from training import HERE, NAMES, QUICKSTART, Study, best, write
+
+SEEDS = (1, 2, 3)
+RATES = {"adam": (2.5e-4, 5e-4, 1e-3, 2e-3), "muon": (1.25e-3, 2.5e-3, 5e-3, 1e-2)}
+STEPS = 60
+TUNING = (
+    f"--text headers --evaluate-other-text --finetune --train-iters {STEPS} --eval-interval 10 "
+    "--eval-iters 8 --lr-warmup-iters 5"
+)
+
+
+def pretrained(study: Study, optimizer: str, tuned: dict[str, Any]) -> Path:
+    """The folder of a checkpoint after the whole pretraining; trained if it is not there."""
+    folder = study.work / f"pretrained_{optimizer}"
+    if not (folder / "done").exists():
+        command = [sys.executable, str(QUICKSTART / "train.py"), f"@{QUICKSTART / 'gpt.args'}"]
+        command += ["--optimizer", optimizer, "--lr", str(tuned[optimizer]["found"]["--lr"])]
+        command += ["--seed", "1", "--micro-batch-size", "32", "--save", str(folder)]
+        command += [*tuned_flags(tuned, optimizer).split(), *study.extra]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (study.work / f"pretrained_{optimizer}.log").open("w") as log:
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
+        (folder / "done").touch()
+        print(f"pretrained with {NAMES[optimizer]}", flush=True)
+    return folder
+
+
+def measure(study: Study, tuned: dict[str, Any]) -> dict[str, Any]:
+    """Every pair of optimizers at its best rate."""
+    report: dict[str, Any] = {"seeds": SEEDS, "steps": STEPS, "pairs": {}}
+    for before in NAMES:
+        folder = pretrained(study, before, tuned)
+        for after in NAMES:
+            flags = f"{tuned_flags(tuned, after)} {TUNING} --load {folder}"
+            tried = study.losses(after, RATES[after], SEEDS[:1], flags)
+            rate = best(tried)
+            runs = study.losses(after, (rate,), SEEDS, flags)[rate]
+            report["pairs"][f"{before} {after}"] = {
+                "lr": rate,
+                "at_edge": rate in (RATES[after][0], RATES[after][-1]),
+                "tried": {f"{one:g}": seeds[0]["loss"] for one, seeds in tried.items()},
+                "runs": runs,
+            }
+    return report
+
+
+def table(report: dict[str, Any]) -> str:
+    """In Markdown; a rate at the edge of its grid has a star."""
+    lines = [
+        "| pretrained with | tuned with | lr | headers, before | headers, after | Python, before | "
+        "Python, after |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for pair, found in report["pairs"].items():
+        before, after = (NAMES[name] for name in pair.split())
+        cells = [f"{found['lr']:g}{'*' * found['at_edge']}"]
+        for kind in ("validation", "other"):
+            curves = [run[kind] for run in found["runs"]]
+            cells.append(f"{statistics.fmean(curve[0][1] for curve in curves):.3f}")
+            ends = [curve[-1][1] for curve in curves]
+            cells.append(f"{statistics.fmean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})")
+        lines.append(f"| {before} | {after} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--work", type=Path, default=HERE / "out" / "finetuning")
+    parser.add_argument("--figures", type=Path, default=HERE / "figures")
+    args, extra = parser.parse_known_args()  # the rest goes to train.py
+    path = args.figures / "finetuning.json"
+    if not args.table:
+        tuned = json.loads((args.figures / "tuning.json").read_text())
+        write(path, measure(Study(args.work.resolve(), args.jobs, tuple(extra)), tuned))
+    print(table(json.loads(path.read_text())))
+
+
+if __name__ == "__main__":
+    main()
