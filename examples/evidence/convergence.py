@@ -2,13 +2,13 @@
 
     python convergence.py tune             # writes figures/tuning.json
     python convergence.py                  # every question; writes figures/convergence.json
-    python convergence.py --only "batch x 4" sizes
+    python convergence.py --only "as tuned" experts
     python convergence.py --table          # prints the tables of figures/ again
     python convergence.py --draw           # draws figures/convergence.png again
 
-Each run is the quickstart's training (gpt.args) in one process. A question's rates are tried with
-the first seed; the best one of each optimizer is repeated with the others. Runs that are in the
-work folder with the same flags are not repeated.
+Each run is the quickstart's training (gpt.args) in one process, with half the steps. A question's
+rates are tried with the first seed; the best one of each optimizer is repeated with the others.
+Runs that are in the work folder with the same flags are not repeated.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from reports import draw, tables
 from training import HERE, NAMES, Study, best, write
 
 SEEDS = (1, 2, 3)
+# Half of the quickstart's steps, so that all questions take hours and not days on 2 cores.
+BASE = "--train-iters 160 --eval-interval 10 --lr-warmup-iters 10"
 TUNED = {  # one setting after the other, the others as found so far; a rate again at the end
     "adam": {
         "--lr": (1e-3, 2e-3, 3e-3, 5e-3),
         "--weight-decay": (0.03, 0.1, 0.3),
         "--adam-beta2": (0.9, 0.95, 0.99),
-        "--lr-warmup-iters": (10, 20, 60),
+        "--lr-warmup-iters": (5, 10, 30),
     },
     "muon": {
-        "--lr": (5e-3, 1e-2, 2e-2),
+        "--lr": (5e-3, 1e-2, 2e-2, 4e-2),
         "--weight-decay": (0.03, 0.1, 0.3),
         "--muon-momentum": (0.9, 0.95),
-        "--lr-warmup-iters": (10, 20, 60),
+        "--lr-warmup-iters": (5, 10, 30),
     },
 }
 START = {
-    "adam": {"--lr": 2e-3, "--weight-decay": 0.1, "--adam-beta2": 0.95, "--lr-warmup-iters": 20},
-    "muon": {"--lr": 1e-2, "--weight-decay": 0.1, "--muon-momentum": 0.95, "--lr-warmup-iters": 20},
+    "adam": {"--lr": 2e-3, "--weight-decay": 0.1, "--adam-beta2": 0.95, "--lr-warmup-iters": 10},
+    "muon": {"--lr": 1e-2, "--weight-decay": 0.1, "--muon-momentum": 0.95, "--lr-warmup-iters": 10},
 }
 
 
@@ -61,32 +63,36 @@ QUESTIONS = {
     "as tuned": Question("--evaluate-other-text"),
     "decay on all parameters": Question("--weight-decay-all-params"),
     "batch x 4, the same tokens": Question(
-        "--global-batch-size 128 --train-iters 80 --lr-warmup-iters 5 --eval-interval 5 "
+        "--global-batch-size 128 --train-iters 40 --lr-warmup-iters 3 --eval-interval 2 "
         "--eval-iters 1",
         adam=(1.0, 2.0, 4.0),
         muon=(1.0, 2.0, 4.0),
     ),
     "batch / 4, the same tokens": Question(
-        "--global-batch-size 8 --micro-batch-size 8 --train-iters 1280 --lr-warmup-iters 80 "
-        "--eval-interval 80 --eval-iters 16",
+        "--global-batch-size 8 --micro-batch-size 8 --train-iters 640 --lr-warmup-iters 40 "
+        "--eval-interval 40 --eval-iters 16",
         adam=_AGAIN,
         muon=_AGAIN,
+        seeds=SEEDS[:2],
     ),
     "experts": Question(
         "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 172", adam=_AGAIN, muon=_AGAIN
     ),
     "four times the tokens": Question(
-        "--train-iters 1280 --eval-interval 80", adam=(0.5, 1.0), muon=(0.5, 1.0)
+        "--train-iters 640 --eval-interval 40",
+        adam=(0.5, 1.0),
+        muon=(0.5, 1.0),
+        seeds=SEEDS[:2],
     ),
     "small": Question(
         "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 2 "
-        "--train-iters 160 --eval-interval 10",
+        "--train-iters 80 --eval-interval 5",
         adam=_AGAIN,
         muon=_AGAIN,
     ),
     "large": Question(
         "--num-layers 6 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 6 "
-        "--train-iters 640 --eval-interval 40",
+        "--train-iters 320 --eval-interval 20",
         adam=(0.5, 1.0),
         muon=(0.5, 1.0),
         seeds=SEEDS[:2],
@@ -128,7 +134,9 @@ def tuned_flags(tuned: dict[str, Any], optimizer: str) -> str:
 
 
 def _words(settings: dict[str, float]) -> str:
-    return " ".join(f"{name} {value:g}" for name, value in settings.items() if name != "--lr")
+    """The base's flags, then the settings but the rate."""
+    others = (f"{name} {value:g}" for name, value in settings.items() if name != "--lr")
+    return " ".join([BASE, *others])
 
 
 def ask(study: Study, question: Question, tuned: dict[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,10 @@ COMMANDS: Commands = {
         "megatron_muon.cli.trace.command",
         "where the time of a step goes, from torch profiler's traces of any run",
     ),
+    "compare": (
+        "megatron_muon.bench.compare.command",
+        "AdamW and Muon train over several topologies: time, bytes, memory, losses, a report",
+    ),
     "curves": (
         "megatron_muon.cli.curves.command",
         "the steps that runs need for the same losses, from logs of any kind",

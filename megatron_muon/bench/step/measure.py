@@ -169,9 +169,9 @@ class _Contender:
             param.data.zero_()  # each step gathers it from the main parameters
             self._fill(param.main_grad.view(-1), f"gradient of {key}", 0)
         keys = {param: key for key, param in self._params()}
-        for param, main, start in _main_params(self._optimizer):
+        for param, main, start in main_params(self._optimizer):
             self._fill(main.view(-1), f"weight {keys[param]}", start)
-        for tensor in _states(self._optimizer):
+        for tensor in states(self._optimizer):
             tensor.zero_()
         collectives.all_gather_numbers([0], None, self._noise.device)
 
@@ -191,8 +191,8 @@ class _Contender:
         counted.sent_bytes |= reduced.sent_bytes
         self.measured.counted = counted
         self.measured.ns_flops_once = _flops_once(self._optimizer)
-        mains = {id(main): main for _, main, _ in _main_params(self._optimizer)}
-        tensors = [*mains.values(), *_states(self._optimizer)]
+        mains = {id(main): main for _, main, _ in main_params(self._optimizer)}
+        tensors = [*mains.values(), *states(self._optimizer)]
         self.measured.state_bytes = sum(tensor.nbytes for tensor in tensors)
         self.park()
 
@@ -269,9 +269,9 @@ class _Contender:
                     yield buffer.param_data
         for _, param in self._params():
             yield param.data
-        for _, main, _ in _main_params(self._optimizer):
+        for _, main, _ in main_params(self._optimizer):
             yield main
-        yield from _states(self._optimizer)
+        yield from states(self._optimizer)
 
     def _fill(self, flat: Tensor, key: str, start: int) -> None:
         """Fill ``flat`` with the noise of parameter ``key``, from its element ``start`` on."""
@@ -309,7 +309,7 @@ def _name_part(optimizer: Any, name: str, watch: Stopwatch) -> None:
     setattr(optimizer, name, named)
 
 
-def _main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
+def main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
     """(parameter, its fp32 main shard, the parameter's element at which the shard begins)."""
     from megatron_muon.mcore.shards import owned_shards
 
@@ -325,7 +325,7 @@ def _main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
                 yield param, main, 0
 
 
-def _states(optimizer: Any) -> Iterator[Tensor]:
+def states(optimizer: Any) -> Iterator[Tensor]:
     for part in optimizers_of(optimizer):
         if part.is_stub_optimizer:
             continue

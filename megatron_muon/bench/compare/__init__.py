@@ -1,0 +1,1 @@
+"""``megatron-muon compare``: AdamW and Muon train the same model over several topologies."""

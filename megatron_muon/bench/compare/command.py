@@ -1,0 +1,305 @@
+"""``megatron-muon compare``: AdamW and Muon train the same model over several topologies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import megatron_muon
+from megatron_muon.bench.compare.topology import USUAL, Topology, parsed
+from megatron_muon.cli.plan.charts import require_chart
+from megatron_muon.dry_run.numbers import MOST_HERE, count, positive, up_to
+from megatron_muon.files.writable import require_writable
+
+_DESCRIPTION = """\
+Train one small GPT with AdamW and with Muon over several topologies, on ranks of this machine: over
+NCCL with GPUs, over gloo without. Write a report: time of a step and of the optimizer, bytes beside
+AdamW's, memory measured and planned, losses, and the bandwidth at which Muon's advantage ends.
+
+Under torchrun (RANK and WORLD_SIZE are set), every rank runs this command, and the topologies that
+have as many ranks are compared: see docs/compare.md."""
+
+_EPILOG = """\
+Further flags are Megatron-LM's, of the model: --group-query-attention, --swiglu, --num-experts, ...
+A training whose measurements are in --folder, with the same flags on the same machine and versions,
+is not repeated. Exit status: 0; 1 where a rank failed or a file could not be written; 2 where
+arguments are wrong."""
+
+_ROWS = {"adamw": "adamw", "muon": "muon-contiguous"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments.
+
+    Returns:
+        0, or 1 where a rank failed or a file could not be written; wrong arguments end the process
+        with 2.
+    """
+    from megatron_muon.cli.model_flags import megatron_is_quiet
+    from megatron_muon.mcore.seams.rows import SeamError, check_part
+
+    parser = command_parser()
+    given, of_megatron = parser.parse_known_args(argv)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    with megatron_is_quiet():
+        if not megatron_muon.cpu.enabled():
+            _enable_cpu(launched)
+        try:
+            check_part("dry_run", "bench")
+            topologies = [parsed(each) for each in given.topologies]
+            if launched:
+                topologies = _of_world(topologies, int(os.environ["WORLD_SIZE"]))
+            jobs = {
+                topology: _jobs(parser.prog, given, of_megatron, topology)
+                for topology in topologies
+            }
+            given.folder.mkdir(parents=True, exist_ok=True)
+            require_writable("--folder", given.folder / "report.md")
+            if given.plot is not None:
+                require_writable("--plot", given.plot)
+                require_chart("--plot", given.plot)
+        except (ValueError, TypeError, AssertionError, OSError, SeamError) as error:
+            parser.error(" ".join(str(error).split()) or f"Megatron refuses this: {error!r}")
+    from megatron_muon.bench.ranks import RankError
+
+    try:
+        return _compare(given, argv, jobs, launched)
+    except (RankError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _enable_cpu(launched: bool) -> None:
+    """This process starts ranks, or is one where a launcher has started it."""
+    import torch
+
+    if not (launched and torch.cuda.is_available()):
+        megatron_muon.cpu.enable(allow_cuda=True)
+
+
+def _of_world(topologies: Sequence[Topology], world: int) -> list[Topology]:
+    found = [each for each in topologies if each.world == world]
+    if not found:
+        raise ValueError(
+            f"the launcher has started {world} ranks, and no topology of "
+            f"{', '.join(map(str, topologies))} has as many: see --topologies"
+        )
+    return found
+
+
+def _jobs(
+    program: str, given: Namespace, of_megatron: Sequence[str], topology: Topology
+) -> dict[str, Any]:
+    """A training for each optimizer."""
+    from megatron_muon.bench.compare.training import Job
+    from megatron_muon.bench.step.flags import model_flags
+    from megatron_muon.bench.step.rows import rows
+    from megatron_muon.config import MuonConfig
+    from megatron_muon.dry_run.model import ranks_of, transformer_config
+
+    if topology.world > MOST_HERE:
+        raise ValueError(f"{topology} has {topology.world} ranks, at most {MOST_HERE} are taken")
+    if given.layers % topology.pp:
+        raise ValueError(f"--layers {given.layers} is not a multiple of {topology}'s pp")
+    sequences = given.micro_batch_size * topology.dp
+    if given.global_batch_size % sequences:
+        raise ValueError(
+            f"--global-batch-size {given.global_batch_size} is not a multiple of "
+            f"--micro-batch-size x dp, {sequences} over {topology}"
+        )
+    sizes = Namespace(**vars(given), tp=topology.tp, pp=topology.pp, cp=topology.cp, dp=topology.dp)
+    sizes.ep = 1
+    flags = model_flags(
+        program, sizes, ["--hidden-dropout=0", "--attention-dropout=0", *of_megatron]
+    )
+    transformer_config(flags, ranks_of(flags))  # raises Megatron's own errors
+    rates = {"adamw": given.lr_adamw, "muon": given.lr_muon}
+    jobs = {}
+    for optimizer, name in _ROWS.items():
+        (row,) = rows(MuonConfig(), [name], [], "duplicated")
+        batches = given.global_batch_size // sequences
+        jobs[optimizer] = Job(
+            flags, row, rates[optimizer], given.steps, given.micro_batch_size, batches
+        )
+    return jobs
+
+
+def _compare(
+    given: Namespace, argv: Sequence[str], jobs: dict[Topology, dict[str, Any]], launched: bool
+) -> int:
+    from megatron_muon.bench.compare import report
+    from megatron_muon.bench.compare.figures import figures
+    from megatron_muon.bench.compare.predicted import predicted
+    from megatron_muon.cli.model_flags import megatron_is_quiet
+
+    with megatron_is_quiet():  # it makes groups of its own, so it comes before the launcher's
+        planned = {
+            topology: predicted(both["muon"].flags, both["muon"].row.config)
+            for topology, both in jobs.items()
+        }
+    trained, agreed = _launched_ranks() if launched else (_own_ranks(given), lambda found: found)
+    where = _where()
+    compared = []
+    for topology, both in jobs.items():
+        measured = {}
+        for optimizer, job in both.items():
+            path = given.folder / f"{topology}-{optimizer}.json"
+            ranks = _measured(path, job, where, trained, agreed)
+            measured[optimizer] = figures(optimizer, ranks)
+        compared.append(report.Compared(topology, **measured, predicted=planned[topology]))
+    if int(os.environ.get("RANK", "0")) == 0 or not launched:
+        run = _run_of(given, argv, where)
+        text = report.as_markdown(run, compared)
+        (given.folder / "report.md").write_text(text)
+        written = json.dumps(report.as_json(run, compared), indent=1) + "\n"
+        (given.folder / "report.json").write_text(written)
+        if given.plot is not None:
+            from megatron_muon.bench.compare.figure import draw
+
+            draw(compared, given.plot)
+        print(text)
+    return 0
+
+
+def _measured(
+    path: Path,
+    job: Any,
+    where: dict[str, str],
+    trained: Callable[[Any], Any],
+    agreed: Callable[[Any], Any],
+) -> Any:
+    """The measurements of a training: read where they are there, else made and written.
+
+    Args:
+        path: their file.
+        job: the training.
+        where: see ``_where``.
+        trained: makes them.
+        agreed: what rank 0 has read, on every rank: others may not see its files.
+    """
+    from megatron_muon.bench.compare.store import digest, read, write
+
+    known = digest(job, where)
+    found = agreed(read(path, known))
+    if found is not None:
+        return found
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    if is_first:
+        print(f"training {path.stem}", file=sys.stderr, flush=True)
+    found = trained(job)
+    if is_first:
+        write(path, known, found)
+    return found
+
+
+def _own_ranks(given: Namespace) -> Callable[[Any], Any]:
+    """Ranks that this process starts."""
+    from megatron_muon.bench.compare.training import train
+    from megatron_muon.bench.ranks import Task, gpus_for, run_ranks, threads_for
+    from megatron_muon.dry_run.model import ranks_of
+
+    def trained(job: Any) -> Any:
+        world = ranks_of(job.flags).world
+        gpus = gpus_for(world, "a topology", "--topologies")
+        threads = threads_for(world, given.threads)
+        return run_ranks(Task(train, job, world, gpus, threads, 60 * given.minutes))
+
+    return trained
+
+
+def _launched_ranks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """The launcher's ranks, of which this process is one, and their agreement on what was read."""
+    import torch
+
+    from megatron_muon.bench.compare.training import first_ranks, train_in_launched_world
+
+    gpus = torch.cuda.is_available()
+    if gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    torch.distributed.init_process_group("nccl" if gpus else "gloo")
+    return train_in_launched_world, first_ranks
+
+
+def _where() -> dict[str, str]:
+    """What a measurement depends on beside its flags."""
+    import torch
+
+    from megatron_muon.mcore.seams.rows import megatron_version
+
+    device = torch.cuda.get_device_name() if torch.cuda.device_count() else "CPU over gloo"
+    return {
+        "device": device,
+        "cores": str(os.cpu_count()),
+        "torch": torch.__version__,
+        "megatron-core": megatron_version()[0],
+        "megatron_muon": megatron_muon.__version__,
+    }
+
+
+def _run_of(given: Namespace, argv: Sequence[str], where: dict[str, str]) -> dict[str, Any]:
+    versions = ", ".join(
+        f"{name} {where[name]}" for name in ("torch", "megatron-core", "megatron_muon")
+    )
+    return {
+        "arguments": list(argv),
+        "model": f"{given.layers} layers, hidden {given.hidden}, vocabulary {given.vocab}, "
+        f"{given.global_batch_size} sequences of {given.seq} a step",
+        "ranks": f"{where['device']}, {where['cores']} cores of the first machine",
+        "versions": versions,
+    }
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """The parser of this command's own flags, with its help."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-muon compare",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--topologies",
+        nargs="+",
+        default=list(USUAL),
+        metavar="SIZES",
+        help=f"such as tp2-pp2-dp2; default: {' '.join(USUAL)}",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("compare"),
+        help="measurements, report.md and report.json (%(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=count(3, 1 << 20), default=12, metavar="N", help="%(default)s"
+    )
+    parser.add_argument("--lr-adamw", type=positive, default=2e-3, metavar="LR", help="%(default)s")
+    parser.add_argument("--lr-muon", type=positive, default=1e-2, metavar="LR", help="%(default)s")
+    sizes: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
+    defaults = {"hidden": 256, "layers": 4, "seq": 128, "vocab": 4096}
+    for name, size in defaults.items():
+        parser.add_argument(f"--{name}", **sizes, default=size, help="%(default)s")
+    parser.add_argument("--heads", **sizes, help="default: hidden / 64")
+    parser.add_argument("--ffn", **sizes, help="default: Megatron's, 4 x hidden")
+    parser.add_argument("--micro-batch-size", **sizes, default=2, help="%(default)s")
+    parser.add_argument("--global-batch-size", **sizes, default=16, help="%(default)s")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="bars (png, svg, pdf)")
+    parser.add_argument("--threads", **sizes, help="threads per rank (default: cores/ranks)")
+    parser.add_argument(
+        "--minutes",
+        type=up_to(100_000, least=0.01),
+        default=30,
+        metavar="N",
+        help="minutes until a training is given up (%(default)s)",
+    )
+    return parser

@@ -1,0 +1,181 @@
+"""The report of a comparison: Markdown, and JSON with every figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_muon.bench.compare.figures import (
+    GRADIENTS,
+    PARAMETERS,
+    TRAVELLING,
+    Figures,
+    bound,
+    slow_link,
+)
+from megatron_muon.bench.compare.predicted import Predicted
+from megatron_muon.bench.compare.topology import Topology
+
+LEADS = (0.1, 0.5, 1.0)  # leading ratios that the bandwidth is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """AdamW and Muon over one topology."""
+
+    topology: Topology
+    adamw: Figures
+    muon: Figures
+    predicted: Predicted
+
+    @property
+    def byte_ratio(self) -> float | None:
+        """Bytes with Muon to those with AdamW; None where AdamW sends none."""
+        if not self.adamw.megatrons:
+            return None
+        return (self.muon.megatrons + self.muon.exchange) / self.adamw.megatrons
+
+
+def as_json(run: dict[str, Any], compared: Sequence[Compared]) -> dict[str, Any]:
+    """All figures.
+
+    Args:
+        run: the command line, model, machine and versions.
+        compared: in the order of the topologies.
+    """
+    return {
+        "run": run,
+        "bytes_per_element": {
+            "gradients": GRADIENTS,
+            "parameters": PARAMETERS,
+            "exchange": TRAVELLING,
+        },
+        "bound_of_the_paper": {"these_buffers": bound(), "all_fp32": bound(4, 4, 2)},
+        "topologies": [
+            {
+                "name": str(each.topology),
+                "sizes": asdict(each.topology),
+                "adamw": asdict(each.adamw),
+                "muon": asdict(each.muon),
+                "byte_ratio": each.byte_ratio,
+                "predicted": asdict(each.predicted),
+                "slow_links": [asdict(_link(each, lead)) for lead in LEADS],
+            }
+            for each in compared
+        ],
+    }
+
+
+def _link(each: Compared, lead: float) -> Any:
+    return slow_link(each.adamw, each.muon, each.topology.world, lead)
+
+
+def as_markdown(run: dict[str, Any], compared: Sequence[Compared]) -> str:
+    """A page: time, bytes, memory, losses, slow links, and what each ratio rests on."""
+    parts = [
+        "# AdamW and Muon over several topologies",
+        f"`megatron-muon compare {' '.join(run['arguments'])}`",
+        f"{run['model']}; {run['ranks']}; {run['versions']}.",
+        "## Time\n\nMedian over the steps after the first two, of the slowest rank.",
+        _table(
+            ["topology", "AdamW: step, ms", "optimizer", "Muon: step, ms", "optimizer", "ratio"],
+            [_time_row(each) for each in compared],
+        ),
+        "## Bytes\n\nSent by all ranks in a step for gradients, parameters and Muon's exchange. "
+        f"An element has {GRADIENTS} bytes in a gradient's reduction, {PARAMETERS} in the gather "
+        f"of parameters and {TRAVELLING} each way in the exchange. With these dtypes the paper's "
+        f"own algorithm sends at most {bound():.3f} times AdamW's; its bound of 1.25 holds where "
+        "gradients and parameters travel in fp32. Bytes of tensor and pipeline parallelism are the "
+        "same for both and are left out.",
+        _table(
+            [
+                "topology",
+                "AdamW, MB",
+                "Muon's exchange, MB",
+                "planned",
+                "busiest rank, MB",
+                "ratio",
+            ],
+            [_bytes_row(each) for each in compared],
+        ),
+        "## Memory\n\nfp32 main parameters and optimizer state of the fullest rank, measured and "
+        "planned; peak of an optimizer step above that.",
+        _table(
+            ["topology", "AdamW, MB", "planned", "Muon, MB", "planned", "peaks, MB"],
+            [_memory_row(each) for each in compared],
+        ),
+        f"## Losses\n\nOf a text that repeats itself, {len(compared[0].muon.losses)} steps: they "
+        "show that both train, and nothing about which is better.",
+        _table(
+            ["topology", "AdamW: first, last", "Muon: first, last"],
+            [_loss_row(each) for each in compared],
+        ),
+        "## Slow links\n\nA model, not a measurement: compute as measured here, bytes divided by "
+        "the bandwidth of a rank's link, nothing overlapped. Muon's advantage in time to a loss "
+        "ends below these MB/s, if Muon leads by the ratio in the head of the column:",
+        _table(
+            ["topology", *(f"{lead:g}" for lead in LEADS)],
+            [[str(each.topology), *(_end(each, lead) for lead in LEADS)] for each in compared],
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _time_row(each: Compared) -> list[str]:
+    return [
+        str(each.topology),
+        *(
+            text
+            for one in (each.adamw, each.muon)
+            for text in (f"{one.step_ms:.1f}", f"{one.optimizer_ms:.1f} ({one.share:.0%})")
+        ),
+        f"{each.muon.step_ms / each.adamw.step_ms:.2f}",
+    ]
+
+
+def _bytes_row(each: Compared) -> list[str]:
+    ratio = "AdamW sends none" if each.byte_ratio is None else f"{each.byte_ratio:.3f}"
+    return [
+        str(each.topology),
+        _mb(each.adamw.megatrons),
+        _mb(each.muon.exchange),
+        _mb(each.predicted.exchange),
+        _mb(each.muon.busiest),
+        ratio,
+    ]
+
+
+def _memory_row(each: Compared) -> list[str]:
+    planned = each.predicted
+    return [
+        str(each.topology),
+        _mb(each.adamw.state_bytes),
+        _mb(planned.adamw_state),
+        _mb(each.muon.state_bytes),
+        _mb(planned.muon_state),
+        f"{_mb(each.adamw.peak_bytes)}, {_mb(each.muon.peak_bytes)}",
+    ]
+
+
+def _loss_row(each: Compared) -> list[str]:
+    return [
+        str(each.topology),
+        *(f"{one.losses[0]:.3f}, {one.losses[-1]:.3f}" for one in (each.adamw, each.muon)),
+    ]
+
+
+def _end(each: Compared, lead: float) -> str:
+    link = _link(each, lead)
+    if link.compute_decides:
+        return "AdamW is faster at any"
+    return f"{link.megabytes_per_second:.2g}" if link.megabytes_per_second else "at none"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.3f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -1,0 +1,187 @@
+"""``megatron-muon compare``: real trainings over gloo, its report, and going on after an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon.bench.compare.figures import Figures, bound, figures, slow_link
+from megatron_muon.bench.compare.store import read, write
+from megatron_muon.bench.compare.topology import Topology, parsed
+from megatron_muon.bench.compare.training import Trained
+from megatron_muon.cli import main
+from support import ROOT
+
+SMALL = (
+    "--steps 5 --hidden 64 --heads 4 --layers 2 --vocab 256 --seq 32 --global-batch-size 8 "
+    "--lr-adamw 1e-2 --lr-muon 5e-2"
+).split()
+
+
+# --- real trainings ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report over a stage that sends to DP ranks, one that has TP only, and two stages."""
+    made = tmp_path_factory.mktemp("compare")
+    words = [*"--topologies dp3 tp2 tp2-pp2-dp2".split(), "--global-batch-size", "24"]
+    words += ["--plot", str(made / "compare.png")]
+    assert main(["compare", *SMALL, *words, "--folder", str(made)]) == 0
+    return made
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return found
+
+
+def test_bytes_are_those_of_the_plan(folder: Path) -> None:
+    for each in report_of(folder)["topologies"]:
+        assert each["muon"]["exchange"] == each["predicted"]["exchange"]
+        assert each["muon"]["busiest"] == each["predicted"]["busiest"]
+        assert each["adamw"]["exchange"] == 0
+        assert each["adamw"]["megatrons"] == each["muon"]["megatrons"]
+
+
+def test_the_ratio_is_below_the_papers_bound_and_there_is_none_without_dp(folder: Path) -> None:
+    ratios = {each["name"]: each["byte_ratio"] for each in report_of(folder)["topologies"]}
+    assert ratios["tp2"] is None
+    assert 1 < ratios["dp3"] < 1.1  # boundary parameters only
+    assert 1 < ratios["tp2-pp2-dp2"]
+
+
+def test_state_is_within_two_percent_of_the_plan(folder: Path) -> None:
+    for each in report_of(folder)["topologies"]:
+        for name in ("adamw", "muon"):
+            planned = each["predicted"][f"{name}_state"]
+            assert each[name]["state_bytes"] == pytest.approx(planned, rel=0.02)
+        assert each["muon"]["state_bytes"] < each["adamw"]["state_bytes"]
+
+
+def test_both_train(folder: Path) -> None:
+    for each in report_of(folder)["topologies"]:
+        for name in ("adamw", "muon"):
+            losses = each[name]["losses"]
+            assert len(losses) == 5 and losses[-1] < losses[0] - 0.1
+        assert each["adamw"]["losses"][0] == each["muon"]["losses"][0]
+
+
+def test_the_page_has_every_topology_in_every_table(folder: Path) -> None:
+    page = (folder / "report.md").read_text()
+    for name in ("dp3", "tp2", "tp2-pp2-dp2"):
+        assert page.count(f"| {name} |") == 5
+    assert "AdamW sends none" in page and "1.333 times AdamW's" in page
+    assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_second_call_trains_what_is_missing_only(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in folder.glob("*2.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for file in folder.glob("dp3-*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "dp3-muon.json").write_text('{"digest": ')
+    words = ["--topologies", "dp3", "--global-batch-size", "24", "--folder", str(tmp_path)]
+    assert main(["compare", *SMALL, *words]) == 0
+    assert capsys.readouterr().err.split() == ["training", "dp3-muon"]
+    assert main(["compare", *SMALL, *words, "--lr-muon", "0.02"]) == 0
+    assert capsys.readouterr().err.split() == ["training", "dp3-muon"]
+
+
+def test_under_a_launcher_its_ranks_train(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "megatron_muon.cli", "compare", *SMALL, "--topologies", "dp2", "dp4"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command += ["--folder", str(tmp_path / "report")]
+    for trains in (True, False):
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("training dp2-muon" in done.stderr) is trains
+    (found,) = report_of(tmp_path / "report")["topologies"]
+    assert found["name"] == "dp2" and found["muon"]["exchange"] == found["predicted"]["exchange"]
+
+
+# --- arguments and figures --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--topologies", "dp"], "'dp' is no topology"),
+        (["--topologies", "dp2-dp2"], "is no topology"),
+        (["--topologies", "ep2"], "is no topology"),
+        (["--topologies", "pp3"], "--layers 2 is not a multiple of pp3's pp"),
+        (["--topologies", "dp3"], "--global-batch-size 8 is not a multiple of"),
+        (["--topologies", "dp2", "--fp16"], "--fp16 cannot be given here"),
+        (["--topologies", "dp2", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    ],
+)
+def test_wrong_arguments_end_before_a_rank_starts(
+    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *SMALL, "--folder", str(tmp_path), *words])
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_topology_says_its_sizes() -> None:
+    assert parsed("tp2-pp2-dp2") == Topology(tp=2, pp=2, dp=2)
+    assert str(parsed("DP4-TP2")) == "tp2-dp4" and parsed("cp2-dp2").world == 4
+
+
+def test_the_papers_bound_follows_from_the_dtypes() -> None:
+    assert bound(4, 4, 2) == 1.25  # arXiv 2502.16982, section 2.3
+    assert bound() == pytest.approx(4 / 3) and bound(2, 2, 2) == 1.5
+
+
+ADAMW = Figures("adamw", 100.0, 10.0, 6_000_000, 0, 0, 12, 1, (5.0, 4.0))
+MUON = Figures("muon", 110.0, 20.0, 6_000_000, 3_000_000, 3_000_000, 8, 1, (5.0, 3.0))
+
+
+def test_a_slow_link_ends_the_advantage_where_both_need_the_same_time() -> None:
+    """Of a rank's share of the bytes, with nothing overlapped."""
+    found = slow_link(ADAMW, MUON, 4, 0.2)
+    seconds = [
+        one.step_ms / 1e3 + (one.megatrons + one.exchange) / 4 / (found.megabytes_per_second * 1e6)
+        for one in (ADAMW, MUON)
+    ]
+    assert seconds[1] == pytest.approx(1.2 * seconds[0])
+    assert slow_link(ADAMW, MUON, 4, 0.5).megabytes_per_second == 0.0
+    assert slow_link(ADAMW, MUON, 4, 0.05).compute_decides
+    assert not slow_link(ADAMW, replace(MUON, exchange=0), 4, 0.5).compute_decides
+
+
+def test_the_slowest_and_the_fullest_rank_count() -> None:
+    ranks = [
+        Trained([], 10.0, 2.0, {"grad_reduce": 6, "gather": 1}, 8, 3),
+        Trained([5.0, 4.0], 12.0, 1.0, {"grad_reduce": 6, "scatter": 4}, 9, 2),
+    ]
+    found = figures("muon", ranks)
+    assert (found.step_ms, found.optimizer_ms, found.share) == (12.0, 2.0, 2.0 / 12.0)
+    assert (found.megatrons, found.exchange, found.busiest) == (12, 5, 4)
+    assert (found.state_bytes, found.peak_bytes, found.losses) == (9, 3, (5.0, 4.0))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"digest": "x", "ranks": 1}', '{"digest": "x", "ranks": [{"losses": 1}]}',
+     '{"digest": "other", "ranks": []}', '{"digest": "x", "ranks": ' + "[" * 100_000],
+)  # fmt: skip
+def test_what_cannot_be_read_is_measured_again(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    assert read(tmp_path / "a.json", "x") is None
+    assert read(tmp_path / "none.json", "x") is None
+    write(tmp_path / "a.json", "x", [Trained([1.0], 2.0, 1.0, {"gather": 3}, 4, 5)])
+    assert read(tmp_path / "a.json", "x") == [Trained([1.0], 2.0, 1.0, {"gather": 3}, 4, 5)]
