@@ -33,13 +33,13 @@ TUNED = {  # one setting after the other, the others as found so far; a rate aga
         "--lr": (1e-3, 2e-3, 3e-3, 5e-3),
         "--weight-decay": (0.03, 0.1, 0.3),
         "--adam-beta2": (0.9, 0.95, 0.99),
-        "--lr-warmup-iters": (5, 10, 30),
+        "--lr-warmup-iters": (5, 10, 30, 60),
     },
     "muon": {
         "--lr": (5e-3, 1e-2, 2e-2, 4e-2),
         "--weight-decay": (0.03, 0.1, 0.3),
         "--muon-momentum": (0.9, 0.95),
-        "--lr-warmup-iters": (5, 10, 30),
+        "--lr-warmup-iters": (5, 10, 30, 60),
     },
 }
 START = {

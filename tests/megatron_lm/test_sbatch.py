@@ -107,3 +107,23 @@ def test_a_requeued_job_loads_what_it_saved(name: str, slurm: Path) -> None:
 def test_a_job_whose_nodes_are_unknown_ends(name: str, slurm: Path) -> None:
     done = run(slurm, name, SAVE="x", SLURM_JOB_NODELIST="n[8-9]")
     assert done.returncode != 0 and done.stdout == ""
+
+
+def test_a_comparison_has_the_topologies_of_its_gpus(slurm: Path) -> None:
+    batch = EXAMPLES / "evidence" / "compare.sbatch"
+    env = environment(slurm, **JOB, FOLDER="a folder")
+    env = {key: value for key, value in env.items() if key != "OMP_NUM_THREADS"}
+    command = ["bash", str(batch), "--hidden", "4096"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()
+    assert words[:2] == ["task 64 no", "threads 8"] and words.count("task 64 no") == 2
+    for rank in range(2):
+        assert has(words, f"--node-rank {rank} --master-addr n0 --master-port 10007")
+    assert has(words, "-m megatron_muon.cli compare")
+    assert has(words, "--topologies dp16 tp8-dp2 tp2-dp8 tp2-pp2-dp4 --folder")
+    assert words[words.index("--folder") + 1] == "a folder"
+    assert words[-2:] == ["--hidden", "4096"]
+    env["FOLDER"] = ""
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0 and "FOLDER: name a folder for the report" in done.stderr
