@@ -30,16 +30,16 @@ SEEDS = (1, 2, 3)
 BASE = "--train-iters 160 --eval-interval 10 --lr-warmup-iters 10"
 TUNED = {  # one setting after the other, the others as found so far; a rate again at the end
     "adam": {
-        "--lr": (1e-3, 2e-3, 3e-3, 5e-3),
-        "--weight-decay": (0.03, 0.1, 0.3),
+        "--lr": (1e-3, 2e-3, 3e-3, 5e-3, 8e-3),
+        "--weight-decay": (0.03, 0.1, 0.3, 1.0),
         "--adam-beta2": (0.9, 0.95, 0.99),
-        "--lr-warmup-iters": (5, 10, 30, 60),
+        "--lr-warmup-iters": (5, 10, 30, 60, 100),
     },
     "muon": {
         "--lr": (5e-3, 1e-2, 2e-2, 4e-2),
-        "--weight-decay": (0.03, 0.1, 0.3),
-        "--muon-momentum": (0.9, 0.95),
-        "--lr-warmup-iters": (5, 10, 30, 60),
+        "--weight-decay": (0.03, 0.1, 0.3, 1.0),
+        "--muon-momentum": (0.8, 0.9, 0.95),
+        "--lr-warmup-iters": (5, 10, 30, 60, 100),
     },
 }
 START = {
@@ -114,9 +114,7 @@ def tune(study: Study) -> dict[str, Any]:
             finite = [float("inf") if loss is None else loss for loss in losses]
             found = settings[finite.index(min(finite))]
         edges = [
-            setting
-            for setting, values in grid.items()
-            if setting == "--lr" and found[setting] in (values[0], values[-1])
+            setting for setting, values in grid.items() if found[setting] in (values[0], values[-1])
         ]
         report[optimizer] = {"found": found, "at_edge": edges, "trials": trials}
     return report

@@ -49,7 +49,10 @@ def _tuning_table(tuning: dict[str, Any]) -> str:
             for setting, values in tuning["tried"][optimizer].items()
         )
         settings = tuning[optimizer]["found"]
-        chosen = ", ".join(f"{value:g}" for value in settings.values())
+        chosen = ", ".join(
+            f"{value:g}{'*' * (setting in tuning[optimizer]['at_edge'])}"
+            for setting, value in settings.items()
+        )
         runs = {str(trial) for trial in tuning[optimizer]["trials"]}
         lines.append(f"| {name} | {tried} | {chosen} | {len(runs)} |")
     return "\n".join(lines)

@@ -1,0 +1,100 @@
+"""examples/evidence: its report is what its scripts print of the figures in the clone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from support import ROOT
+
+EVIDENCE = ROOT / "examples" / "evidence"
+QUICKSTART = ROOT / "examples" / "quickstart"
+REPORT = (EVIDENCE / "README.md").read_text()
+OWN = ("training", "reports", "convergence", "finetuning", "stress", "sweep", "arguments", "corpus")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports a script by its name, as it imports the others."""
+    for folder in (EVIDENCE, QUICKSTART):
+        monkeypatch.syspath_prepend(str(folder))
+    for name in OWN:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def imported(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    yield imported
+    for name in OWN:
+        sys.modules.pop(name, None)
+
+
+def recorded(name: str) -> Any:
+    return json.loads((EVIDENCE / "figures" / name).read_text())
+
+
+def test_no_file_is_large() -> None:
+    kept = [path for path in EVIDENCE.rglob("*") if "out" not in path.parts and path.is_file()]
+    assert len(kept) > 8 and [path for path in kept if path.stat().st_size >= 200_000] == []
+
+
+def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
+    tables = script("reports").tables(recorded("tuning.json"), recorded("convergence.json"))
+    for table in tables.split("\n\n"):
+        assert table in REPORT
+    for name in ("finetuning", "stress"):
+        assert script(name).table(recorded(f"{name}.json")) in REPORT
+
+
+def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:
+    convergence = script("convergence")
+    tuning, found = recorded("tuning.json"), recorded("convergence.json")
+    tried = {name: {key: list(values) for key, values in grid.items()}
+             for name, grid in convergence.TUNED.items()}  # fmt: skip
+    assert tuning["tried"] == tried
+    for name, question in found.items():
+        asked = convergence.QUESTIONS[name]
+        assert (question["flags"], question["seeds"]) == (asked.flags, list(asked.seeds))
+        for optimizer in ("adam", "muon"):
+            rate = tuning[optimizer]["found"]["--lr"]
+            rates = {f"{round(rate * factor, 6):g}" for factor in getattr(asked, optimizer)}
+            assert set(question[optimizer]["tried"]) == rates
+            assert len(question[optimizer]["runs"]) == len(asked.seeds)
+    texts = {
+        run["corpus"] for q in found.values() for o in ("adam", "muon") for run in q[o]["runs"]
+    }
+    assert len(texts) == 1
+
+
+def test_neither_optimizers_tuned_rate_is_at_the_edge_of_its_grid() -> None:
+    tuning = recorded("tuning.json")
+    assert "--lr" not in tuning["adam"]["at_edge"] + tuning["muon"]["at_edge"]
+
+
+def test_adamw_is_tuned_at_least_as_hard(script: Any) -> None:
+    grids = script("convergence").TUNED
+    values = {name: sum(map(len, grid.values())) for name, grid in grids.items()}
+    assert values["adam"] >= values["muon"]
+
+
+def test_a_questions_flags_are_those_of_train_py(script: Any) -> None:
+    convergence, arguments = script("convergence"), script("arguments")
+    gpt = f"@{QUICKSTART / 'gpt.args'}"
+    for question in convergence.QUESTIONS.values():
+        words = [*convergence.BASE.split(), *question.flags.split()]
+        args = arguments.parse([gpt, "--lr", "1", "--micro-batch-size", "32", *words])
+        assert args.eval_iters * args.global_batch_size == 128  # the same windows for all
+        assert args.global_batch_size % args.micro_batch_size == 0
+
+
+def test_the_fit_over_sizes_finds_a_power_law(script: Any) -> None:
+    fit = script("reports")._fit
+    assert fit([(0.0, 1.0), (1.0, 0.8), (2.0, 0.6)]) == pytest.approx((-0.2, 0.0))
+    slope, worst = fit([(0.0, 1.0), (1.0, 0.7), (2.0, 0.6)])
+    assert slope == pytest.approx(-0.2) and worst == pytest.approx(1 / 15)
