@@ -50,9 +50,13 @@ START = {
 
 @dataclass(frozen=True)
 class Question:
-    """Flags beside the tuned ones (later ones win), and the factors of the tuned rate to try."""
+    """Flags beside the tuned ones (later ones win), and the factors of the tuned rate to try.
+
+    ``warm_up`` is the factor of each optimizer's tuned warm-up, in steps.
+    """
 
     flags: str = ""
+    warm_up: float = 1.0
     adam: tuple[float, ...] = (1.0,)
     muon: tuple[float, ...] = (1.0,)
     seeds: tuple[int, ...] = SEEDS
@@ -63,14 +67,15 @@ QUESTIONS = {
     "as tuned": Question("--evaluate-other-text"),
     "decay on all parameters": Question("--weight-decay-all-params"),
     "batch x 4, the same tokens": Question(
-        "--global-batch-size 128 --train-iters 40 --lr-warmup-iters 3 --eval-interval 2 "
-        "--eval-iters 1",
-        adam=(1.0, 2.0, 4.0),
-        muon=(1.0, 2.0, 4.0),
+        "--global-batch-size 128 --train-iters 40 --eval-interval 2 --eval-iters 1",
+        warm_up=0.25,
+        adam=_AGAIN,
+        muon=_AGAIN,
     ),
     "batch / 4, the same tokens": Question(
-        "--global-batch-size 8 --micro-batch-size 8 --train-iters 640 --lr-warmup-iters 40 "
-        "--eval-interval 40 --eval-iters 16",
+        "--global-batch-size 8 --micro-batch-size 8 --train-iters 640 --eval-interval 40 "
+        "--eval-iters 16",
+        warm_up=4.0,
         adam=_AGAIN,
         muon=_AGAIN,
         seeds=SEEDS[:2],
@@ -80,6 +85,7 @@ QUESTIONS = {
     ),
     "four times the tokens": Question(
         "--train-iters 640 --eval-interval 40",
+        warm_up=4.0,
         adam=(0.5, 1.0),
         muon=(0.5, 1.0),
         seeds=SEEDS[:2],
@@ -87,12 +93,14 @@ QUESTIONS = {
     "small": Question(
         "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 2 "
         "--train-iters 80 --eval-interval 5",
+        warm_up=0.5,
         adam=_AGAIN,
         muon=_AGAIN,
     ),
     "large": Question(
         "--num-layers 6 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 6 "
         "--train-iters 320 --eval-interval 20",
+        warm_up=2.0,
         adam=(0.5, 1.0),
         muon=(0.5, 1.0),
         seeds=SEEDS[:2],
@@ -145,7 +153,8 @@ def ask(study: Study, question: Question, tuned: dict[str, Any]) -> dict[str, An
         rates = tuple(
             round(settings["--lr"] * factor, 6) for factor in getattr(question, optimizer)
         )
-        flags = f"{_words(settings)} {question.flags}"
+        scaled = round(settings["--lr-warmup-iters"] * question.warm_up)
+        flags = f"{_words({**settings, '--lr-warmup-iters': scaled})} {question.flags}"
         tried = study.losses(optimizer, rates, question.seeds[:1], flags)
         rate = best(tried)
         runs = study.losses(optimizer, (rate,), question.seeds, flags)[rate]
