@@ -207,13 +207,10 @@ class MuonConfig:
 
     def setting_of(self, pattern: str) -> str:
         """The setting that has one of ``patterns``, named with its flag."""
-        for name in ("muon_include", "muon_exclude"):
-            if pattern in getattr(self, name):
-                return named(name)
-        for name in ("lr_mults", "wd_mults"):
+        for name in ("splits", "lr_mults", "wd_mults"):  # splits first: they match Muon's alone
             if any(pattern == other for other, _ in getattr(self, name)):
                 return named(name)
-        return named("splits")
+        return named("muon_include" if pattern in self.muon_include else "muon_exclude")
 
 
 _MOST_STRIPS = 64  # beyond, squares are all of the work

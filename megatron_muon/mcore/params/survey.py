@@ -82,8 +82,8 @@ def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> lis
 
 def whose(pattern: str, config: MuonConfig) -> str:
     """The parameters that one of ``config.patterns`` may match, for errors."""
-    of_all = pattern in (*config.muon_include, *config.muon_exclude)
-    return "the model" if of_all else "Muon's"
+    of_muon = any(pattern == split for split, _ in config.splits)
+    return "Muon's" if of_muon else "the model"
 
 
 def _of_all_stages(names: Sequence[str]) -> list[str]:
