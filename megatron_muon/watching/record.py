@@ -12,8 +12,18 @@ from megatron_muon.watching.rows import SUMS, Row, Table
 Record = dict[str, Any]
 
 
-def start_record(table: Table, *, version: str, interval: int, time: float) -> Record:
-    """The first line of a run: what is the same in all its steps."""
+def start_record(
+    table: Table, *, version: str, interval: int, time: float, logit_threshold: float | None
+) -> Record:
+    """The first line of a run: what is the same in all its steps.
+
+    Args:
+        table: the rows.
+        version: of this package.
+        interval: steps between two lines.
+        time: seconds since 1970.
+        logit_threshold: of the run's clip of attention logits; None where it has none.
+    """
     return {
         "kind": "start",
         "format": FORMAT,
@@ -23,6 +33,7 @@ def start_record(table: Table, *, version: str, interval: int, time: float) -> R
         "ranks": table.ranks,
         "muon_share": _short(table.muon_share),
         "newton_schulz_planned": _short(table.planned_ratio),
+        "logit_threshold": logit_threshold,
         "rows": {
             row.name: {
                 "elements": row.elements,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_muon.cli.watch.history import History
-from megatron_muon.cli.watch.rules import Warning, warnings
-from megatron_muon.cli.watch.view import as_text, step_line, warning_lines
+from megatron_muon.cli.watch.rules import LOGIT, Warning, warnings
+from megatron_muon.cli.watch.view import as_text, damage_lines, step_line, warning_lines
 from megatron_muon.dry_run.numbers import positive
 from megatron_muon.files.digest_text import printable
 
@@ -69,16 +69,20 @@ def _history(path: Path) -> History:
     return history
 
 
-def _follow(path: Path, logit_threshold: float, seconds: float) -> None:
+def _follow(path: Path, logit_threshold: float | None, seconds: float) -> None:
     """Show each new step until the command is stopped."""
     place, identity = 0, (-1, -1)
     history = History()
     shown: tuple[int, int] = (-1, 0)
     told: list[str] = []
+    waits = False
     while True:
         try:
             found = os.stat(path)
         except FileNotFoundError:  # the run has not started to log
+            if not waits:
+                print(f"waiting for {_printable(str(path))}", file=sys.stderr, flush=True)
+            waits = True
             time.sleep(seconds)
             continue
         if (found.st_dev, found.st_ino) != identity or found.st_size < place:
@@ -97,13 +101,13 @@ def _show_new(
     path: Path, history: History, found: Sequence[Warning], told: Sequence[str]
 ) -> list[str]:
     """The whole view on a terminal, else a line and the warnings that are new."""
-    lines = warning_lines(found)
+    lines = [*warning_lines(found), *damage_lines(history)]
     if sys.stdout.isatty():
         print("\033[H\033[2J", end="")
         _show(as_text(str(path), history, found))
-    elif history.steps:
+    else:
         new = [line for line in lines if line not in told]
-        _show("\n".join([step_line(history), *new]))
+        _show("\n".join([*([step_line(history)] if history.steps else []), *new]))
     return lines
 
 
@@ -157,9 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--logit-threshold",
         type=positive,
-        default=100.0,
         metavar="X",
-        help="warn about attention logits above it; %(default)s",
+        help=f"warn about attention logits above it; default the run's QK-Clip's, else {LOGIT:g}",
     )
     parser.add_argument(
         "--seconds",

@@ -58,6 +58,7 @@ class Start:
     ranks: int = 0
     muon_share: float | None = None
     planned: float | None = None
+    logit_threshold: float | None = None  # of the run's own clip of logits
     promised: dict[str, float] = field(default_factory=dict)
     full_rank: dict[str, float] = field(default_factory=dict)
 
@@ -195,6 +196,7 @@ def _start(record: Mapping[str, Any]) -> Start:
         _integer(record, "ranks"),
         _optional(record, "muon_share"),
         _optional(record, "newton_schulz_planned"),
+        _optional(record, "logit_threshold"),
     )
     for row, about in _mapping(record.get("rows", {}), "rows"):
         given = dict(_mapping(about, row))

@@ -13,6 +13,7 @@ LOW, HIGH = 0.5, 1.25  # of a promised update; five Newton-Schulz steps give 0.7
 GROWTH = 2.0  # of a layer's output, from the second quarter of the records to the last
 SETTLED = 1000  # steps; before, outputs grow from their start in every run
 FEWEST = 8  # records in which growth and lateness can be seen
+LOGIT = 100.0  # Kimi K2's threshold; a run's own clip has its own
 LATE = 1.5  # times the planned ratio between the slowest rank and the mean
 
 
@@ -29,15 +30,18 @@ class Warning:
     see: str
 
 
-def warnings(history: History, logit_threshold: float) -> list[Warning]:
+def warnings(history: History, logit_threshold: float | None) -> list[Warning]:
     """The warnings that the records so far give.
 
     Args:
         history: the records.
-        logit_threshold: largest attention logit without a warning.
+        logit_threshold: largest attention logit without a warning; None for that of the run's clip,
+            or ``LOGIT`` where it has none.
     """
     if not history.steps:
         return []
+    if logit_threshold is None:
+        logit_threshold = history.start.logit_threshold or LOGIT
     return [
         *_share(history),
         *_not_finite(history),

@@ -28,9 +28,9 @@ _WIDTH, _MOST_LAYERS = 40, 200
 def as_text(name: str, history: History, found: Sequence[Warning]) -> str:
     """The whole view."""
     if not history.steps:
-        return "\n".join([f"{name}: no step yet", *_faults(history)])
+        return "\n".join([f"{name}: no step yet", *damage_lines(history)])
     blocks = [_head(name, history), _matrices(history), _outputs(history)]
-    blocks += [_logits(history), warning_lines(found), _faults(history)]
+    blocks += [_logits(history), warning_lines(found), damage_lines(history)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -74,7 +74,7 @@ def _head(name: str, history: History) -> list[str]:
 
 def _matrices(history: History) -> list[str]:
     cells = [["matrices", *(heading for _, heading, _ in _COLUMNS)]]
-    for kind, rows in by_kind(history.rows("muon")).items():
+    for kind, rows in by_kind(_present(history, "muon")).items():
         cells.append([f"{kind} ({len(rows)})"])
         for name, _, divisor in _COLUMNS:
             divisors = getattr(history.start, divisor) if divisor else {}
@@ -102,7 +102,19 @@ def _logits(history: History) -> list[str]:
     return _aligned(cells) * (len(cells) > 1)
 
 
-def _faults(history: History) -> list[str]:
+def _present(history: History, kind: str) -> list[str]:
+    """The rows of the last step: after a restart under other splits, earlier ones are gone."""
+    last = history.steps[-1].numbers
+    present = {
+        row
+        for (of, row, _), at in history.columns.items()
+        if of == kind and at < len(last) and not math.isnan(last[at])
+    }
+    return [row for row in history.rows(kind) if row in present]
+
+
+def damage_lines(history: History) -> list[str]:
+    """A line for each damaged line of the file; the first ones, and the number of the others."""
     lines = [f"damaged: line {fault.line}: {fault.why}" for fault in history.faults]
     more = history.fault_count - len(lines)
     return [*lines, f"damaged: {more} more lines"] if more else lines

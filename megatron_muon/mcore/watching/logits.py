@@ -64,3 +64,19 @@ def kept_logits(model_chunks: Sequence[torch.nn.Module], is_clipped: bool) -> It
             if is_clipped or any(getattr(model, setting, False) for setting in asked):
                 heads, groups = model.num_attention_heads, model.num_query_groups
                 yield KeptLogits(f"{name}.{path}", core, heads, groups)
+
+
+def clip_threshold(model_chunks: Sequence[torch.nn.Module], own: float | None) -> float | None:
+    """The threshold of the run's clip of logits; None where nothing clips.
+
+    Args:
+        model_chunks: this rank's.
+        own: the plugin's setting (``MuonConfig.qk_clip``).
+    """
+    if own is not None:
+        return float(own)
+    for _, layer in layers(model_chunks):
+        model: Any = getattr(layer, "config", None)
+        if getattr(model, "qk_clip", False):
+            return float(model.qk_clip_threshold)
+    return None

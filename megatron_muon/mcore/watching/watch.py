@@ -18,7 +18,7 @@ from megatron_muon.mcore.process_groups import Stage
 from megatron_muon.mcore.shards import owned_shards
 from megatron_muon.mcore.watching.host import host
 from megatron_muon.mcore.watching.layer_outputs import LayerOutputs
-from megatron_muon.mcore.watching.logits import kept_logits
+from megatron_muon.mcore.watching.logits import clip_threshold, kept_logits
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
@@ -76,6 +76,7 @@ class Watch:
         self._first = muons[0][0]  # its groups are new objects after each load
         self._outputs = LayerOutputs(list(layers(model_chunks)), self._table)
         self._logits = list(kept_logits(model_chunks, config.qk_clip is not None))
+        self._threshold = clip_threshold(model_chunks, config.qk_clip)
         self._tp = stage.tp
         self._outputs.attach()  # the number of the first step is not known yet
         self._rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -160,7 +161,13 @@ class Watch:
         assert lines is not None
         if not self._has_started:
             lines.append(
-                start_record(self._table, version=__version__, interval=self._interval, time=now)
+                start_record(
+                    self._table,
+                    version=__version__,
+                    interval=self._interval,
+                    time=now,
+                    logit_threshold=self._threshold,
+                )
             )
             self._has_started = True
         groups = self._first.optimizer.param_groups

@@ -100,3 +100,15 @@ def test_every_warning_names_a_heading_of_the_page() -> None:
     for found, _ in SIGNS.values():
         for each in warnings(found, 100.0):
             assert f"### {each.see}\n" in page
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "fires"),
+    [(None, None, True), (30.0, 200.0, False), (150.0, None, False), (150.0, 120.0, True)],
+)
+def test_the_threshold_is_the_given_one_then_the_runs_then_100(
+    own: float | None, given: float | None, fires: bool
+) -> None:
+    large = {"logits": {LAYER: {"max_logit": 130.0}}}
+    found = history(lambda step: large, logit_threshold=own)
+    assert bool(warnings(found, given)) == fires

@@ -116,11 +116,15 @@ def test_the_picture_has_every_number(file: Path, tmp_path: Path) -> None:
         main([str(file), "--plot", str(tmp_path / "watch.nothing")])
 
 
-def _follow(file: Path) -> subprocess.Popen[str]:
+def _follow(file: Path, stderr: int | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megatron_muon.cli", "watch", str(file), "--follow"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        [*command, "--seconds", "0.02"], stdout=subprocess.PIPE, text=True, env=environment
+        [*command, "--seconds", "0.02"],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env=environment,
     )
 
 
@@ -145,3 +149,34 @@ def test_a_running_job_is_followed(file: Path) -> None:
         process.stdout.close()
     assert [line.split(";")[0] for line in lines] == ["step 20", "step 30", "step 5"]
     assert "update/promised 0.9" in lines[0]
+
+
+def test_rows_of_earlier_splits_are_not_shown(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run goes on in the same file under another split."""
+    after = (START + step(30)).replace(b"mlp.linear_fc1", b"mlp.linear_fc1[gate]")
+    file.write_bytes(START + step(10) + step(20) + after)
+    assert main([str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "decoder.mlp.linear_fc1[gate] (2)" in text and "linear_fc1 (2)" not in text
+
+
+def test_following_waits_for_the_file_and_names_damaged_lines(tmp_path: Path) -> None:
+    file = tmp_path / "later.jsonl"
+    process = _follow(file, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        assert process.stderr.readline() == f"waiting for {file}\n"
+        file.write_bytes(b"{\n")
+        first = process.stdout.readline()
+        with file.open("ab") as out:
+            out.write(START + step(10))
+        second = process.stdout.readline()
+    finally:
+        process.terminate()
+        process.wait(10)
+        process.stdout.close()
+        process.stderr.close()
+    assert first.startswith("damaged: line 1: no JSON")
+    assert second.startswith("step 10")  # a line that was named is not named again
