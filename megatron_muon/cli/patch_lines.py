@@ -1,6 +1,7 @@
 """Putting a patch that only adds lines into a file's bytes, and taking it out again.
 
-All other bytes stay: line ends, encoding, a last line without an end.
+All other bytes stay: line ends, encoding, a last line without an end. ``git apply`` would be the
+shorter way, but it refuses a file whose lines end in CRLF, as a checkout on Windows has them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ metadata on the field names, as Megatron-LM's parser has it (megatron/training/a
 before 0.16 that metadata is not there, and ``_UNMARKED`` stands in for it. ``_add_others`` has the
 flags that are no field or whose default is another one (megatron/training/arguments.py). Checked
 with the parsers of core_v0.12.3 to core_v0.19.0 and of main; ``versions`` has what only some have.
+
+Megatron-LM's own parser does not take its place where a checkout is at hand. It is not in
+megatron-core's wheel, so this one would stay, and the two would have to agree. It also refuses
+command lines of a GPU on a machine without one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The value of each of Muon's flags: the given one, else Megatron's default or the plugin's."""
+"""The value of each of Muon's flags: the given one, else Megatron's default or the plugin's.
+
+It stands apart from ``flags``, which adds them to a parser and makes the settings of them: together
+they would be one module of more than 500 lines.
+"""
 
 from __future__ import annotations
 
