@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_muon.watching.line_format import FORMAT
-from megatron_muon.watching.rows import SUMS, Row, Table
+from megatron_muon.watching.rows import SUMS, RecordRow, Table
 
 Record = dict[str, Any]
 
@@ -104,7 +104,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
             yield f"muon_newton_schulz_ms/{name}", value
 
 
-def _muon_numbers(row: Row, sums: Mapping[str, float]) -> dict[str, float]:
+def _muon_numbers(row: RecordRow, sums: Mapping[str, float]) -> dict[str, float]:
     """Of a row of matrices; without the directions' numbers where no matrix has a gradient."""
     elements, gradient = sums["elements"], sums["gradient_squares"]
     numbers = {
@@ -127,14 +127,14 @@ def _muon_numbers(row: Row, sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _adamw_numbers(row: Row, sums: Mapping[str, float]) -> dict[str, float]:
+def _adamw_numbers(row: RecordRow, sums: Mapping[str, float]) -> dict[str, float]:
     return {
         "weight_rms": _root(sums["weight_squares"], sums["elements"]),
         "gradient_rms": _root(sums["gradient_squares"], sums["elements"]),
     }
 
 
-def _layer_numbers(row: Row, sums: Mapping[str, float]) -> dict[str, float]:
+def _layer_numbers(row: RecordRow, sums: Mapping[str, float]) -> dict[str, float]:
     """Empty where no forward pass was seen, as inside a captured graph."""
     if not sums["elements"]:
         return {}

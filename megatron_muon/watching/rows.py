@@ -44,7 +44,7 @@ _GROUPED_EXPERT = re.compile(r"(\.experts\..*\.(?:weight|bias))\d+$")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RecordRow:
     """One row.
 
     Attributes:
@@ -77,7 +77,7 @@ def row_name(name: str) -> str:
     return row if part in ("", "expert") else f"{row}[{part}]"
 
 
-def muon_rows(matrices: Iterable[Matrix], config: MuonConfig) -> list[Row]:
+def muon_rows(matrices: Iterable[Matrix], config: MuonConfig) -> list[RecordRow]:
     """The rows of a stage's matrices."""
     members: dict[str, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
@@ -85,12 +85,12 @@ def muon_rows(matrices: Iterable[Matrix], config: MuonConfig) -> list[Row]:
     return [_muon_row(name, alike, config) for name, alike in sorted(members.items())]
 
 
-def _muon_row(name: str, matrices: Sequence[Matrix], config: MuonConfig) -> Row:
+def _muon_row(name: str, matrices: Sequence[Matrix], config: MuonConfig) -> RecordRow:
     elements = sum(matrix.numel for matrix in matrices)
     squares = sum(m.numel * promised_rms(m, config) ** 2 for m in matrices)
     ranks = sum(min(m.rows, m.cols) for m in matrices)
     count = len(matrices)
-    return Row("muon", name, elements, count, math.sqrt(squares / elements), ranks / count)
+    return RecordRow("muon", name, elements, count, math.sqrt(squares / elements), ranks / count)
 
 
 def promised_rms(matrix: Matrix, config: MuonConfig) -> float:
@@ -110,7 +110,7 @@ class Part:
         ranks: number of its ranks.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[RecordRow, ...]
     muon: int
     total: int
     flops: int
@@ -126,7 +126,7 @@ class Part:
     def of_text(text: str) -> Part:
         """The inverse of ``text``."""
         rows, *numbers = json.loads(text)
-        return Part(tuple(Row(*row) for row in rows), *numbers)
+        return Part(tuple(RecordRow(*row) for row in rows), *numbers)
 
 
 class Table:

@@ -28,7 +28,7 @@ from megatron_muon.version import __version__
 from megatron_muon.watching.lines import Lines
 from megatron_muon.watching.observer import MatrixObserver
 from megatron_muon.watching.record import scalars, start_record, step_record
-from megatron_muon.watching.rows import PLACE, Part, Row, Table, muon_rows, row_name
+from megatron_muon.watching.rows import PLACE, Part, RecordRow, Table, muon_rows, row_name
 from megatron_muon.watching.sums import Message, dot
 
 Muons = Sequence[tuple[Any, DistributedMuon]]
@@ -210,9 +210,9 @@ def _part(muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: 
     kept = kept_logits(model_chunks, config.qk_clip is not None)
     rows = [
         *muon_rows(matrices, config),
-        *(Row("adamw", name) for name in sorted(adamws)),
-        *(Row("layers", name) for name, _ in layers(model_chunks)),
-        *(Row("logits", name) for each in kept for name in each.rows()),
+        *(RecordRow("adamw", name) for name in sorted(adamws)),
+        *(RecordRow("layers", name) for name, _ in layers(model_chunks)),
+        *(RecordRow("logits", name) for each in kept for name in each.rows()),
     ]
     share = share_of(held, config, stage.sizes)
     work = [sum(flops) for flops in zip(*(muon.plan.ns_flops() for _, muon in muons), strict=True)]
