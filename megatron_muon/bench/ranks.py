@@ -43,6 +43,7 @@ class Task:
         gpus: whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo.
         threads: number of torch's threads per rank.
         seconds: timeout of the measurement, and of each collective.
+        before: called on each rank with its number, before torch's world is up.
     """
 
     run: Callable[[Any], Any]
@@ -51,6 +52,7 @@ class Task:
     gpus: bool
     threads: int
     seconds: float
+    before: Callable[[int], None] | None = None
 
 
 def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
@@ -163,6 +165,8 @@ def _run(task: Task, rank: int, rendezvous: str) -> Any:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(task.world), "LOCAL_RANK": str(rank)}
+    if task.before is not None:
+        task.before(rank)
     torch.set_num_threads(task.threads)
     if task.gpus:
         torch.cuda.set_device(rank)

@@ -8,6 +8,8 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from megatron_muon.files.writable import require_writable
 _DESCRIPTION = """\
 Train one small GPT with AdamW and with Muon over several topologies, on ranks of this machine: over
 NCCL with GPUs, over gloo without. Write a report: time of a step and of the optimizer, bytes beside
-AdamW's, memory measured and planned, losses, and the bandwidth at which Muon's advantage ends.
+AdamW's, memory measured and planned, losses, and the bandwidth at which Muon's advantage ends:
+measured over links that are slowed down between network namespaces, where that is allowed, and by a
+model.
 
 Under torchrun (RANK and WORLD_SIZE are set), every rank runs this command, and the topologies that
 have as many ranks are compared: see docs/compare.md."""
@@ -31,6 +35,7 @@ A training whose measurements are in --folder, with the same flags on the same m
 is not repeated. Exit status: 0; 1 where a rank failed or a file could not be written; 2 where
 arguments are wrong."""
 
+_LINKS = (1000.0, 100.0, 30.0)  # Mbit/s
 _ROWS = {"adamw": "adamw", "muon": "muon-contiguous"}
 
 
@@ -67,15 +72,43 @@ def main(argv: Sequence[str]) -> int:
             if given.plot is not None:
                 require_writable("--plot", given.plot)
                 require_chart("--plot", given.plot)
+            given.link_mbits, why_not = _links(given.link_mbits, launched)
         except (ValueError, TypeError, AssertionError, OSError, SeamError) as error:
             parser.error(" ".join(str(error).split()) or f"Megatron refuses this: {error!r}")
     from megatron_muon.bench.ranks import RankError
 
     try:
-        return _compare(given, argv, jobs, launched)
+        return _compare(given, argv, jobs, launched, why_not)
     except (RankError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
+
+
+def _links(asked: Sequence[float] | None, launched: bool) -> tuple[list[float], str | None]:
+    """The rates that are measured, and why there are none.
+
+    Raises:
+        ValueError: rates were asked for and cannot be measured here; says why.
+    """
+    import torch
+
+    from megatron_muon.bench.compare.links import why_not
+
+    if asked is not None and not asked:
+        return [], "--link-mbits names no rate"
+    if launched:
+        reason: str | None = "a launcher has started the ranks, where it wants them"
+    elif torch.cuda.device_count():
+        reason = "NCCL's ranks on one machine send over no network"
+    else:
+        reason = why_not()
+    if reason is None:
+        return list(dict.fromkeys(asked or _LINKS)), None
+    if asked:
+        raise ValueError(f"--link-mbits cannot be measured here: {reason}")
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"slow links are modelled, not measured: {reason}", file=sys.stderr, flush=True)
+    return [], reason
 
 
 def _enable_cpu(launched: bool) -> None:
@@ -134,9 +167,14 @@ def _jobs(
 
 
 def _compare(
-    given: Namespace, argv: Sequence[str], jobs: dict[Topology, dict[str, Any]], launched: bool
+    given: Namespace,
+    argv: Sequence[str],
+    jobs: dict[Topology, dict[str, Any]],
+    launched: bool,
+    no_links: str | None,
 ) -> int:
     from megatron_muon.bench.compare import report
+    from megatron_muon.bench.compare.compared import Compared, OverLinks
     from megatron_muon.bench.compare.figures import figures
     from megatron_muon.bench.compare.predicted import predicted
     from megatron_muon.cli.model_flags import megatron_is_quiet
@@ -148,16 +186,22 @@ def _compare(
         }
     trained, agreed = _launched_ranks() if launched else (_own_ranks(given), lambda found: found)
     where = _where()
+
+    def both_over(topology: Topology, mbits: float | None) -> dict[str, Any]:
+        made = {}
+        for optimizer, job in jobs[topology].items():
+            path = given.folder / f"{_file_name(topology, optimizer, mbits)}.json"
+            job = replace(job, link_mbits=mbits)
+            made[optimizer] = figures(optimizer, _measured(path, job, where, trained, agreed))
+        return made
+
     compared = []
-    for topology, both in jobs.items():
-        measured = {}
-        for optimizer, job in both.items():
-            path = given.folder / f"{topology}-{optimizer}.json"
-            ranks = _measured(path, job, where, trained, agreed)
-            measured[optimizer] = figures(optimizer, ranks)
-        compared.append(report.Compared(topology, **measured, predicted=planned[topology]))
+    for topology in jobs:
+        links = [OverLinks(mbits, **both_over(topology, mbits)) for mbits in given.link_mbits]
+        free = both_over(topology, None)
+        compared.append(Compared(topology, **free, predicted=planned[topology], links=tuple(links)))
     if int(os.environ.get("RANK", "0")) == 0 or not launched:
-        run = _run_of(given, argv, where)
+        run = _run_of(given, argv, where) | {"no_links": no_links}
         text = report.as_markdown(run, compared)
         (given.folder / "report.md").write_text(text)
         written = json.dumps(report.as_json(run, compared), indent=1) + "\n"
@@ -168,6 +212,10 @@ def _compare(
             draw(compared, given.plot)
         print(text)
     return 0
+
+
+def _file_name(topology: Topology, optimizer: str, mbits: float | None) -> str:
+    return f"{topology}-{optimizer}" + ("" if mbits is None else f"-{mbits:g}mbit")
 
 
 def _measured(
@@ -203,6 +251,7 @@ def _measured(
 
 def _own_ranks(given: Namespace) -> Callable[[Any], Any]:
     """Ranks that this process starts."""
+    from megatron_muon.bench.compare import links
     from megatron_muon.bench.compare.training import train
     from megatron_muon.bench.ranks import Task, gpus_for, run_ranks, threads_for
     from megatron_muon.dry_run.model import ranks_of
@@ -211,7 +260,11 @@ def _own_ranks(given: Namespace) -> Callable[[Any], Any]:
         world = ranks_of(job.flags).world
         gpus = gpus_for(world, "a topology", "--topologies")
         threads = threads_for(world, given.threads)
-        return run_ranks(Task(train, job, world, gpus, threads, 60 * given.minutes))
+        task = Task(train, job, world, gpus, threads, 60 * given.minutes)
+        if job.link_mbits is None:
+            return run_ranks(task)
+        with links.shaped(world, job.link_mbits) as namespaces:
+            return run_ranks(replace(task, before=partial(links.enter, namespaces)))
 
     return trained
 
@@ -293,6 +346,15 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ffn", **sizes, help="default: Megatron's, 4 x hidden")
     parser.add_argument("--micro-batch-size", **sizes, default=2, help="%(default)s")
     parser.add_argument("--global-batch-size", **sizes, default=16, help="%(default)s")
+    rates = " ".join(f"{rate:g}" for rate in _LINKS)
+    parser.add_argument(
+        "--link-mbits",
+        nargs="*",
+        type=up_to(100_000, least=0.1),
+        metavar="RATE",
+        help="rates of a rank's link that are measured too, in Mbit/s, as root on Linux over gloo; "
+        f"without a rate: a model only; default: {rates} where allowed",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="bars (png, svg, pdf)")
     parser.add_argument("--threads", **sizes, help="threads per rank (default: cores/ranks)")
     parser.add_argument(

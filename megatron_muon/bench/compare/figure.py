@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_muon.bench.compare.report import Compared
+from megatron_muon.bench.compare.compared import Compared
 
 _COLORS = {"adamw": "#d1495b", "muon": "#0b6e4f"}
 _NAMES = {"adamw": "AdamW", "muon": "Muon"}

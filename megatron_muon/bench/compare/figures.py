@@ -23,6 +23,7 @@ class Figures:
         megatrons, exchange: bytes that all ranks send for gradients and parameters, and for Muon.
         busiest: bytes of the exchange of the rank that sends most.
         state_bytes, peak_bytes: of the rank that has most.
+        link_bytes: of a step, of the rank that sends most over its link; 0 where it has none.
         losses: of each step.
     """
 
@@ -34,6 +35,7 @@ class Figures:
     busiest: int
     state_bytes: int
     peak_bytes: int
+    link_bytes: int
     losses: tuple[float, ...]
 
     @property
@@ -54,6 +56,7 @@ def figures(optimizer: str, ranks: Sequence[Trained]) -> Figures:
         busiest=max(sent),
         state_bytes=max(rank.state_bytes for rank in ranks),
         peak_bytes=max(rank.peak_bytes for rank in ranks),
+        link_bytes=max(rank.link_bytes for rank in ranks),
         losses=next(tuple(rank.losses) for rank in ranks if rank.losses),
     )
 
@@ -68,35 +71,3 @@ def bound(
     send as many elements each, so only their bytes per element count.
     """
     return 1 + gathered / (gradients + parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class SlowLink:
-    """At which bandwidth Muon's advantage in time ends, by a model of two numbers a step.
-
-    A step takes its compute, which is as measured, and its bytes divided by the bandwidth, nothing
-    overlapped. Muon needs 1 / (1 + lead) as many steps.
-
-    Attributes:
-        lead: the leading ratio that is assumed.
-        megabytes_per_second: of a rank's link; below it AdamW is faster. 0: at none, since Muon's
-            further bytes are fewer than those of the steps that it saves.
-        compute_decides: AdamW is faster at any bandwidth, by the compute alone.
-    """
-
-    lead: float
-    megabytes_per_second: float
-    compute_decides: bool
-
-
-def slow_link(adamw: Figures, muon: Figures, ranks: int, lead: float) -> SlowLink:
-    """See ``SlowLink``; bytes are those of a mean rank.
-
-    Muon's step may take 1 + lead times AdamW's: compute_m + bytes_m / B = (1 + lead) (compute_a +
-    bytes_a / B), solved for B.
-    """
-    saved = (1 + lead) * adamw.step_ms - muon.step_ms  # ms, the compute's
-    more = (muon.megatrons + muon.exchange) - (1 + lead) * (adamw.megatrons + adamw.exchange)
-    if saved <= 0:
-        return SlowLink(lead, 0.0, compute_decides=more >= 0)
-    return SlowLink(lead, max(0.0, more / ranks / saved / 1e3), compute_decides=False)

@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from megatron_muon.bench.compare.figures import (
-    GRADIENTS,
-    PARAMETERS,
-    TRAVELLING,
-    Figures,
-    bound,
-    slow_link,
-)
-from megatron_muon.bench.compare.predicted import Predicted
-from megatron_muon.bench.compare.topology import Topology
-
-LEADS = (0.1, 0.5, 1.0)  # leading ratios that the bandwidth is asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """AdamW and Muon over one topology."""
-
-    topology: Topology
-    adamw: Figures
-    muon: Figures
-    predicted: Predicted
-
-    @property
-    def byte_ratio(self) -> float | None:
-        """Bytes with Muon to those with AdamW; None where AdamW sends none."""
-        if not self.adamw.megatrons:
-            return None
-        return (self.muon.megatrons + self.muon.exchange) / self.adamw.megatrons
+from megatron_muon.bench.compare import slow_links
+from megatron_muon.bench.compare.compared import Compared, table
+from megatron_muon.bench.compare.figures import GRADIENTS, PARAMETERS, TRAVELLING, bound
 
 
 def as_json(run: dict[str, Any], compared: Sequence[Compared]) -> dict[str, Any]:
     """All figures.
 
     Args:
-        run: the command line, model, machine and versions.
+        run: the command line, model, machine and versions, and why no link was slowed, if so.
         compared: in the order of the topologies.
     """
     return {
@@ -60,15 +34,11 @@ def as_json(run: dict[str, Any], compared: Sequence[Compared]) -> dict[str, Any]
                 "muon": asdict(each.muon),
                 "byte_ratio": each.byte_ratio,
                 "predicted": asdict(each.predicted),
-                "slow_links": [asdict(_link(each, lead)) for lead in LEADS],
+                "slow_links": slow_links.as_json(each),
             }
             for each in compared
         ],
     }
-
-
-def _link(each: Compared, lead: float) -> Any:
-    return slow_link(each.adamw, each.muon, each.topology.world, lead)
 
 
 def as_markdown(run: dict[str, Any], compared: Sequence[Compared]) -> str:
@@ -78,7 +48,7 @@ def as_markdown(run: dict[str, Any], compared: Sequence[Compared]) -> str:
         f"`megatron-muon compare {' '.join(run['arguments'])}`",
         f"{run['model']}; {run['ranks']}; {run['versions']}.",
         "## Time\n\nMedian over the steps after the first two, of the slowest rank.",
-        _table(
+        table(
             ["topology", "AdamW: step, ms", "optimizer", "Muon: step, ms", "optimizer", "ratio"],
             [_time_row(each) for each in compared],
         ),
@@ -88,7 +58,7 @@ def as_markdown(run: dict[str, Any], compared: Sequence[Compared]) -> str:
         f"own algorithm sends at most {bound():.3f} times AdamW's; its bound of 1.25 holds where "
         "gradients and parameters travel in fp32. Bytes of tensor and pipeline parallelism are the "
         "same for both and are left out.",
-        _table(
+        table(
             [
                 "topology",
                 "AdamW, MB",
@@ -101,23 +71,17 @@ def as_markdown(run: dict[str, Any], compared: Sequence[Compared]) -> str:
         ),
         "## Memory\n\nfp32 main parameters and optimizer state of the fullest rank, measured and "
         "planned; peak of an optimizer step above that.",
-        _table(
+        table(
             ["topology", "AdamW, MB", "planned", "Muon, MB", "planned", "peaks, MB"],
             [_memory_row(each) for each in compared],
         ),
         f"## Losses\n\nOf a text that repeats itself, {len(compared[0].muon.losses)} steps: they "
         "show that both train, and nothing about which is better.",
-        _table(
+        table(
             ["topology", "AdamW: first, last", "Muon: first, last"],
             [_loss_row(each) for each in compared],
         ),
-        "## Slow links\n\nA model, not a measurement: compute as measured here, bytes divided by "
-        "the bandwidth of a rank's link, nothing overlapped. Muon's advantage in time to a loss "
-        "ends below these MB/s, if Muon leads by the ratio in the head of the column:",
-        _table(
-            ["topology", *(f"{lead:g}" for lead in LEADS)],
-            [[str(each.topology), *(_end(each, lead) for lead in LEADS)] for each in compared],
-        ),
+        *slow_links.as_markdown(compared, run["no_links"]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -165,17 +129,5 @@ def _loss_row(each: Compared) -> list[str]:
     ]
 
 
-def _end(each: Compared, lead: float) -> str:
-    link = _link(each, lead)
-    if link.compute_decides:
-        return "AdamW is faster at any"
-    return f"{link.megabytes_per_second:.2g}" if link.megabytes_per_second else "at none"
-
-
 def _mb(count: int) -> str:
     return f"{count / 1e6:.3f}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

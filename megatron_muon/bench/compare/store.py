@@ -19,6 +19,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "sent": (dict,),
     "state_bytes": (int,),
     "peak_bytes": (int,),
+    "link_bytes": (int,),
 }
 
 
@@ -33,7 +34,7 @@ def digest(job: Job, where: Mapping[str, str]) -> str:
     known = {
         "flags": {name: str(value) for name, value in sorted(vars(job.flags).items())},
         "row": [row.name, row.kind, str(row.config)],
-        "job": [job.lr, job.steps, job.micro_batch, job.micro_batches],
+        "job": [job.lr, job.steps, job.micro_batch, job.micro_batches, job.link_mbits],
         "where": dict(where),
     }
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]

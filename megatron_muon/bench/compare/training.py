@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_muon.bench.compare import links
 from megatron_muon.bench.step.build import Built, build
 from megatron_muon.bench.step.measure import main_params, states
 from megatron_muon.bench.step.meter import Stopwatch, count, peak_bytes
@@ -35,6 +36,7 @@ class Job:
         lr: its learning rate; warmed up over ``WARM_UP`` steps, then constant.
         steps: how many, at least ``WARM_UP`` + 1.
         micro_batch, micro_batches: sequences of a micro-batch, micro-batches of a rank and step.
+        link_mbits: rate of each rank's link (see ``links``); None: ranks share the machine's own.
     """
 
     flags: Namespace
@@ -43,6 +45,7 @@ class Job:
     steps: int
     micro_batch: int
     micro_batches: int
+    link_mbits: float | None = None
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Trained:
         sent: bytes to other ranks in a step's reduction, optimizer step and all-gather, by kind.
         state_bytes: bytes of fp32 main parameters and optimizer state.
         peak_bytes: peak bytes in an optimizer step above those before it.
+        link_bytes: mean over steps of all bytes that left by the rank's link, headers included.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -64,6 +68,7 @@ class Trained:
     sent: dict[str, int] = field(default_factory=dict)
     state_bytes: int = 0
     peak_bytes: int = 0
+    link_bytes: int = 0
 
 
 def train(job: Job) -> Trained:
@@ -88,6 +93,7 @@ class _Run:
         self._watch, self._device = watch, device
         self._losses: list[float] = []
         self._times: list[tuple[float, float]] = []
+        self._over_link: list[int] = []  # bytes of each timed step
         self._made = Trained()
         config = self._chunks[0].config
         config.pipeline_dtype = torch.bfloat16
@@ -96,7 +102,7 @@ class _Run:
 
     def step(self, number: int) -> None:
         """Forward, backward, reduction and optimizer step."""
-        begin = self._now()
+        sent, begin = links.bytes_sent(), self._now()
         self._forward_backward(number)
         self._reduce()
         reduced = self._now()
@@ -104,6 +110,7 @@ class _Run:
         end = self._now()
         if number >= WARM_UP:
             self._times.append((1e3 * (end - begin), 1e3 * (end - reduced)))
+            self._over_link.append(links.bytes_sent() - sent)
 
     def count_bytes(self, number: int) -> None:
         """Another step, whose bytes are counted."""
@@ -125,6 +132,7 @@ class _Run:
         """What was measured."""
         made = self._made
         made.losses = self._losses[: self._job.steps]
+        made.link_bytes = round(statistics.fmean(self._over_link))
         made.step_ms, made.optimizer_ms = map(statistics.median, zip(*self._times, strict=True))
         return made
 
