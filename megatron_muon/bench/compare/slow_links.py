@@ -22,7 +22,8 @@ from megatron_muon.bench.compare.links import BURST_SECONDS, LEAST_BURST
 _MODEL = (
     "The model takes a step as measured without slow links, and adds a mean rank's bytes of "
     "gradients, parameters and exchange over the bandwidth of its link, nothing overlapped. Bytes "
-    "of tensor and pipeline parallelism, which both optimizers send, are not in it."
+    "of tensor and pipeline parallelism, which both optimizers send, are not in it, and gloo sends "
+    "a reduce-scatter's bytes twice."
 )
 _ENDS = (
     "Muon's advantage in time to a loss ends below these Mbit/s, if Muon leads by the ratio in "
