@@ -16,7 +16,8 @@ from support import ROOT
 EVIDENCE = ROOT / "examples" / "evidence"
 QUICKSTART = ROOT / "examples" / "quickstart"
 REPORT = (EVIDENCE / "README.md").read_text()
-OWN = ("training", "reports", "convergence", "finetuning", "stress", "sweep", "arguments", "corpus")
+OWN = ("training", "reports", "convergence", "finetuning", "stress", "topologies", "sweep")
+OWN += ("arguments", "corpus")
 
 
 @pytest.fixture
@@ -50,6 +51,35 @@ def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
         assert table in REPORT
     for name in ("finetuning", "stress"):
         assert script(name).table(recorded(f"{name}.json")) in REPORT
+
+
+@pytest.mark.parametrize("name", ["compare", "links"])
+def test_the_report_has_the_tables_over_topologies_as_they_are_printed(
+    name: str, script: Any
+) -> None:
+    found = recorded(f"{name}.json")
+    for table in script("topologies").tables(found).split("\n\n"):
+        assert table in REPORT
+    arguments = " ".join(found["run"]["arguments"]).replace("examples/evidence/", "")
+    assert f"megatron-muon compare {arguments}" in REPORT
+
+
+def test_bytes_over_topologies_are_the_plans_and_state_is_near_it() -> None:
+    for each in recorded("compare.json")["topologies"]:
+        assert each["muon"]["exchange"] == each["predicted"]["exchange"]
+        for name in ("adamw", "muon"):
+            planned = each["predicted"][f"{name}_state"]
+            assert each[name]["state_bytes"] == pytest.approx(planned, rel=2e-4)
+
+
+def test_the_ends_of_an_advantage_are_words_and_rates(script: Any) -> None:
+    end = script("topologies")._end
+    change = {"mbits": 42.12, "ends": True, "between": [30.0, None]}
+    assert end({"changes": [change]}) == "ends 42.1 (30 to as it is)"
+    later = {"mbits": 7.0, "ends": False, "between": None}
+    assert end({"changes": [change, later]}).endswith(", then begins 7")
+    assert end({"changes": [], "ahead_without_limit": True}) == "Muon at all"
+    assert end({"changes": [], "ahead_without_limit": False}) == "AdamW at all"
 
 
 def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:

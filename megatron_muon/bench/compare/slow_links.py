@@ -61,7 +61,8 @@ def as_markdown(compared: Sequence[Compared], why_not: str | None) -> list[str]:
         f"of the busiest rank in a step, all of it. {_MODEL}",
         steps_table(compared),
         f"{_ENDS} In brackets are the measured rates on either side, with a straight line of "
-        "times over 1 / rate between them. *none* is no limit but the machine's.",
+        "times over 1 / rate between them; *none* is no limit but the machine's. Several changes "
+        "of one topology show that noise decides there.",
         _ends_table(compared),
     ]
 
