@@ -73,7 +73,7 @@ def ends(found: dict[str, Any]) -> str:
 
 def _end(found: dict[str, Any]) -> str:
     if not found["changes"]:
-        return "Muon at all" if found["ahead_without_limit"] else "AdamW at all"
+        return "Muon at every rate" if found["ahead_without_limit"] else "AdamW at every rate"
     return ", then ".join(map(_change, found["changes"]))
 
 

@@ -78,8 +78,8 @@ def test_the_ends_of_an_advantage_are_words_and_rates(script: Any) -> None:
     assert end({"changes": [change]}) == "ends 42.1 (30 to as it is)"
     later = {"mbits": 7.0, "ends": False, "between": None}
     assert end({"changes": [change, later]}).endswith(", then begins 7")
-    assert end({"changes": [], "ahead_without_limit": True}) == "Muon at all"
-    assert end({"changes": [], "ahead_without_limit": False}) == "AdamW at all"
+    assert end({"changes": [], "ahead_without_limit": True}) == "Muon at every rate"
+    assert end({"changes": [], "ahead_without_limit": False}) == "AdamW at every rate"
 
 
 def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:

@@ -131,7 +131,7 @@ def _ratio(timed: Timed) -> float:
 
 def _text(found: Advantage) -> str:
     if not found.changes:
-        return f"{'Muon' if found.ahead else 'AdamW'} at all"
+        return f"{'Muon' if found.ahead else 'AdamW'} at every rate"
     return ", then ".join(map(_change_text, found.changes))
 
 

@@ -86,7 +86,7 @@ def test_the_report_has_measured_rows_and_the_model_beside_them() -> None:
     each = Compared(Topology(dp=4), ADAMW, MUON, Predicted(0, 0, 0, 0), (OverLinks(90.0, *slow),))
     page = "\n".join(slow_links.as_markdown([each], None))
     assert "| dp4 | 90 | 200 | 233 | 2.00 | 300 | 310 | 3.00 | 1.50 | 1.33 |" in page
-    assert "| dp4 | AdamW at all |" not in page
+    assert "| dp4 | AdamW at every rate |" not in page
     written = json.loads(json.dumps(slow_links.as_json(each), allow_nan=False))
     assert written["steps"][0]["ratio"] == 1.5
     assert written["measured"][0]["lead"] == 0.1
