@@ -79,20 +79,6 @@ SEAMS = (
         part="bench",
     ),
     Seam(
-        _STATE,
-        "get_data_parallel_group",
-        "called",
-        "the ranks whose batches differ; with_context_parallel adds those of CP",
-        part="bench",
-    ),
-    Seam(
-        "megatron.core.pipeline_parallel",
-        "get_forward_backward_func",
-        "called",
-        "forward and backward of a step, over pipeline stages too",
-        part="bench",
-    ),
-    Seam(
         _DDP,
         "DistributedDataParallel.start_grad_sync",
         "called",
