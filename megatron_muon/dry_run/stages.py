@@ -272,13 +272,23 @@ def planned_optimizers(
     """The DistributedOptimizers of this rank's chunks, in the order of their steps."""
     early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
     parts = (chunks[:1], chunks[1:]) if early else (chunks,)
-    planned = [_planned(config, ranks, part, device, experts=False) for part in parts]
-    planned.append(_planned(config, ranks, chunks, device, experts=True))
-    return [one for one in planned if one is not None]
+    planned: list[Planned] = []
+    for part, experts in [*((part, False) for part in parts), (chunks, True)]:
+        plans = [one.plan for one in planned]
+        one = _planned(config, ranks, part, device, plans, experts=experts)
+        if one is not None:
+            planned.append(one)
+    return planned
 
 
 def _planned(
-    config: MuonConfig, ranks: Ranks, chunks: Sequence[Any], device: Device, *, experts: bool
+    config: MuonConfig,
+    ranks: Ranks,
+    chunks: Sequence[Any],
+    device: Device,
+    earlier: Sequence[ExchangePlan],
+    *,
+    experts: bool,
 ) -> Planned | None:
     """One DistributedOptimizer with its exchange plan, as ``mcore.build`` makes it."""
     kind = "expert_parallel_buffers" if experts else "buffers"
@@ -290,7 +300,7 @@ def _planned(
     parameters = on_every_ep_rank([p for _, p in here], ep_size, local_experts(chunks, ep_size))
     grid = world.expert_grid(ranks) if experts else world.dense_grid(ranks)
     start = time.process_time()
-    plan = make_plan(parameters, grid, config, device)
+    plan = make_plan(parameters, grid, config, device, earlier)
     seconds = time.process_time() - start
     return Planned(plan, experts, buffers, {param for param, _ in here}, seconds)
 

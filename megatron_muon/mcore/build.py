@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,7 @@ from megatron_muon.planning.describe import (
     newton_schulz_line,
     start_line,
 )
-from megatron_muon.planning.plan import make_plan
+from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.runtime.consensus import (
     PlanMismatchError,
     agree_everywhere,
@@ -191,11 +192,17 @@ def _made_together(
 ) -> list[tuple[Any, DistributedMuon]]:
     """Each part that is no stub, with its Muon; an error of one rank stops the whole world."""
     muons: list[tuple[Any, DistributedMuon]] = []
+    plans: list[ExchangePlan] = []
     error: BaseException | None = None
     for part in parts:
         if part.is_stub_optimizer:
             continue
-        muon, own = attempt(partial(_agreed_muon, part, config, stage))
+        agreed_on, own = attempt(partial(_agreed_plan, part, config, stage, plans))
+        error = error or own
+        if agreed_on is None:
+            continue
+        plans.append(agreed_on.plan)
+        muon, own = attempt(partial(_muon_of, part, agreed_on, config, stage))
         error = error or own
         if muon is not None:
             muons.append((part, muon))
@@ -203,10 +210,26 @@ def _made_together(
     return muons
 
 
-def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> DistributedMuon:
-    """The Muon part of this rank, once all ranks of the stage agree on its plan.
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """The plan of a DistributedOptimizer, and this rank's Muon parameters by their place in it."""
+
+    plan: ExchangePlan
+    mine: dict[int, Any]
+
+
+def _agreed_plan(
+    dist_opt: Any, config: MuonConfig, stage: Stage, earlier: Sequence[ExchangePlan]
+) -> _Agreed:
+    """The plan of an optimizer, once all ranks of the stage agree on it.
 
     This rank raises an error of its own only after that agreement, so that no other rank waits.
+
+    Args:
+        dist_opt: Megatron's DistributedOptimizer.
+        config: the settings.
+        stage: the stage of this rank.
+        earlier: plans of the optimizers before it, see ``make_plan``.
     """
     coordinates, kind = stage.coordinates(dist_opt), plan_device(stage.device)
     mine: Located = []
@@ -219,10 +242,11 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
         mine = muon_parameters(
             dist_opt.model_chunks, dist_opt.buffers, stage.sizes.tp, stage.sizes.expert_tp, config
         )
-        description = agreed.description([parameter for _, parameter in mine], config, kind)
+        here = [parameter for _, parameter in mine]
+        description = agreed.description(here, config, kind, earlier)
     except Exception as routing_error:
         error = routing_error
-        description = [*agreed.description([], config, kind), f"error: {routing_error}"]
+        description = [*agreed.description([], config, kind, earlier), f"error: {routing_error}"]
     try:
         grid = agree_on_grid(coordinates, description, stage.group, stage.device)
     except PlanMismatchError as mismatch:
@@ -232,11 +256,19 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
     here = [parameter for _, parameter in mine]
     ep_rank, ep_size = coordinates.ep_rank, coordinates.ep_size
     everywhere = on_every_ep_rank(here, ep_size, local_experts(dist_opt.model_chunks, ep_size))
-    plan = make_plan(everywhere, grid, config, kind)
+    plan = make_plan(everywhere, grid, config, kind, earlier)
+    first = ep_rank * len(mine)  # index of this EP rank's first parameter
+    return _Agreed(plan, {first + at: param for at, (param, _) in enumerate(mine)})
+
+
+def _muon_of(
+    dist_opt: Any, agreed_on: _Agreed, config: MuonConfig, stage: Stage
+) -> DistributedMuon:
+    """The Muon part of this rank."""
+    plan = agreed_on.plan
     own, meter = plan.for_rank(dist.get_rank(stage.group)), Meter()
     shards = dict(owned_shards(dist_opt))
-    first = ep_rank * len(mine)  # index of this EP rank's first parameter
-    main_params = {index: shards[mine[index - first][0]] for index in own.pieces}
+    main_params = {index: shards[agreed_on.mine[index]] for index in own.pieces}
     exchange = Exchange(own, plan.matrices, stage.group, travel_dtype(config), stage.device, meter)
     phase = phases(lambda: dist_opt.config.timers)
     elementwise = elementwise_on(stage.device, config)
@@ -244,7 +276,15 @@ def _agreed_muon(dist_opt: Any, config: MuonConfig, stage: Stage) -> Distributed
 
 
 def _start_muon(dist_opt: Any) -> None:
-    dist_opt.optimizer.start_muon()
+    """Start an optimizer's step before the one before it waits for its last directions.
+
+    The experts' first round is orthogonalized then, too. Another dense optimizer only starts:
+    Megatron gathers the parameters of the one before it as soon as that has stepped.
+    """
+    if process_groups.has_experts(dist_opt):
+        dist_opt.optimizer.begin_muon()
+    else:
+        dist_opt.optimizer.start_muon()
 
 
 def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:

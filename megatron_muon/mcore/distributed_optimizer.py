@@ -59,6 +59,10 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
             """Begin Muon's part of the next step, once its gradients are ready."""
             self.muon.start(self.param_groups, self.state)
 
+        def begin_muon(self) -> None:
+            """``start_muon``, and orthogonalize the first round."""
+            self.muon.begin(self.param_groups, self.state)
+
         @torch.no_grad()
         def step(self, closure: None = None, **kwargs: Any) -> None:
             if closure is not None:

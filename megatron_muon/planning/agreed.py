@@ -9,20 +9,31 @@ from dataclasses import fields
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device, costs_follow_device
 from megatron_muon.planning.layout import Parameter
+from megatron_muon.planning.plan import ExchangePlan
 
 
 def description(
-    parameters: Sequence[Parameter], config: MuonConfig, device: Device = "cuda"
+    parameters: Sequence[Parameter],
+    config: MuonConfig,
+    device: Device = "cuda",
+    earlier: Sequence[ExchangePlan] = (),
 ) -> list[str]:
     """All inputs of a plan but the grid, one per line.
 
     A line is a name and a value, ``setting momentum: 0.95``, so an error names the line that
     differs. The kind of device has a line only where costs depend on it: with the standard
-    iteration and plain products, kinds may differ.
+    iteration and plain products, kinds may differ. Of ``earlier`` plans, whose homes this plan's
+    depend on, there is a fingerprint.
     """
     devices = [f"kind of device: {device}"] if costs_follow_device(config, device) else []
     settings = [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]
-    return [*settings, *devices, *map(_describe, parameters)]
+    before = [f"homes of optimizer {at}: {_homes(plan)}" for at, plan in enumerate(earlier)]
+    return [*settings, *devices, *before, *map(_describe, parameters)]
+
+
+def _homes(plan: ExchangePlan) -> str:
+    homes = [f"{matrix.name} {matrix.home}" for matrix in plan.matrices]
+    return fingerprint(homes).hex()[:16]
 
 
 def _describe(parameter: Parameter) -> str:

@@ -9,15 +9,20 @@ Only work decides whether a matrix leaves the rank that holds most of it: it doe
 would pass ``HOME_SLACK``. If bytes counted too, ranks that receive pieces would give away matrices
 that they hold whole, and more bytes would move. Time decides where it goes: to the rank with the
 least work, or to one that holds some of it, if that ends sooner and stays within ``HOME_LIMIT``.
+That is the rank with the least work of the neighbours of the one that holds most, a node's GPUs,
+unless it would pass ``HOME_SLACK``, too.
 So whatever the speeds, no rank has more work than ``HOME_LIMIT`` × max(mean, largest matrix), or
 4/3 of the busiest rank's in the optimal assignment, whichever is more (``test_homes.py``).
+
+A stage's optimizers have homes on the same ranks. The dense one chooses first, that of the experts
+sees what every rank has by then (``Loads``), and the mean is one of both. So a rank with a large
+dense matrix gives experts away, and a rank with few dense ones takes them.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,6 +33,7 @@ from megatron_muon.config import HomePolicy, MuonConfig
 # matrix); up to LIMIT × that, where another rank would end later.
 HOME_SLACK = Fraction(105, 100)
 HOME_LIMIT = Fraction(110, 100)
+_NEIGHBOURS = 8  # ranks of a stage that are most likely GPUs of one node
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,19 @@ class Price:
     element: int
 
 
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What each rank has to do already: flops, and time in the unit of ``Price``."""
+
+    flops: tuple[int, ...]
+    times: tuple[int, ...]
+
+    @staticmethod
+    def none(size: int) -> Loads:
+        """Those of ``size`` ranks that have nothing to do yet."""
+        return Loads((0,) * size, (0,) * size)
+
+
 def prices(config: MuonConfig, itemsize: int) -> Price:
     """Prices from the two speeds, in a unit in which nothing is rounded.
 
@@ -77,28 +96,32 @@ def choose_homes(
     policy: HomePolicy,
     price: Price,
     chosen: Mapping[int, int] | None = None,
+    before: Loads | None = None,
 ) -> list[int]:
     """The home of each matrix; matrices with most work are assigned first.
 
     Args:
-        matrices: all matrices of the stage.
+        matrices: all matrices of an optimizer of the stage.
         size: number of ranks in the stage.
         policy: ``local`` keeps the rank that holds most; ``balanced`` does so until that rank's
             work would pass ``HOME_SLACK`` × max(ideal, largest matrix), then takes the rank with
-            the least work, or one that holds some, ends sooner and stays within ``HOME_LIMIT``.
+            the least work, a neighbour's first, or one that holds some, ends sooner and stays
+            within ``HOME_LIMIT``.
             Ties go to the rank with the least time (under TP all holders tie), then the lowest.
         price: the prices of work and of bytes.
         chosen: homes that are chosen already, by matrix.
+        before: what ranks have to do for other optimizers of the stage; None: nothing.
     """
     chosen = {} if chosen is None else chosen
-    works, times = [0] * size, [0] * size
+    before = Loads.none(size) if before is None else before
+    works, times = list(before.flops), list(before.times)
     homes = [chosen.get(index, 0) for index in range(len(matrices))]
     for index, home in chosen.items():
         works[home] += matrices[index].flops
         times[home] += _time(matrices[index], home, price)
     by_work = [(works[rank], rank) for rank in range(size)]  # outdated entries are skipped
     heapq.heapify(by_work)
-    slack, limit = (_of_ideal(factor, matrices, size) for factor in (HOME_SLACK, HOME_LIMIT))
+    slack, limit = (_of_ideal(factor, matrices, before) for factor in (HOME_SLACK, HOME_LIMIT))
     for index in sorted(range(len(matrices)), key=lambda i: (-matrices[i].flops, i)):
         if index in chosen:
             continue
@@ -108,10 +131,14 @@ def choose_homes(
         if policy == "balanced" and works[home] + flops > slack:
             while by_work[0][0] != works[by_work[0][1]]:
                 heapq.heappop(by_work)
+            first = home // _NEIGHBOURS * _NEIGHBOURS
+            idle = min((works[r], r) for r in range(first, min(first + _NEIGHBOURS, size)))
+            if idle[0] + flops > slack:
+                idle = by_work[0]
             near = [rank for rank in held if works[rank] + flops <= limit]
             home = min(  # by the time at which it would end, without terms that all have
                 (times[rank] - 2 * held.get(rank, 0) * price.element, rank)
-                for rank in (*near, by_work[0][1])
+                for rank in (*near, idle[1])
             )[1]
         homes[index] = home
         works[home] += flops
@@ -120,19 +147,19 @@ def choose_homes(
     return homes
 
 
-def busiest_time(works: Sequence[Work], homes: Sequence[int], price: Price) -> int:
-    """The time of the rank that has most, in the unit of ``price``."""
-    times: dict[int, int] = defaultdict(int)
+def busiest_time(works: Sequence[Work], homes: Sequence[int], price: Price, before: Loads) -> int:
+    """The time of the rank that has most, in the unit of ``price``; see ``choose_homes``."""
+    times = list(before.times)
     for work, home in zip(works, homes, strict=True):
         times[home] += _time(work, home, price)
-    return max(times.values(), default=0)
+    return max(times)
 
 
 def _time(matrix: Work, home: int, price: Price) -> int:
     return matrix.flops * price.flop + matrix.moved(home) * price.element
 
 
-def _of_ideal(factor: Fraction, matrices: Sequence[Work], size: int) -> int:
+def _of_ideal(factor: Fraction, matrices: Sequence[Work], before: Loads) -> int:
     """``factor`` × max(ideal, largest matrix), rounded down: the same limit for whole flops."""
-    flops = [matrix.flops for matrix in matrices]
-    return factor * max(sum(flops), size * max(flops, default=0)) // size
+    flops, size = [matrix.flops for matrix in matrices], len(before.flops)
+    return factor * max(sum(flops) + sum(before.flops), size * max(flops, default=0)) // size

@@ -20,7 +20,7 @@ from megatron_muon.orthogonalize.iteration import (
     sums_of_squares,
 )
 from megatron_muon.planning.grid import RankGrid, held_pieces
-from megatron_muon.planning.homes import Work, busiest_time, choose_homes, prices
+from megatron_muon.planning.homes import Loads, Work, busiest_time, choose_homes, prices
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds import make_rounds
@@ -131,7 +131,11 @@ class ExchangePlan:
 
 
 def make_plan(
-    parameters: Sequence[Parameter], grid: RankGrid, config: MuonConfig, device: Device = "cuda"
+    parameters: Sequence[Parameter],
+    grid: RankGrid,
+    config: MuonConfig,
+    device: Device = "cuda",
+    earlier: Sequence[ExchangePlan] = (),
 ) -> ExchangePlan:
     """Choose the homes and lay out every segment.
 
@@ -140,11 +144,15 @@ def make_plan(
         grid: the stage's ranks.
         config: ``homes``, the two speeds, ``round_bytes`` and the Newton-Schulz settings are read.
         device: the kind of device of all ranks, on which an iteration's cost depends.
+        earlier: plans of the stage's optimizers that step before this one. Homes balance the work
+            of all of them.
 
     Raises:
-        ValueError: the pieces do not cover a parameter exactly once.
+        ValueError: the pieces do not cover a parameter exactly once, or the plans have other ranks.
     """
-    draft = _draft(_in_strips(parameters, grid, config, device), grid, config, device)
+    before = _loads(earlier, grid.size, config, device)
+    cut = _in_strips(parameters, grid, config, device, before)
+    draft = _draft(cut, grid, config, device, before)
     parameters = draft.parameters
     matrices = tuple(
         _homed(parameter, shape, home)
@@ -178,7 +186,11 @@ class _Draft:
 
 
 def _draft(
-    parameters: Sequence[Parameter], grid: RankGrid, config: MuonConfig, device: Device
+    parameters: Sequence[Parameter],
+    grid: RankGrid,
+    config: MuonConfig,
+    device: Device,
+    before: Loads,
 ) -> _Draft:
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
     runs = list(_all_runs(parameters, grid))
@@ -192,14 +204,34 @@ def _draft(
         )
         for (_, shape), by_rank in zip(shapes, held, strict=True)
     ]
-    chosen = strip_homes([shape.strip for _, shape in shapes], works, grid.size)
+    chosen = strip_homes([shape.strip for _, shape in shapes], works, before.flops)
     price = prices(config, _itemsize(config))
-    homes = choose_homes(works, grid.size, config.homes, price, chosen)
+    homes = choose_homes(works, grid.size, config.homes, price, chosen, before)
     return _Draft(parameters, shapes, runs, works, homes)
 
 
+def _loads(plans: Sequence[ExchangePlan], size: int, config: MuonConfig, device: Device) -> Loads:
+    """What each rank has to do by some plans: their Newton-Schulz, and its link as a home."""
+    flops, times, price = [0] * size, [0] * size, prices(config, _itemsize(config))
+    for plan in plans:
+        if plan.size != size:
+            raise ValueError(f"a stage's optimizers have its {size} ranks, not {plan.size}")
+        moved = [_square_elements(matrix, size, config, device) for matrix in plan.matrices]
+        for segment in plan.segments:
+            if segment.rank != plan.matrices[segment.matrix].home:
+                moved[segment.matrix] += segment.elements.size * (1 if segment.replica else 2)
+        for matrix, work, elements in zip(plan.matrices, plan.flops, moved, strict=True):
+            flops[matrix.home] += work
+            times[matrix.home] += work * price.flop + elements * price.element
+    return Loads(tuple(flops), tuple(times))
+
+
 def _in_strips(
-    parameters: Sequence[Parameter], grid: RankGrid, config: MuonConfig, device: Device
+    parameters: Sequence[Parameter],
+    grid: RankGrid,
+    config: MuonConfig,
+    device: Device,
+    before: Loads,
 ) -> Sequence[Parameter]:
     """The parameters with the matrices cut that ``config.split_matrices`` asks for."""
     asked = config.split_matrices
@@ -215,8 +247,8 @@ def _in_strips(
         return [in_strips(parameter, count_of) for parameter in parameters]
 
     def time_of(counts: Mapping[tuple[int, int], int]) -> int:
-        draft = _draft(cut(counts), grid, config, device)
-        return busiest_time(draft.works, draft.homes, prices(config, _itemsize(config)))
+        draft = _draft(cut(counts), grid, config, device, before)
+        return busiest_time(draft.works, draft.homes, prices(config, _itemsize(config)), before)
 
     shapes = {(m.rows, m.cols) for parameter in parameters for m in parameter.matrices}
     return cut(choose_counts(sorted(shapes), grid.size, time_of))
@@ -226,7 +258,9 @@ def _itemsize(config: MuonConfig) -> int:
     return 4 if config.ns_dtype == "fp32" else 2
 
 
-def _square_elements(shape: MatrixShape, size: int, config: MuonConfig, device: Device) -> int:
+def _square_elements(
+    shape: MatrixShape | Matrix, size: int, config: MuonConfig, device: Device
+) -> int:
     """Elements of squares that the home of a strip sends."""
     if shape.strip is None:
         return 0
@@ -296,21 +330,37 @@ def _rounds(
 
     If all rounds are alike, a home has at most three copies of a matrix: the one that is
     orthogonalized, the message that it comes in and the one that it goes in. Another rank has two
-    copies of a piece. So in each of two rounds a matrix counts 3/2 at its home, a piece 1. Where
-    nothing travels, as with an expert DP of 1, one round uses memory: a matrix counts 1/2.
+    copies of a piece. So in each of two rounds a matrix counts 3/2 at its home, a piece 1.
+
+    Where every matrix lies whole on one rank, as with an expert DP of 1, most stay there. Of a
+    round in which nothing travels there is one copy, and none of its neighbours if nothing travels
+    in them either: a matrix counts 1/2. Those rounds come first, so a rank that has more to do for
+    another optimizer, and gives matrices away for that, is as far as the others when these travel.
+    Beside the last of them there are pieces that come, in 2/3 of what a round may take: if anything
+    travels, a matrix that stays counts 3/4.
     """
-    homed: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
-    taken: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
     owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
     moved = list(zip(owner, matrices, held, strict=True))
-    halves = 3 if any(set(by_rank) != {matrix.home} for _, matrix, by_rank in moved) else 1
+    travels = {index for index, matrix, by_rank in moved if set(by_rank) != {matrix.home}}
+    if any(len(by_rank) > 1 for by_rank in held):
+        travels = set(range(len(parameters)))
+    homed: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
+    taken: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
     for index, matrix, by_rank in moved:
         homed[index][matrix.home] += matrix.numel * itemsize
         for rank, elements in by_rank.items():
             if rank != matrix.home:
                 taken[index][rank] += elements * itemsize
-        taken[index][matrix.home] += -(-halves * matrix.numel * itemsize // 2)
-    return make_rounds(homed, taken, config.round_bytes)
+        quarters = 6 if index in travels else 3 if travels else 2
+        taken[index][matrix.home] += -(-quarters * matrix.numel * itemsize // 4)
+    stay = [index for index in range(len(parameters)) if index not in travels]
+    return tuple(
+        tuple(some[at] for at in round)
+        for some in (stay, sorted(travels))
+        for round in make_rounds(
+            [homed[index] for index in some], [taken[index] for index in some], config.round_bytes
+        )
+    )
 
 
 class _Run(NamedTuple):

@@ -93,7 +93,7 @@ def _of_block(block: Block, strips: Sequence[_Cut], first: int, tp_rank: int) ->
 
 
 def strip_homes(
-    strips: Sequence[Strip | None], works: Sequence[Work], size: int
+    strips: Sequence[Strip | None], works: Sequence[Work], before: Sequence[int]
 ) -> Mapping[int, int]:
     """The homes of strips, by the index of the matrix.
 
@@ -104,10 +104,10 @@ def strip_homes(
     Args:
         strips: of each matrix of the stage, in order; None for a whole one.
         works: their work.
-        size: number of ranks in the stage.
+        before: flops that each rank of the stage has to do already.
     """
+    size, loads = len(before), list(before)
     shared = [index for index, strip in enumerate(strips) if strip is not None and not strip.number]
-    loads = [0] * size
     homes: dict[int, int] = {}
     for first in sorted(shared, key=lambda index: (-works[index].flops, index)):
         strip = strips[first]

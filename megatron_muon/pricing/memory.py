@@ -184,19 +184,13 @@ class _Live:
 
 
 def _peak(optimizers: Sequence[Sequence[_Sizes]]) -> int:
-    """The order is that of ``DistributedMuon.step``, where experts start before the end."""
+    """The order is that of ``DistributedMuon.step``, where experts begin before the end."""
     live = _Live()
-    begun = False
-    for at, rounds in enumerate(optimizers):
-        if not begun:
-            _begin(rounds, live)
-        begun = False
-        _run(rounds, live)
-        if at + 1 < len(optimizers):
-            _begin(optimizers[at + 1], live)
-            begun = True
-        if rounds and rounds[-1].travels:
-            _finish(rounds[-1], live)
+    last: _Sizes | None = None
+    for rounds in optimizers:
+        _begin(rounds, live)
+        _run(rounds, live, last)
+        last = rounds[-1] if rounds and rounds[-1].travels else None
     return live.most
 
 
@@ -205,7 +199,10 @@ def _begin(rounds: Sequence[_Sizes], live: _Live) -> None:
         _start(rounds[0], live)
 
 
-def _run(rounds: Sequence[_Sizes], live: _Live) -> None:
+def _run(rounds: Sequence[_Sizes], live: _Live, last: _Sizes | None) -> None:
+    """All rounds of an optimizer; after its first, the one before it finishes its ``last``."""
+    if last is not None and not rounds:
+        _finish(last, live)
     for number, sizes in enumerate(rounds):
         if not sizes.travels:
             _start(sizes, live)
@@ -215,6 +212,8 @@ def _run(rounds: Sequence[_Sizes], live: _Live) -> None:
         live.free(sizes.scratch)
         if number and rounds[number - 1].travels:
             _finish(rounds[number - 1], live)
+        if not number and last is not None:
+            _finish(last, live)
         _leave(sizes, live)
         if not sizes.travels:
             _finish(sizes, live)

@@ -3,7 +3,7 @@
 The order is that of ``DistributedMuon.step``. The momentum and the gather of round k + 1 start
 before round k is orthogonalized; the scatter of round k - 1 is finished after it. AdamW's part runs
 while the first round travels. A stage with experts runs the step of its dense parameters, then that
-of its experts.
+of its experts, whose first round is orthogonalized while the last dense directions travel.
 
 Only the optimizers' steps count. The reduction of gradients, their norm and clipping, and the
 all-gather of updated parameters are the same for AdamW and Muon, and do not count.
@@ -123,18 +123,18 @@ def price_step(
         hardware: the hardware of every rank.
         device: kind of the hardware. On CUDA momentum and update are the fused kernels, as if
             triton were installed, unless ``config.elementwise`` is ``foreach``.
-        experts_early: whether an optimizer sends its first round before the one before it waits
-            for its last scatter.
+        experts_early: whether an optimizer orthogonalizes its first round before the one before it
+            waits for its last scatter.
         nodes: the node of each rank, see ``streams.nodes_of``.
     """
     size = stage_size(optimizers)
     streams = Streams(hardware, size, nodes)
     pending = None
     for optimizer in optimizers:
-        steps = _Steps(optimizer, config, streams, device).run()
+        steps = _Steps(optimizer, config, streams, device).run(begun=pending is not None)
         if pending is not None and not experts_early:
             _finish(pending)
-        next(steps)  # the first round is on its way, and AdamW's part is done
+        next(steps)  # the first round's directions are made
         if pending is not None and experts_early:
             _finish(pending)
         next(steps)  # only the last round's directions are still on their way
@@ -195,11 +195,21 @@ class _Steps:
         self._scratch = scratch_limit(optimizer.plan.matrices)
         self._fused = is_cuda(device) and config.elementwise == "auto"
 
-    def run(self) -> Iterator[None]:
-        streams, rest = self._streams, self._optimizer.rest
+    def run(self, *, begun: bool) -> Iterator[None]:
+        """All of it, in the order of a rank's step.
+
+        Args:
+            begun: another optimizer begins it, so that AdamW's part comes after the first round.
+        """
+        streams = self._streams
+        step_adamw = partial(adamw_of, self._hardware, self._optimizer.rest)
         gathering = self._start_gather(0)
-        streams.run(ADAMW, partial(adamw_of, self._hardware, rest))
-        yield
+        if not begun:
+            streams.run(ADAMW, step_adamw)
+        if not self._rounds:
+            yield
+            if begun:
+                streams.run(ADAMW, step_adamw)
         scattering: dict[int, float] = {}
         for number, work in enumerate(self._rounds):
             streams.wait(gathering)
@@ -208,6 +218,10 @@ class _Steps:
             streams.run(NEWTON_SCHULZ, partial(self._orthogonalized, work))
             if number:
                 self._finish_round(number - 1, scattering)
+            else:
+                yield
+                if begun:
+                    streams.run(ADAMW, step_adamw)
             streams.run(STAGING, partial(self._staged, work))
             scattering = streams.exchange(work.scatter)
         yield

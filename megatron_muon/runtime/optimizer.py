@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_muon.config import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
-from megatron_muon.runtime.exchange import Exchange, Meter
+from megatron_muon.runtime.exchange import Exchange, Meter, Staged
 from megatron_muon.runtime.round import Observer, Round, Shard, Shards, Work
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, Foreach
@@ -45,8 +45,8 @@ class DistributedMuon:
         elementwise: see above.
         exchange: see above.
         rounds: the rounds of a step, in order.
-        start_next: starts the next optimizer's step while the last directions travel; None where
-            there is no next one.
+        start_next: starts the next optimizer's step while the last directions travel (``start`` or
+            ``begin``); None where there is no next one.
 
     Raises:
         ValueError: ``main_params`` do not have the sizes of the plan's pieces.
@@ -79,6 +79,7 @@ class DistributedMuon:
         self.exchange, self._phase = exchange, phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
         self._started: Shards | None = None
+        self._begun: Staged | None = None  # the first round's directions
 
     def owns(self, shard: Tensor) -> bool:
         """True if Muon, not AdamW, updates this main parameter."""
@@ -102,6 +103,15 @@ class DistributedMuon:
             first.start(shards)
 
     @torch.no_grad()
+    def begin(self, groups: ParamGroups, state: State) -> None:
+        """``start``, and orthogonalize the first round: while the directions of another optimizer
+        travel, which its slowest home may take long to send."""
+        self.start(groups, state)
+        assert self._started is not None
+        for turn in self._turns[:1]:
+            self._begun = self._orthogonalized(turn, self._started)
+
+    @torch.no_grad()
     def step(self, groups: ParamGroups, state: State, step_adamw: Callable[[], None]) -> None:
         """Update Muon's parameters and AdamW's. Every rank of the stage calls it.
 
@@ -121,13 +131,10 @@ class DistributedMuon:
         with self._phase("muon/adamw"):  # while the first round travels
             step_adamw()
         for turn in self._turns:
-            round = turn.round
-            if not round.travels:
-                round.start(shards)
-            staged = round.finish_gather()
-            for following in turn.coming:
-                following.start(shards)
-            round.orthogonalize(staged)
+            round, staged = turn.round, self._begun
+            self._begun = None
+            if staged is None:
+                staged = self._orthogonalized(turn, shards)
             for preceding in turn.going_back:
                 preceding.finish(shards)
             round.start_scatter(staged)
@@ -137,6 +144,17 @@ class DistributedMuon:
             self.start_next()
         for last in _travelling(self.rounds[-1:]):
             last.finish(shards)
+
+    def _orthogonalized(self, turn: _Turn, shards: Shards) -> Staged:
+        """The directions of a round; the next one's pieces are on their way then."""
+        round = turn.round
+        if not round.travels:
+            round.start(shards)
+        staged = round.finish_gather()
+        for following in turn.coming:
+            following.start(shards)
+        round.orthogonalize(staged)
+        return staged
 
     def _shards(self, groups: ParamGroups, state: State) -> Iterator[tuple[int, Shard]]:
         for group in groups:

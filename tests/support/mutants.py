@@ -37,8 +37,8 @@ def wrong_piece(of_experts: bool = False) -> AbstractContextManager[None]:
     """Two pieces of one parameter, equally long, on one rank, go to each other's place: the plan
     still covers every element once, and its own check accepts it."""
 
-    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, device: Any) -> Any:
-        plan = make_plan(parameters, grid, config, device)
+    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, *more: Any) -> Any:
+        plan = make_plan(parameters, grid, config, *more)
         if _is_of_experts(parameters) is not of_experts:
             return plan
         segments = list(plan.segments)
@@ -63,12 +63,12 @@ def wrong_expert_piece() -> AbstractContextManager[None]:
 def swapped_tp_order() -> AbstractContextManager[None]:
     """Every rank takes its TP slice for the other TP rank's."""
 
-    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, device: Any) -> Any:
+    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, *more: Any) -> Any:
         return make_plan(
             parameters,
             replace(grid, ranks=tuple(plane[::-1] for plane in grid.ranks)),
             config,
-            device,
+            *more,
         )
 
     return _changed_plan(change)
@@ -78,8 +78,8 @@ def swapped_ep_ranks() -> AbstractContextManager[None]:
     """The first rank that has a part of EP rank 0's experts and the first one of EP rank 1's send
     them to each other's matrices, while the ranks with the other parts do not."""
 
-    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, device: Any) -> Any:
-        plan = make_plan(parameters, grid, config, device)
+    def change(make_plan: Any, parameters: Any, grid: Any, config: Any, *more: Any) -> Any:
+        plan = make_plan(parameters, grid, config, *more)
         if not _is_of_experts(parameters):
             return plan
         (first, *others), *_ = grid.of_ep(0)

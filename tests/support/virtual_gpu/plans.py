@@ -153,7 +153,7 @@ def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[s
     flags = flags_of(model.words.split())
     config = dataclasses.replace(muon_settings(flags), **settings)
     ranks = ranks_of(flags)
-    plans = []
+    plans: list[tuple[str, ExchangePlan]] = []
     with _quiet(), world.as_rank(world.first_ranks(ranks)[model.stage], ranks):
         chunks = built(flags, config, ranks)
         for experts in (False, True):
@@ -167,7 +167,9 @@ def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[s
                 [parameter for _, parameter in here], ep_size, local_experts(chunks, ep_size)
             )
             grid = (world.expert_grid if experts else world.dense_grid)(ranks)
-            plans.append(("experts" if experts else "dense", make_plan(everywhere, grid, config)))
+            earlier = [plan for _, plan in plans]
+            plan = make_plan(everywhere, grid, config, "cuda", earlier)
+            plans.append(("experts" if experts else "dense", plan))
     return config, plans
 
 
