@@ -22,6 +22,7 @@ dense matrix gives experts away, and a rank with few dense ones takes them.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,37 +115,79 @@ def choose_homes(
     """
     chosen = {} if chosen is None else chosen
     before = Loads.none(size) if before is None else before
-    works, times = list(before.flops), list(before.times)
-    homes = [chosen.get(index, 0) for index in range(len(matrices))]
+    ranks = _Ranks(matrices, before, price)
     for index, home in chosen.items():
-        works[home] += matrices[index].flops
-        times[home] += _time(matrices[index], home, price)
-    by_work = [(works[rank], rank) for rank in range(size)]  # outdated entries are skipped
-    heapq.heapify(by_work)
-    slack, limit = (_of_ideal(factor, matrices, before) for factor in (HOME_SLACK, HOME_LIMIT))
-    for index in sorted(range(len(matrices)), key=lambda i: (-matrices[i].flops, i)):
-        if index in chosen:
-            continue
-        flops, held = matrices[index].flops, matrices[index].held
+        ranks.give(index, home)
+    homes = dict(chosen)
+    left = [index for index in range(len(matrices)) if index not in chosen]
+    left.sort(key=lambda index: (-matrices[index].flops, index))
+    for _, alike in itertools.groupby(left, key=lambda index: matrices[index].flops):
+        moved = []
+        for index in alike:  # a rank keeps its own before it gets those of others
+            home = ranks.holder(index)
+            if policy == "balanced" and not ranks.has_room(index, home):
+                moved.append(index)
+                continue
+            homes[index] = home
+            ranks.give(index, home)
+        for index in moved:
+            homes[index] = ranks.elsewhere(index)
+            ranks.give(index, homes[index])
+    return [homes[index] for index in range(len(matrices))]
+
+
+class _Ranks:
+    """What ranks have to do, while homes are chosen one by one.
+
+    Args:
+        matrices: all matrices that get homes.
+        before: what ranks have to do already.
+        price: the prices of work and of bytes.
+    """
+
+    def __init__(self, matrices: Sequence[Work], before: Loads, price: Price) -> None:
+        self._matrices, self._price = matrices, price
+        self._works, self._times = list(before.flops), list(before.times)
+        self._by_work = [(work, rank) for rank, work in enumerate(self._works)]  # some outdated
+        heapq.heapify(self._by_work)
+        self._slack = _of_ideal(HOME_SLACK, matrices, before)
+        self._limit = _of_ideal(HOME_LIMIT, matrices, before)
+
+    def holder(self, index: int) -> int:
+        """The rank that holds most of a matrix; of several, the one with the least time."""
+        held = self._matrices[index].held
         most = max(held.values())
-        home = min((times[r], r) for r, elements in held.items() if elements == most)[1]
-        if policy == "balanced" and works[home] + flops > slack:
-            while by_work[0][0] != works[by_work[0][1]]:
-                heapq.heappop(by_work)
-            first = home // _NEIGHBOURS * _NEIGHBOURS
-            idle = min((works[r], r) for r in range(first, min(first + _NEIGHBOURS, size)))
-            if idle[0] + flops > slack:
-                idle = by_work[0]
-            near = [rank for rank in held if works[rank] + flops <= limit]
-            home = min(  # by the time at which it would end, without terms that all have
-                (times[rank] - 2 * held.get(rank, 0) * price.element, rank)
-                for rank in (*near, idle[1])
-            )[1]
-        homes[index] = home
-        works[home] += flops
-        times[home] += _time(matrices[index], home, price)
-        heapq.heappush(by_work, (works[home], home))
-    return homes
+        return min((self._times[r], r) for r, elements in held.items() if elements == most)[1]
+
+    def has_room(self, index: int, rank: int) -> bool:
+        """The rank would stay within ``HOME_SLACK``."""
+        return self._works[rank] + self._matrices[index].flops <= self._slack
+
+    def elsewhere(self, index: int) -> int:
+        """The home of a matrix that its holder has no room for."""
+        flops, held = self._matrices[index].flops, self._matrices[index].held
+        first = self.holder(index) // _NEIGHBOURS * _NEIGHBOURS
+        neighbours = range(first, min(first + _NEIGHBOURS, len(self._works)))
+        idle = min(neighbours, key=lambda rank: (self._works[rank], rank))
+        if not self.has_room(index, idle):
+            idle = self._least()
+        near = [rank for rank in held if self._works[rank] + flops <= self._limit]
+        return min(  # by the time at which it would end, without terms that all have
+            (self._times[rank] - 2 * held.get(rank, 0) * self._price.element, rank)
+            for rank in (*near, idle)
+        )[1]
+
+    def give(self, index: int, home: int) -> None:
+        """Count a matrix at its home."""
+        self._works[home] += self._matrices[index].flops
+        self._times[home] += _time(self._matrices[index], home, self._price)
+        heapq.heappush(self._by_work, (self._works[home], home))
+
+    def _least(self) -> int:
+        """The rank with the least work."""
+        while self._by_work[0][0] != self._works[self._by_work[0][1]]:
+            heapq.heappop(self._by_work)
+        return self._by_work[0][1]
 
 
 def busiest_time(works: Sequence[Work], homes: Sequence[int], price: Price, before: Loads) -> int:

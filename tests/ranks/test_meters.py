@@ -26,6 +26,9 @@ from support.ranks import run
 
 CASE = Case(layers=2, steps=2)
 MOE = Case(layers=2, steps=2, moe=True)
+# Two large dense matrices on two of four ranks, which give experts away for them.
+FEW_DENSE = ("*.linear_proj.weight", "*.router.weight", "*.shared_experts.*")
+GIVEN_AWAY = replace(MOE, muon=(("split_qkv", False), ("muon_exclude", FEW_DENSE)))
 RUNS = [
     (CASE, Topology(1, 1, 1)),
     (CASE, Topology(1, 1, 3)),
@@ -38,6 +41,8 @@ RUNS = [
     (MOE, Topology(2, 1, 1, ep=2, etp=1, sequence_parallel=True)),
     (MOE, Topology(2, 1, 2, ep=2, etp=1, instances=2, sequence_parallel=True)),
     (Case(layers=2, steps=2, moe=True, grouped="legacy"), Topology(dp=4, ep=2)),
+    (GIVEN_AWAY, Topology(dp=4, ep=4)),
+    (replace(GIVEN_AWAY, muon=(*GIVEN_AWAY.muon, ("round_bytes", 1 << 14))), Topology(dp=4, ep=4)),
     (Case(layers=2, steps=2, mla="duplicated"), Topology(2, 1, 2)),
     (replace(CASE, muon=(("ns_iteration", "gram"),)), Topology(2, 1, 2)),
     (replace(CASE, muon=(("split_matrices", 2),)), Topology(2, 1, 2)),
@@ -121,6 +126,7 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
             sum(one.sent[rank] for one in planned),
             sum(one.messages[rank] for one in planned),
         ),
+        "travel": [False in plan.silent_rounds() for plan in plans],
         "stage_matrices": sum(len(plan.matrices) for plan in plans),
         "state": tuple(map(sum, zip(*states, strict=True))),
         "shared": sum(2 + 2 * one.sums for plan in plans for one in plan.shared),
@@ -184,6 +190,16 @@ def test_bytes_on_the_wire_are_the_meters_and_the_plans(counted: list[dict[str, 
         assert sent == rank["meter"][2] == rank["plan"][2]
     several = len(counted) > 2
     assert not several or sum(rank["meter"][2] for rank in counted) > 0
+
+
+def test_experts_travel_where_only_dense_matrices_do_by_themselves() -> None:
+    """What the rows with ``GIVEN_AWAY`` rest on: an expert is whole on its rank."""
+    topology = Topology(dp=4, ep=4)
+    for case, travel in ((MOE, [True, False]), (GIVEN_AWAY, [True, True])):
+        every = run(_step_counted, topology.world_size, case, topology)
+        assert [rank["travel"] for rank in every] == [travel] * 4
+    work = [rank["plan"][1] for rank in every]
+    assert max(work) <= 1.1 * sum(work) / 4
 
 
 def test_bytes_and_messages_are_those_that_megatron_muon_plan_prints(

@@ -51,6 +51,15 @@ def test_experts_on_two_stages_with_two_expert_dp_ranks(overlap: bool) -> None:
     check(MOE, Topology(pp=2, dp=4, ep=2, overlap=overlap))
 
 
+@pytest.mark.parametrize("round_bytes", [None, 1 << 14])
+def test_experts_that_leave_their_rank_for_a_dense_matrix(round_bytes: int | None) -> None:
+    """``test_meters`` shows that they do."""
+    few_dense = ("*.linear_proj.weight", "*.router.weight", "*.shared_experts.*")
+    muon = (("split_qkv", False), ("muon_exclude", few_dense), ("round_bytes", round_bytes))
+    case = replace(MOE, muon=muon)
+    assert not differences(trained(case, Topology(dp=4, ep=4)), truth(case))
+
+
 def test_experts_without_expert_parallelism() -> None:
     """Then they are in the dense optimizer, with a TP group that has the size of TP."""
     check(MOE, Topology(tp=2, dp=2, sequence_parallel=True))
