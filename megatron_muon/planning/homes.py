@@ -16,7 +16,8 @@ So whatever the speeds, no rank has more work than ``HOME_LIMIT`` × max(mean, l
 
 A stage's optimizers have homes on the same ranks. The dense one chooses first, that of the experts
 sees what every rank has by then (``Loads``), and the mean is one of both. So a rank with a large
-dense matrix gives experts away, and a rank with few dense ones takes them.
+dense matrix gives experts away, and a rank with few dense ones takes them. Experts are many alike:
+every rank keeps its own of one size before any gets those of others, so that fewer move.
 """
 
 from __future__ import annotations
@@ -121,9 +122,12 @@ def choose_homes(
     homes = dict(chosen)
     left = [index for index in range(len(matrices)) if index not in chosen]
     left.sort(key=lambda index: (-matrices[index].flops, index))
-    for _, alike in itertools.groupby(left, key=lambda index: matrices[index].flops):
+    joint = any(before.flops)
+    for _, alike in itertools.groupby(
+        left, lambda index: matrices[index].flops if joint else index
+    ):
         moved = []
-        for index in alike:  # a rank keeps its own before it gets those of others
+        for index in alike:
             home = ranks.holder(index)
             if policy == "balanced" and not ranks.has_room(index, home):
                 moved.append(index)
