@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron_muon.cli.plan.rows import TITLES, Row, Spread
+from megatron_muon.cli.plan.rows import TITLES, PlannedStep, Spread
 from megatron_muon.cli.plan.run import RunPlan, StagePlan
 from megatron_muon.planning.describe import Share
 from megatron_muon.pricing import upstream
@@ -164,20 +164,20 @@ def _count(spread: Spread) -> str:
     return _both(spread, 1, 1) if spread.mean != spread.most else f"{spread.most:,.0f}"
 
 
-def _uneven(row: Row) -> str:
+def _uneven(row: PlannedStep) -> str:
     return f"{row.flops.most / row.flops.mean:.2f}" if row.flops.mean else "-"
 
 
-def _phase(name: str) -> Callable[[Row], str]:
+def _phase(name: str) -> Callable[[PlannedStep], str]:
     return lambda row: ms(row.phases[name]) if name in row.phases else "-"
 
 
-def _rest(kind: str) -> Callable[[Row], str]:
+def _rest(kind: str) -> Callable[[PlannedStep], str]:
     return lambda row: f"{row.rest[kind] / MIB:,.0f}"
 
 
 _KINDS = (PARAMETERS, GRADIENTS, MAIN, MOMENTUM, MOMENTS)
-FIGURES: tuple[tuple[str, Callable[[Row], str]], ...] = (
+FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
     ("boundary parameters", lambda row: "-" if row.boundary is None else f"{row.boundary:,}"),
     ("sent in the node, MB", lambda row: _both(row.inside, MB, 1)),
     ("sent between nodes, MB", lambda row: _both(row.between, MB, 1)),

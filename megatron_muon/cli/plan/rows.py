@@ -44,7 +44,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlannedStep:
     """An algorithm's step in one pipeline stage.
 
     Attributes:
@@ -120,12 +120,12 @@ class Stage:
         )
 
 
-def adamw_row(stage: Stage, hardware: Hardware) -> Row:
+def adamw_row(stage: Stage, hardware: Hardware) -> PlannedStep:
     """AdamW's, where all parameters of the stage are its own."""
     seconds = price_adamw(stage.optimizers, hardware)
     none = [[0] * plan.size for plan in stage.plans]
     everything = [total(both) for both in zip(stage.held, stage.rest, strict=True)]
-    return Row(
+    return PlannedStep(
         name="adamw",
         boundary=None,
         inside=Spread(),
@@ -145,7 +145,7 @@ def adamw_row(stage: Stage, hardware: Hardware) -> Row:
 
 def our_row(
     name: Name, stage: Stage, config: MuonConfig, hardware: Hardware, device: Device
-) -> Row:
+) -> PlannedStep:
     """Our Muon's in the layout that the stage's plans are of."""
     plans = stage.plans
     step = price_step(stage.optimizers, config, hardware, device=device, nodes=stage.nodes)
@@ -155,7 +155,7 @@ def our_row(
     return _row(name, stage, step, sent, flops, peaks)
 
 
-def paper_row(stage: Stage, config: MuonConfig, hardware: Hardware, device: Device) -> Row:
+def paper_row(stage: Stage, config: MuonConfig, hardware: Hardware, device: Device) -> PlannedStep:
     """The paper's over the same shards."""
     buckets = [paper.buckets_of(plan) for plan in stage.plans]
     step = paper.price_paper(
@@ -167,11 +167,13 @@ def paper_row(stage: Stage, config: MuonConfig, hardware: Hardware, device: Devi
     return _row("paper", stage, step, paper.traffic(every, stage.nodes), flops, peaks)
 
 
-def layer_wise_row(mode: TpMode, stage: Stage, config: MuonConfig, hardware: Hardware) -> Row:
+def layer_wise_row(
+    mode: TpMode, stage: Stage, config: MuonConfig, hardware: Hardware
+) -> PlannedStep:
     """Megatron's own, by its rules (``pricing.upstream``)."""
     step = price_layer_wise(stage.optimizers, config, hardware, mode)
     tp_size = stage.plans[0].grid.tp_size
-    return Row(
+    return PlannedStep(
         name=mode,
         boundary=None,
         inside=Spread(step.tp_bytes_mean, step.tp_bytes_most),
@@ -209,8 +211,8 @@ def _row(
     sent: Traffic,
     flops: Sequence[int],
     peaks: Sequence[int],
-) -> Row:
-    return Row(
+) -> PlannedStep:
+    return PlannedStep(
         name=name,
         boundary=sum(len(plan.boundary_parameters()) for plan in stage.plans),
         inside=Spread.of(sent.inside),

@@ -12,7 +12,7 @@ from megatron_muon.cli.plan.rows import (
     NAMES,
     OURS,
     Name,
-    Row,
+    PlannedStep,
     Stage,
     adamw_row,
     layer_wise_row,
@@ -53,9 +53,9 @@ class StagePlan:
     matrices: int
     reduced: float
     homes: Homes
-    rows: tuple[Row, ...]
+    rows: tuple[PlannedStep, ...]
 
-    def row(self, name: Name) -> Row:
+    def row(self, name: Name) -> PlannedStep:
         return next(row for row in self.rows if row.name == name)
 
 
