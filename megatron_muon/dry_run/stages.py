@@ -237,6 +237,7 @@ def _stage(
     flags: Namespace, config: MuonConfig, ranks: Ranks, number: int, chunks: Sequence[Any]
 ) -> RoutedStage:
     planned_here = _Planned()
+    earlier: list[ExchangePlan] = []
     for planned in planned_optimizers(flags, config, ranks, chunks):
         planned_here.seconds += planned.seconds
         _take(planned_here, planned.plan, config)
@@ -244,7 +245,14 @@ def _stage(
             of_buffers = (buffer.param_index_map for buffer in planned.buffers)
             planned_here.on_ep_ranks |= {param for params in of_buffers for param in params}
         buckets = [len(buffer.buckets) for buffer in planned.buffers]
-        line = start_line(planned.plan, stage=number, experts=planned.experts, buckets=buckets)
+        line = start_line(
+            planned.plan,
+            stage=number,
+            experts=planned.experts,
+            buckets=buckets,
+            earlier=earlier,
+        )
+        earlier.append(planned.plan)
         planned_here.lines.append(line)
     here = list(weights(chunks))
     sizes = sizes_of(flags, ranks)

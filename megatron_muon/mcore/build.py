@@ -155,7 +155,7 @@ def _completed(
     share_loss_scale(parts)
     for (_, before), (part, _) in itertools.pairwise(muons):
         before.start_next = partial(_start_muon, part)
-    for part, muon in muons:
+    for at, (part, muon) in enumerate(muons):
         _put_inside(part, muon)
         part.stage_group = stage.group
         part.sizes = stage.sizes
@@ -169,6 +169,7 @@ def _completed(
                     stage=stage.pipeline_rank,
                     experts=process_groups.has_experts(part),
                     buckets=[len(buffer.buckets) for buffer in part.buffers],
+                    earlier=[before.plan for _, before in muons[:at]],
                 )
             )
     return lines

@@ -149,7 +149,14 @@ def connected_line(*, stage: int, peers: int, seconds: float) -> str:
     )
 
 
-def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: Sequence[int]) -> str:
+def start_line(
+    plan: ExchangePlan,
+    *,
+    stage: int,
+    experts: bool,
+    buckets: Sequence[int],
+    earlier: Sequence[ExchangePlan] = (),
+) -> str:
     """One line about the Muon part of one DistributedOptimizer of a pipeline stage.
 
     Args:
@@ -157,6 +164,8 @@ def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: Sequen
         stage: pipeline rank.
         experts: whether it is the experts' optimizer.
         buckets: number of buckets in each grad buffer of a rank.
+        earlier: plans of the stage's optimizers before it. Homes balance the work of all of them
+            together, so the busiest rank is that of the sum.
     """
     cut = _cut(plan, range(len(buckets)))
     by_buffer = [
@@ -164,7 +173,8 @@ def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: Sequen
     ]
     several = f", by buffer: {'; '.join(by_buffer)}" if len(buckets) > 1 else ""
     flops, sent = plan.ns_flops(), plan.sent_bytes()
-    mean = sum(flops) / len(flops)
+    together = [sum(each) for each in zip(flops, *(one.ns_flops() for one in earlier), strict=True)]
+    mean = sum(together) / len(together)
     return (
         f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: "
         f"{len(plan.matrices)} matrices in {len(plan.parameters)} parameters; "
@@ -172,7 +182,8 @@ def start_line(plan: ExchangePlan, *, stage: int, experts: bool, buckets: Sequen
         f"the exchange sends {_amount(sum(sent) / len(sent))}B a step on the mean rank and "
         f"{_amount(max(sent))}B on the busiest rank, in {len(plan.rounds)} round(s); "
         f"Newton-Schulz {_amount(sum(flops))}flop a step on the stage, "
-        f"{max(flops) / mean if mean else 1:.2f} × the mean on the busiest rank"
+        f"{max(together) / mean if mean else 1:.2f} × the mean on the busiest rank"
+        f"{', with the matrices above' if earlier else ''}"
     )
 
 

@@ -15,7 +15,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.planning.describe import Share, share_lines, start_line
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
-from megatron_muon.planning.plan import make_plan
+from megatron_muon.planning.plan import ExchangePlan, make_plan
 from support.models import gpt
 from support.models.gpt import Case, Topology, muon_weights, start, truth
 from support.ranks import run
@@ -236,3 +236,20 @@ def test_the_start_line_says_which_bytes_are_the_mean_and_which_the_busiest_rank
     assert plan.sent_bytes() == [50, 52, 0, 0]
     line = start_line(plan, stage=0, experts=False, buckets=[1])
     assert "the exchange sends 25.5 B a step on the mean rank and 52 B on the busiest rank" in line
+
+
+def test_the_busiest_rank_is_that_of_all_of_the_stages_optimizers() -> None:
+    """Rank 0 has a dense matrix, rank 1 an expert: each plan is uneven, both together are even."""
+    matrices, blocks = whole_matrix("a", (10, 10), 0, 1)
+
+    def plan_of(start: int) -> ExchangePlan:
+        held = Parameter(
+            "a", (10, 10), 0, Span(0, 200), Span(start, start + 100), 0, matrices, blocks
+        )
+        return make_plan([held], RankGrid((((0, 1),),)), MuonConfig())
+
+    dense, experts = plan_of(0), plan_of(100)
+    alone = start_line(experts, stage=0, experts=True, buckets=[1])
+    assert alone.endswith("flop a step on the stage, 2.00 × the mean on the busiest rank")
+    both = start_line(experts, stage=0, experts=True, buckets=[1], earlier=[dense])
+    assert both.endswith("1.00 × the mean on the busiest rank, with the matrices above")
