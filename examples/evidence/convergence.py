@@ -63,6 +63,7 @@ class Question:
 
 
 _AGAIN = (0.5, 1.0, 2.0)
+_SMALL = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 2 "
 QUESTIONS = {
     "as tuned": Question("--evaluate-other-text"),
     "decay on all parameters": Question("--weight-decay-all-params"),
@@ -91,11 +92,17 @@ QUESTIONS = {
         seeds=SEEDS[:2],
     ),
     "small": Question(
-        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 2 "
-        "--train-iters 80 --eval-interval 5",
+        _SMALL + "--train-iters 80 --eval-interval 5",
         warm_up=0.5,
         adam=_AGAIN,
-        muon=_AGAIN,
+        muon=(0.5, 1.0, 2.0, 4.0),
+    ),
+    "small, 16 times the tokens": Question(  # 53 to a parameter of its layers
+        _SMALL + "--train-iters 1280 --eval-interval 80",
+        warm_up=8.0,
+        adam=(0.5, 1.0, 2.0),
+        muon=(0.25, 0.5, 1.0, 2.0),
+        seeds=SEEDS[:2],
     ),
     "large": Question(
         "--num-layers 6 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 6 "

@@ -5,7 +5,7 @@
 
 A GPT is pretrained on the standard library's Python with AdamW and with Muon, each as tuned by
 convergence.py. Each of the two is then tuned on the C headers with AdamW and with Muon, whose
-states start at zero: three rates each, the best one with three seeds. The loss on held-out headers
+states start at zero: six rates each, the best one with three seeds. The loss on held-out headers
 says what was learnt, the loss on held-out Python what was forgotten.
 """
 
@@ -24,7 +24,10 @@ from convergence import tuned_flags
 from training import HERE, NAMES, QUICKSTART, Study, best, write
 
 SEEDS = (1, 2, 3)
-RATES = {"adam": (2.5e-4, 5e-4, 1e-3, 2e-3), "muon": (1.25e-3, 2.5e-3, 5e-3, 1e-2)}
+RATES = {
+    "adam": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+    "muon": (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
+}
 STEPS = 60
 TUNING = (
     f"--text headers --evaluate-other-text --finetune --train-iters {STEPS} --eval-interval 10 "
