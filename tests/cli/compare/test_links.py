@@ -141,7 +141,12 @@ def test_nothing_is_left_after_a_command_that_is_ended(
     words += ["--steps", "100000", "--folder", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     command = subprocess.Popen(
-        words, env=environment, stderr=subprocess.PIPE, start_new_session=True, text=True
+        words,
+        env=environment,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as in a terminal
     )
     try:
         assert (
