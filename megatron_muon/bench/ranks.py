@@ -197,7 +197,8 @@ def _context(task: Task) -> Any:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name
     try:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"] if task.gpus else ["megatron_muon.cpu.on"])
+        first = "torch" if task.gpus else "megatron_muon.cpu.on"
+        context.set_forkserver_preload([first, "megatron_muon.bench.frozen"])
         with _deaf_to_ctrl_c():
             forkserver.ensure_running()
     finally:
