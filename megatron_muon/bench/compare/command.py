@@ -177,6 +177,7 @@ def _compare(
     from megatron_muon.bench.compare.compared import Compared, OverLinks
     from megatron_muon.bench.compare.figures import figures
     from megatron_muon.bench.compare.predicted import predicted
+    from megatron_muon.bench.compare.training import leave_launched_world
     from megatron_muon.cli.model_flags import megatron_is_quiet
 
     with megatron_is_quiet():  # it makes groups of its own, so it comes before the launcher's
@@ -200,6 +201,8 @@ def _compare(
         links = [OverLinks(mbits, **both_over(topology, mbits)) for mbits in given.link_mbits]
         free = both_over(topology, None)
         compared.append(Compared(topology, **free, predicted=planned[topology], links=tuple(links)))
+    if launched:
+        leave_launched_world()
     if int(os.environ.get("RANK", "0")) == 0 or not launched:
         run = _run_of(given, argv, where) | {"no_links": no_links}
         text = report.as_markdown(run, compared)

@@ -216,3 +216,12 @@ def first_ranks(found: list[Trained] | None) -> list[Trained] | None:
     mine = "" if found is None else json.dumps([asdict(each) for each in found])
     text = collectives.all_gather_texts(mine, None)[0]
     return [Trained(**each) for each in json.loads(text)] if text else None
+
+
+def leave_launched_world() -> None:
+    """End a launcher's world on every rank, once none has messages of another to wait for.
+
+    A rank that ends with gloo's threads still at work may abort.
+    """
+    collectives.all_gather_texts("", None)
+    torch.distributed.destroy_process_group()
