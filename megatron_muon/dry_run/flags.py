@@ -7,8 +7,7 @@ flags that are no field or whose default is another one (megatron/training/argum
 with the parsers of core_v0.12.3 to core_v0.19.0 and of main; ``versions`` has what only some have.
 
 Megatron-LM's own parser does not take its place where a checkout is at hand. It is not in
-megatron-core's wheel, so this one would stay, and the
-two would have to agree.
+megatron-core's wheel, so this one would stay, and the two would have to agree.
 """
 
 from __future__ import annotations

@@ -254,7 +254,6 @@ def _agreed_plan(
         raise error or mismatch from None
     if error is not None:
         raise error
-    here = [parameter for _, parameter in mine]
     ep_rank, ep_size = coordinates.ep_rank, coordinates.ep_size
     everywhere = on_every_ep_rank(here, ep_size, local_experts(dist_opt.model_chunks, ep_size))
     plan = make_plan(everywhere, grid, config, kind, earlier)
