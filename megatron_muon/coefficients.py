@@ -92,7 +92,7 @@ SETS: dict[CoefficientName, CoefficientSet] = {
             5: Restarts(bf16=(2, 3), fp16=(3,), fp32=(2, 3, 4), fp32_squares=()),
             10: Restarts(
                 bf16=(1, 3, 4, 6, 8),
-                fp16=(1, 3, 5, 7),
+                fp16=(2, 4, 7),
                 fp32=(2, 3, 4, 5, 8),
                 fp32_squares=(1, 4, 7),
             ),
@@ -191,7 +191,9 @@ SETS: dict[CoefficientName, CoefficientSet] = {
         interval=(1e-4, 1.0),
         band=(0.99, 1.01),
         restarts={
-            10: Restarts(bf16=(2, 4, 6, 9), fp16=(3, 6), fp32=(2, 3, 4, 5, 7), fp32_squares=(5,)),
+            10: Restarts(
+                bf16=(2, 4, 6, 9), fp16=(2, 4, 6), fp32=(2, 3, 4, 5, 7), fp32_squares=(5,)
+            ),
         },
     ),
     "cubic5": CoefficientSet(

@@ -57,8 +57,9 @@ class MuonConfig:
             accumulate in fp32 and round once; fp32 is never TF32. On CUDA, parts of a sum may be
             added in 16 bits where
             ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` or its fp16
-            counterpart is set, as both are by default. fp16 is finer than bf16, but entries below
-            6e-8 of a matrix's norm become zero.
+            counterpart is set, as both are by default. fp16 rounds eight times as finely as bf16,
+            but entries below 2e-10 of a matrix's norm become zero. None: fp16 on a GPU, bf16 on a
+            CPU (``iteration.dtype_of``).
         ns_batch: most matrices of one shape that a home orthogonalizes together, on CUDA and in one
             round; a single small one leaves most of a GPU idle. None: as many as fit into scratch
             memory of 1.5 × the largest matrix, or of 512 MiB in 16 bits if that is more. A batch's
@@ -142,7 +143,7 @@ class MuonConfig:
     ns_steps: int = 5
     ns_coefficients: Given = "simple"
     ns_iteration: NsIteration | None = None
-    ns_dtype: NsDtype = "bf16"
+    ns_dtype: NsDtype | None = None
     ns_batch: int | None = None
     elementwise: ElementwiseBy = "auto"
     clip_scope: ClipScope = "all"
@@ -177,11 +178,12 @@ class MuonConfig:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{named(name)} must be True or False, got {getattr(self, name)!r}")
-        _require_choice("ns_dtype", self.ns_dtype, get_args(NsDtype))
+        if self.ns_dtype is not None:
+            _require_choice("ns_dtype", self.ns_dtype, get_args(NsDtype))
         if self.ns_iteration is not None:
             _require_choice("ns_iteration", self.ns_iteration, get_args(NsIteration))
         _require_choice("elementwise", self.elementwise, get_args(ElementwiseBy))
-        schedule(self.ns_coefficients, self.ns_steps, self.ns_dtype)
+        schedule(self.ns_coefficients, self.ns_steps, self.ns_dtype or "bf16")
         if self.ns_iteration not in (None, "standard"):
             _require_restarts(self)
         _require_clip(self.qk_clip, self.qk_clip_alpha)
@@ -250,8 +252,10 @@ def _require_count(name: str, value: object, most: int | None = None) -> None:
         raise ValueError(f"{named(name)} must be at most {most}, got {value}")
 
 
-def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, object]:
+def _needed(lists: Restarts, config: MuonConfig) -> tuple[object, ...]:
     """The restarts that a run may need: a CPU without bf16 instructions has fp32 squares."""
+    if config.ns_dtype is None:  # as the device decides
+        return lists.fp16, lists.bf16, lists.fp32_squares
     own = getattr(lists, config.ns_dtype)
     return own, own if config.ns_dtype == "fp32" else lists.fp32_squares
 
@@ -270,8 +274,9 @@ def _require_restarts(config: MuonConfig) -> None:
     raise ValueError(
         f"{named('ns_iteration')} {config.ns_iteration!r}: the Gram iteration has not been found "
         f"accurate with {named('ns_coefficients')} {name!r}, {named('ns_steps')} {steps}, "
-        f"{named('ns_dtype')} {config.ns_dtype!r}: take {named('ns_iteration')} 'standard', or "
-        f"what it has been tested with: {'; '.join(known)} steps"
+        f"{named('ns_dtype')} {config.ns_dtype or 'bf16 and fp16'!r}: take "
+        f"{named('ns_iteration')} 'standard', or what it has been tested with: {'; '.join(known)} "
+        "steps"
     )
 
 

@@ -49,7 +49,10 @@ def add_newton_schulz_flags(group: _ArgumentGroup) -> None:
         help="auto on a GPU where restarts are known, else standard",
     )
     group.add_argument(
-        "--muon-ns-dtype", choices=get_args(NsDtype), default=_DEFAULT.ns_dtype, help="%(default)s"
+        "--muon-ns-dtype",
+        choices=get_args(NsDtype),
+        default=_DEFAULT.ns_dtype,
+        help="fp16 on a GPU, bf16 on a CPU",
     )
     group.add_argument(
         "--muon-ns-steps",

@@ -20,7 +20,7 @@ from megatron_muon.bench.newton_schulz.command import interleaved, shape_of
 from megatron_muon.bench.ranks import RankError, Task, gpus_for, run_ranks, threads_for
 from megatron_muon.config import MuonConfig
 from megatron_muon.dry_run.numbers import MOST_HERE, count
-from megatron_muon.orthogonalize.iteration import iteration_of, ns_flops
+from megatron_muon.orthogonalize.iteration import dtype_of, iteration_of, ns_flops
 from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.runtime import collectives
@@ -146,7 +146,7 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
     print(
         f"Newton-Schulz of {rows}x{cols}, {iteration_of(job.config, kind)}, "
         f"{job.config.ns_steps} steps, "
-        f"{job.config.ns_dtype}, {task.world} rank(s) at once, each a {where}: "
+        f"{dtype_of(job.config, kind)}, {task.world} rank(s) at once, each a {where}: "
         f"{_said(flags['--muon-rank-tflops'])} TFLOP/s a rank"
     )
     links = [rank.link_gbytes for rank in ranks if rank.link_gbytes is not None]

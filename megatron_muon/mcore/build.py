@@ -36,7 +36,7 @@ from megatron_muon.mcore.process_groups import Stage
 from megatron_muon.mcore.seams.rows import check_built, megatron_version
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.mcore.watching.watch import Watch
-from megatron_muon.orthogonalize.iteration import iteration_of
+from megatron_muon.orthogonalize.iteration import dtype_of, iteration_of
 from megatron_muon.orthogonalize.matmul import (
     plan_device,
     said_of_products,
@@ -148,7 +148,7 @@ def _completed(
     iteration = iteration_of(config, kind)
     plain = iteration == "standard" and (config.ns_batch or 1) == 1
     if stage.speaks and not (plain and stage.device.type == "cpu"):
-        products = said_of_products(stage.device, config.ns_dtype, iteration)
+        products = said_of_products(stage.device, dtype_of(config, kind), iteration)
         lines.append(newton_schulz_line(config, kind, products, in_batches=in_batches))
     if stage.speaks and stage.device.type != "cpu":
         lines.append(elementwise_line(said_of_elementwise(stage.device, config)))
@@ -236,7 +236,7 @@ def _agreed_plan(
     mine: Located = []
     error: Exception | None = None
     try:
-        try_products(stage.device, config.ns_dtype)
+        try_products(stage.device, dtype_of(config, kind))
         try_elementwise(stage.device, config)
         if config.align_shards:
             require_ordered(dist_opt.model_chunks)

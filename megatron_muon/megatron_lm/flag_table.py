@@ -45,6 +45,7 @@ def _ranks_that_share(text: str) -> int | str:
 
 
 _MOONLIGHT = MuonConfig()
+AUTO_NS_DTYPE = "fp16 on a GPU, bf16 on a CPU"  # iteration.dtype_of
 _ON = {"action": "store_true"}
 FLAGS = (
     _flag(
@@ -254,9 +255,9 @@ FLAGS = (
     ),
     _flag(
         "--muon-ns-dtype",
-        "dtype that matrices are orthogonalized in; they travel in bf16, or in fp32 with fp32; "
-        f"{_OURS} ({_PAPER} has bf16); default {_MOONLIGHT.ns_dtype}",
-        choices=get_args(NsDtype),
+        f"dtype that matrices are orthogonalized in; auto: {AUTO_NS_DTYPE}; they travel in bf16, "
+        f"or in fp32 with fp32; {_OURS} ({_PAPER} has bf16); default auto",
+        choices=("auto", *get_args(NsDtype)),
     ),
     _flag(
         "--muon-ns-coefficients",

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from megatron_muon.coefficients import Coefficients, canonical, parse, spelled
 from megatron_muon.config import MuonConfig, SplitKind
-from megatron_muon.megatron_lm.flag_table import FLAGS, OF_ANY
+from megatron_muon.megatron_lm.flag_table import AUTO_NS_DTYPE, FLAGS, OF_ANY
 from megatron_muon.megatron_lm.flag_values import (
     KEPT,
     default_value,
@@ -291,7 +291,7 @@ def _values(config: MuonConfig, args: Namespace) -> list[tuple[str, object, obje
         ("--muon-coefficient-type", coefficients, own["muon_coefficient_type"]),
         (
             "--muon-ns-dtype",
-            config.ns_dtype,
+            config.ns_dtype or AUTO_NS_DTYPE,
             _PRECISIONS.get(own["muon_fp32_matmul_prec"], own["muon_fp32_matmul_prec"]),
         ),
         ("split QKV (--muon-no-split-qkv)", config.split_qkv, own["muon_split_qkv"]),
@@ -366,12 +366,16 @@ def _ns_coefficients(args: Namespace) -> Coefficients:
 
 
 def _ns_dtype(args: Namespace) -> Any:
-    precision = value_given(args, "muon_fp32_matmul_prec")
+    precision, dtype = (value_given(args, f"muon_{n}") for n in ("fp32_matmul_prec", "ns_dtype"))
+    if dtype == "auto":
+        return None
     given = one_meaning(
-        ("--muon-ns-dtype", *twice(value_given(args, "muon_ns_dtype"))),
+        ("--muon-ns-dtype", *twice(dtype)),
         ("--muon-fp32-matmul-prec", precision, _PRECISIONS.get(precision)),
     )
-    return given if given is not None else _MOONLIGHT.ns_dtype  # upstream's medium is the same
+    if given is None and wants_upstreams(args):
+        return _PRECISIONS["medium"]  # upstream's default
+    return given
 
 
 def _refuse_what_has_no_meaning(args: Namespace) -> None:

@@ -33,6 +33,9 @@ _TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
 }
 # (left, right, linear, beta, alpha, out)
 SymmetricKernel = Callable[[Tensor, Tensor, Tensor | None, float, float, Tensor | None], Tensor]
+# fp16 ends at 6e-8, and is coarse below 6e-5. A matrix of norm 128 keeps entries of 5e-10 of its
+# norm. Sums of its square stay below fp16's 65,504, so that parts of them may be added in fp16.
+_FP16_NORM = 128.0
 _KERNEL_ROWS = 512  # of the trial product
 _KERNEL_CAPABILITY = (9, 0)  # Hopper: every release that has the kernel supports it from there on
 
@@ -40,6 +43,11 @@ _KERNEL_CAPABILITY = (9, 0)  # Hopper: every release that has the kernel support
 def torch_dtype(ns_dtype: NsDtype) -> torch.dtype:
     """The torch dtype that matrices are orthogonalized in."""
     return _TORCH_DTYPE[ns_dtype]
+
+
+def scale_of(ns_dtype: NsDtype) -> float:
+    """The power of two by which an iterate is multiplied where it is held in a dtype."""
+    return _FP16_NORM if ns_dtype == "fp16" else 1.0
 
 
 def travel_dtype(config: MuonConfig) -> torch.dtype:
@@ -68,6 +76,7 @@ class Products:
         dtype: the dtype of iterates, to which products are rounded.
         squares: the dtype to which the Gram iteration's square matrices are rounded.
         held: the dtype in which matrices are held and multiplied.
+        scale: an iterate X is held as ``scale``·X, a power of two. Square matrices are not scaled.
         blocked: whether symmetric products are made in panels up to the diagonal, and mirrored.
         kernel: a library's symmetric product; None for torch's matmul.
     """
@@ -75,12 +84,18 @@ class Products:
     dtype: torch.dtype
     squares: torch.dtype
     held: torch.dtype
+    scale: float = 1.0
     blocked: bool = False
     kernel: SymmetricKernel | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        """An fp32 matrix rounded to ``dtype`` and held in ``held``, as products take it."""
-        return x.to(self.dtype).to(self.held)
+        """An fp32 matrix, scaled, rounded to ``dtype`` and held in ``held``."""
+        scaled = x if self.scale == 1.0 else x * self.scale
+        return scaled.to(self.dtype).to(self.held)
+
+    def leave(self, more: int) -> float:
+        """The factor of an iterate after which ``more`` come: the last is not scaled."""
+        return 1.0 if more else 1.0 / self.scale
 
     def rounded(self, x: Tensor) -> Tensor:
         """Round a product to ``dtype`` in place, unless the product has done so itself."""
@@ -105,11 +120,17 @@ class Products:
         out: Tensor | None = None,
     ) -> Tensor:
         """``beta·linear + alpha·left@right``, of matrices or of batches of them."""
-        if linear is None:
-            made = torch.bmm if left.dim() == 3 else torch.mm
+        is_batch = left.dim() == 3
+        added = torch.baddbmm if is_batch else torch.addmm
+        if linear is not None:
+            return self.rounded(added(linear, left, right, beta=beta, alpha=alpha, out=out))
+        if alpha == 1.0:
+            made = torch.bmm if is_batch else torch.mm
             return self.rounded(made(left, right, out=out))
-        added = torch.baddbmm if left.dim() == 3 else torch.addmm
-        return self.rounded(added(linear, left, right, beta=beta, alpha=alpha, out=out))
+        if out is None:
+            out = left.new_empty((*left.shape[:-1], right.size(-1)))
+        # With beta 0 torch neither reads nor copies the linear term.
+        return self.rounded(added(out, left, right, beta=0.0, alpha=alpha, out=out))
 
     def times(
         self,
@@ -131,13 +152,17 @@ class Products:
         """
         left, right = (x, square) if x.size(-2) > x.size(-1) else (square, x)
         if beta is None:
-            return self.product(left, right, out=out)
+            return self.product(left, right, alpha=alpha, out=out)
         return self.product(left, right, x, beta=beta, alpha=alpha, out=out)
 
     def short_square(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """XXᵀ, or XᵀX where X is tall."""
-        left, right = (x.mT, x) if x.size(-2) > x.size(-1) else (x, x.mT)
-        return self.symmetric(left, right, out=out)
+        """XXᵀ, or XᵀX where X is tall, of an iterate; not scaled."""
+        is_tall = x.size(-2) > x.size(-1)
+        return self.square(x.mT if is_tall else x, out=out)
+
+    def square(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """XXᵀ of an iterate; not scaled."""
+        return self.symmetric(x, x.mT, alpha=self.scale**-2, out=out)
 
     def symmetric(
         self,
@@ -183,11 +208,11 @@ def plan_device(device: torch.device) -> Device:
 def products_on(device: torch.device, ns_dtype: NsDtype) -> Products:
     """The products that a device has."""
     dtype, kind = torch_dtype(ns_dtype), plan_device(device)
-    held = torch_dtype(held_dtype(ns_dtype, kind))
+    held, scale = torch_dtype(held_dtype(ns_dtype, kind)), scale_of(ns_dtype)
     if is_cuda(kind):
         kernel = _quack_on(device) if dtype != torch.float32 else None
-        return Products(dtype, squares=held, held=held, kernel=kernel)
-    return Products(dtype, squares=held, held=held, blocked=True)
+        return Products(dtype, squares=held, held=held, scale=scale, kernel=kernel)
+    return Products(dtype, squares=held, held=held, scale=scale, blocked=True)
 
 
 @contextmanager
@@ -267,14 +292,14 @@ def _lower_and_mirrored(
     size = left.size(0)
     out = left.new_empty(size, size) if out is None else out
     for start, stop in panels(size):
-        panel = out[start:stop, :stop]
-        if linear is None:
-            torch.mm(left[start:stop], right[:, :stop], out=panel)
-        else:
+        panel, rows, cols = out[start:stop, :stop], left[start:stop], right[:, :stop]
+        if linear is not None:
             within = linear[start:stop, :stop]
-            torch.addmm(
-                within, left[start:stop], right[:, :stop], beta=beta, alpha=alpha, out=panel
-            )
+            torch.addmm(within, rows, cols, beta=beta, alpha=alpha, out=panel)
+        elif alpha == 1.0:
+            torch.mm(rows, cols, out=panel)
+        else:
+            torch.addmm(panel, rows, cols, beta=0.0, alpha=alpha, out=panel)
         out[:start, start:stop].copy_(out[start:stop, :start].mT)
     return out
 

@@ -21,6 +21,7 @@ from megatron_muon.coefficients import Triple
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import (
     Segments,
+    dtype_of,
     schedule_of,
     scratch_elements,
     segments,
@@ -162,17 +163,17 @@ def _orthogonalize_into(
         memory: flat memory that may be overwritten once ``source`` is read.
         is_direct: whether ``memory`` is that of ``source``, which is row-major.
     """
-    products = products_on(source.device, config.ns_dtype)
+    kind = plan_device(source.device)
+    products = products_on(source.device, dtype_of(config, kind))
     rows, cols = source.size(1), source[0, 0].numel()
     # A GPU multiplies tall matrices as they are; on a CPU the short side is first.
     is_mirrored = _is_cpu(source.device) and rows > cols
     shape = (source.size(0), cols, rows) if is_mirrored else (source.size(0), rows, cols)
-    is_direct = is_direct and not is_mirrored and products.held == source.dtype
+    is_direct = is_direct and not is_mirrored and products.held.itemsize == source.itemsize
 
     def like_source(x: Tensor) -> Tensor:
         return torch.unflatten(x.mT if is_mirrored else x, 2, source.shape[2:])
 
-    kind = plan_device(source.device)
     gram = takes_gram(rows, cols, config, kind)
     iterates = len(segments(config, kind)) if gram else config.ns_steps
     first = torch.empty(shape, dtype=products.held, device=source.device)
@@ -182,18 +183,21 @@ def _orthogonalize_into(
     starts_in_memory = is_direct and iterates % 2 == 0  # so that the last iterate is there, too
     if starts_in_memory and second is not None:
         first, second = second, first
-    into = source if starts_in_memory and second is not None else like_source(first)
+    into = source.view(products.held) if starts_in_memory else like_source(first)
     _enter(first, into, source, moves, products)
     x = _iterated(first, second, config)
-    if starts_in_memory or (second is not None and iterates % 2 == 1):
-        if is_direct:
-            return
+    if is_direct and memory is not None:  # x is in it
+        if memory.dtype != x.dtype:  # each element is read before it is written
+            memory.copy_(x.view(-1))
+        return
+    if second is not None and iterates % 2 == 1:
         x = first.copy_(x)
     out.copy_(like_source(x))
 
 
 def _iterated(x: Tensor, spare: Tensor | None, config: MuonConfig) -> Tensor:
-    products, device = products_on(x.device, config.ns_dtype), plan_device(x.device)
+    device = plan_device(x.device)
+    products = products_on(x.device, dtype_of(config, device))
     alone = x.size(0) == 1  # products of a single matrix are not batched
     if alone:
         x, spare = x[0], None if spare is None else spare[0]
@@ -212,7 +216,7 @@ def _enter(
     moves: Tensor | None,
     products: Products,
 ) -> None:
-    """Fill ``x`` with the matrices of ``source``, each divided by its norm.
+    """Fill ``x`` with the matrices of ``source``, each divided by its norm, as products hold them.
 
     Where ``moves`` is False the norm is taken as infinite, so the matrix becomes zero.
 
@@ -236,6 +240,8 @@ def _enter(
     source.div_(power_of_two(largest))
     dtype = torch.promote_types(source.dtype, torch.float32)
     norm = torch.linalg.vector_norm(source, dim=dims, keepdim=True, dtype=dtype)
+    if products.scale != 1.0:
+        norm.div_(products.scale)
     moving = norm > 0
     if moves is not None:
         moving &= moves.view(norm.shape)
@@ -285,20 +291,21 @@ def standard_iteration(
     implementations are compared with this one step by step.
 
     Args:
-        x: ``(m, n)`` in ``products.held``; or ``(k, m, n)``, a batch.
+        x: ``(m, n)``, or ``(k, m, n)``, a batch; as ``products.enter`` makes it.
         steps: (a, b, c) of each step.
         products: products of x's device.
         spare: memory like ``x``; iterates alternate between the two. None: each has new memory.
 
     Returns:
-        The last iterate.
+        The last iterate, not scaled.
     """
     products = products.plain()
-    for a, b, c in steps:
+    for left, (a, b, c) in zip(reversed(range(len(steps))), steps, strict=True):
+        leave = products.leave(left)
         square, alpha = products.short_square(x), b
         if c != 0:
             square, alpha = products.symmetric(square, square, square, beta=b, alpha=c), 1.0
-        made = products.times(square, x, beta=a, alpha=alpha, out=spare)
+        made = products.times(square, x, beta=a * leave, alpha=alpha * leave, out=spare)
         x, spare = made, None if spare is None else x
         del square
     return x
@@ -312,19 +319,19 @@ def gram_iteration(
     X is rounded as in the standard iteration, the square matrices to ``products.squares``.
 
     Args:
-        x: ``(m, n)`` in ``products.held``; or ``(k, m, n)``, a batch.
+        x: ``(m, n)``, or ``(k, m, n)``, a batch; as ``products.enter`` makes it.
         parts: (a, b, c) of each step, in the segments between restarts.
         products: products of x's device.
         spare: see ``standard_iteration``.
 
     Returns:
-        The last iterate.
+        The last iterate, not scaled.
     """
-    for part in parts:
+    for left, part in zip(reversed(range(len(parts))), parts, strict=True):
         squares = _Squares.of(x, spare, len(part))
         products.of_squares().short_square(x, out=squares.gram)
         factor = _factor(squares, part, products.of_squares())
-        made = products.times(factor, x, out=spare)
+        made = products.times(factor, x, alpha=products.leave(left), out=spare)
         x, spare = made, None if spare is None else x
         del squares, factor
     return x

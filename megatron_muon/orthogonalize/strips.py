@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import schedule_of, segments, takes_gram
+from megatron_muon.orthogonalize.iteration import dtype_of, schedule_of, segments, takes_gram
 from megatron_muon.orthogonalize.matmul import Products, fp32_is_fp32, plan_device, products_on
 from megatron_muon.orthogonalize.newton_schulz import factor_of, power_of_two
 
@@ -61,14 +61,15 @@ def orthogonalize_strips(
         config: the settings whose names begin with ``ns_`` are read.
         sharing: the matrix's other homes.
     """
-    products = products_on(strips[0].device, config.ns_dtype)
+    device = strips[0].device
+    products = products_on(device, dtype_of(config, plan_device(device)))
     is_tall = whole[0] > whole[1]
     entered = _entered(strips, moves, products, sharing)
     # (m, n) with the short side first; a tall strip is a view, and stays as it is in memory
     x = [one.flatten(1).mT if is_tall else one.flatten(1) for one in entered]
     del entered
-    with fp32_is_fp32(strips[0].device):
-        if takes_gram(*whole, config, plan_device(strips[0].device)):
+    with fp32_is_fp32(device):
+        if takes_gram(*whole, config, plan_device(device)):
             x = _gram(x, config, products, sharing)
         else:
             x = _standard(x, config, products.plain(), sharing)
@@ -98,11 +99,11 @@ def _gram(
     x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing
 ) -> list[Tensor]:
     """The Gram iteration (``newton_schulz.gram_iteration``)."""
-    of_squares = products.of_squares()
-    for part in segments(config, plan_device(x[0].device)):
-        gram = of_squares.rounded(sharing.add([of_squares.symmetric(one, one.mT) for one in x]))
+    of_squares, parts = products.of_squares(), segments(config, plan_device(x[0].device))
+    for left, part in zip(reversed(range(len(parts))), parts, strict=True):
+        gram = of_squares.rounded(sharing.add([of_squares.square(one) for one in x]))
         factor = factor_of(gram, part, of_squares)
-        x = [products.product(factor, one) for one in x]
+        x = [products.product(factor, one, alpha=products.leave(left)) for one in x]
     return x
 
 
@@ -110,10 +111,12 @@ def _standard(
     x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing
 ) -> list[Tensor]:
     """The standard iteration (``newton_schulz.standard_iteration``)."""
-    for a, b, c in schedule_of(config):
-        square = products.rounded(sharing.add([products.symmetric(one, one.mT) for one in x]))
+    steps = schedule_of(config)
+    for left, (a, b, c) in zip(reversed(range(len(steps))), steps, strict=True):
+        leave = products.leave(left)
+        square = products.rounded(sharing.add([products.square(one) for one in x]))
         alpha = b
         if c != 0:
             square, alpha = products.symmetric(square, square, square, beta=b, alpha=c), 1.0
-        x = [products.product(square, one, one, beta=a, alpha=alpha) for one in x]
+        x = [products.product(square, one, one, beta=a * leave, alpha=alpha * leave) for one in x]
     return x

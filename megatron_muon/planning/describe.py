@@ -8,7 +8,7 @@ from math import prod
 
 from megatron_muon.coefficients import spelled
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import Device, is_cuda, iteration_of
+from megatron_muon.orthogonalize.iteration import Device, dtype_of, is_cuda, iteration_of
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.setting_names import named
 
@@ -123,8 +123,15 @@ def newton_schulz_line(
         )
     return (
         f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
-        f"{config.ns_dtype}, {_iteration(config, device)}; symmetric products: {products}{batches}"
+        f"{_dtype(config, device)}, {_iteration(config, device)}; symmetric products: {products}"
+        f"{batches}"
     )
+
+
+def _dtype(config: MuonConfig, device: Device) -> str:
+    """The dtype's name; whether it is a GPU's default."""
+    default = " (the default on a GPU)" if config.ns_dtype is None and is_cuda(device) else ""
+    return f"{dtype_of(config, device)}{default}"
 
 
 def _iteration(config: MuonConfig, device: Device) -> str:

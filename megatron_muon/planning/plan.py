@@ -14,7 +14,9 @@ from typing import NamedTuple
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import (
     Device,
+    dtype_of,
     held_dtype,
+    itemsize_of,
     ns_flops,
     strip_flops,
     sums_of_squares,
@@ -158,7 +160,7 @@ def make_plan(
         _homed(parameter, shape, home)
         for (parameter, shape), home in zip(draft.shapes, draft.homes, strict=True)
     )
-    itemsize = _itemsize(config)
+    itemsize = itemsize_of(config)
     held = [work.held for work in draft.works]
     plan = ExchangePlan(
         parameters=tuple(parameters),
@@ -205,14 +207,14 @@ def _draft(
         for (_, shape), by_rank in zip(shapes, held, strict=True)
     ]
     chosen = strip_homes([shape.strip for _, shape in shapes], works, before.flops)
-    price = prices(config, _itemsize(config))
+    price = prices(config, itemsize_of(config))
     homes = choose_homes(works, grid.size, config.homes, price, chosen, before)
     return _Draft(parameters, shapes, runs, works, homes)
 
 
 def _loads(plans: Sequence[ExchangePlan], size: int, config: MuonConfig, device: Device) -> Loads:
     """What each rank has to do by some plans: their Newton-Schulz, and its link as a home."""
-    flops, times, price = [0] * size, [0] * size, prices(config, _itemsize(config))
+    flops, times, price = [0] * size, [0] * size, prices(config, itemsize_of(config))
     for plan in plans:
         if plan.size != size:
             raise ValueError(f"a stage's optimizers have its {size} ranks, not {plan.size}")
@@ -248,14 +250,10 @@ def _in_strips(
 
     def time_of(counts: Mapping[tuple[int, int], int]) -> int:
         draft = _draft(cut(counts), grid, config, device, before)
-        return busiest_time(draft.works, draft.homes, prices(config, _itemsize(config)), before)
+        return busiest_time(draft.works, draft.homes, prices(config, itemsize_of(config)), before)
 
     shapes = {(m.rows, m.cols) for parameter in parameters for m in parameter.matrices}
     return cut(choose_counts(sorted(shapes), grid.size, time_of))
-
-
-def _itemsize(config: MuonConfig) -> int:
-    return 4 if config.ns_dtype == "fp32" else 2
 
 
 def _square_elements(
@@ -285,7 +283,7 @@ def _shared(
                 rows=matrix.strip.rows,
                 cols=matrix.strip.cols,
                 sums=sums_of_squares(*matrix.whole, config, device),
-                itemsize=4 if held_dtype(config.ns_dtype, device) == "fp32" else 2,
+                itemsize=4 if held_dtype(dtype_of(config, device), device) == "fp32" else 2,
             )
 
 

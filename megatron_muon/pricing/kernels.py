@@ -14,8 +14,10 @@ from functools import lru_cache
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import (
     Device,
+    dtype_of,
     fits_kernel,
     is_cuda,
+    itemsize_of,
     ns_flops,
     schedule_of,
     scratch_elements,
@@ -26,6 +28,7 @@ from megatron_muon.pricing.hardware import MICRO, TERA, Hardware
 
 _FP32 = 4  # bytes
 _NORMALISING = 11  # kernels, most of them on one number per matrix
+_TO_BF16 = 2 + 2  # bytes per element: directions of fp16 travel in bf16; norms are scaled, too
 # Bytes per element of a strip in 16 bits: largest entry, fp32 copy divided, its norm, division and
 # cast, copy back. And per byte of a square: copies into and out of messages, and sums in fp32.
 _STRIP_BYTES = 2 + (2 + 4) + 4 + (4 + 4) + (4 + 2) + 4
@@ -128,8 +131,10 @@ def newton_schulz(
     On ``cuda_symmetric`` a library's kernel makes the symmetric products that it takes. On a CPU
     the time is that of the flops at the device's rate, one matrix at a time.
     """
-    itemsize = 4 if config.ns_dtype == "fp32" else 2
+    itemsize = itemsize_of(config)
     cost = _normalisation(hardware, batch * rows * cols, itemsize)
+    if is_cuda(device) and dtype_of(config, device) == "fp16":
+        cost += stream(hardware, _TO_BF16 * batch * rows * cols, 2)
     short, long = min(rows, cols), max(rows, cols)
     if not is_cuda(device):
         rate = hardware.dense_tflops * TERA * hardware.gemm_efficiency
@@ -167,7 +172,7 @@ def newton_schulz_strip(
         homes: number of homes.
         config, device: see ``newton_schulz``.
     """
-    itemsize = 4 if config.ns_dtype == "fp32" else 2
+    itemsize = itemsize_of(config)
     short = min(whole)
     work = _Products(hardware, short, long, 1, itemsize, device == "cuda_symmetric")
     add = _added(hardware, short * short * itemsize, homes)

@@ -90,7 +90,7 @@ def assuming(names: Sequence[str]) -> Iterator[None]:
 
     def one_restart(config: MuonConfig, device: iteration.Device) -> tuple[int, ...] | None:
         lists = iteration.restarts_of(config.ns_coefficients, config.ns_steps)
-        return lists.fp16 if config.ns_dtype == "bf16" else known(config, device)
+        return lists.fp16 if iteration.dtype_of(config, device) == "bf16" else known(config, device)
 
     def small_norm(hardware: Hardware, elements: int, itemsize: int) -> kernels.Cost:
         return kernels.stream(hardware, 3 * itemsize * elements, 3)

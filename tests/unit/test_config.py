@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import get_args
@@ -16,7 +16,7 @@ import megatron_muon
 from megatron_muon import MuonConfig
 from megatron_muon.coefficients import SETS, NsDtype, schedule
 from megatron_muon.megatron_lm.flag_table import FLAGS
-from megatron_muon.orthogonalize.iteration import Device, iteration_of
+from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of
 from megatron_muon.setting_names import FLAG_OF
 from support.megatron_lm.flag_parsers import MEANINGS
 
@@ -133,7 +133,7 @@ def test_the_defaults_are_moonlights() -> None:
     assert (config.matched_adamw_rms, config.momentum, config.ns_steps) == (0.2, 0.95, 5)
     assert config.ns_coefficients == "simple"
     assert schedule("simple", 5, "bf16") == ((3.4445, -4.7750, 2.0315),) * 5
-    assert (config.ns_iteration, config.ns_dtype) == (None, "bf16")
+    assert (config.ns_iteration, config.ns_dtype) == (None, None)
     assert {iteration_of(config, device) for device in CPUS} == {"standard"}
     assert config.nesterov and config.split_qkv and not config.weight_decay_all_params
 
@@ -168,31 +168,38 @@ def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
         del saved["settings"][name]
     check_record({"megatron_muon": saved}, MuonConfig(), "cpu")  # nothing differs: see above
     rebuilt = MuonConfig(**saved["settings"])  # what is made of a record
-    assert rebuilt == MuonConfig(ns_iteration="standard")
+    assert rebuilt == MuonConfig(ns_iteration="standard", ns_dtype="bf16")
 
 
 @pytest.mark.parametrize("device", get_args(Device))
-def test_a_checkpoint_has_the_iteration_that_was_taken(
-    device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "earlier", "of"),
+    [("ns_iteration", "standard", iteration_of), ("ns_dtype", "bf16", dtype_of)],
+)
+def test_a_checkpoint_has_what_the_device_chose(
+    name: str,
+    earlier: str,
+    of: Callable[[MuonConfig, Device], str],
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One from before it was the device's choice has standard, or nothing of it, which was that:
+    """One from before it was the device's choice has ``earlier``, or nothing of it, which was that:
     it loads, and a run that takes another says so."""
     from megatron_muon.mcore.checkpoint import param_groups
 
     monkeypatch.setattr(param_groups.dist, "get_rank", lambda: 0)
-    taken = iteration_of(MuonConfig(), device)
+    taken = of(MuonConfig(), device)
     saved = param_groups.record(MuonConfig(), device)
-    assert saved["settings"]["ns_iteration"] == taken
-    before = param_groups.record(MuonConfig(ns_iteration="standard"), device)
-    without = param_groups.record(MuonConfig(), device)
-    del without["settings"]["ns_iteration"]
-    told = f"is {taken!r} now; the checkpoint was saved with 'standard'"
-    for of, lines in ((saved, 0), (before, taken != "standard"), (without, taken != "standard")):
-        param_groups.check_record({"megatron_muon": of}, MuonConfig(), device)
+    assert saved["settings"][name] == taken
+    asked = MuonConfig(**{name: earlier})  # type: ignore[arg-type]
+    before, without = param_groups.record(asked, device), param_groups.record(MuonConfig(), device)
+    del without["settings"][name]
+    told = f"is {taken!r} now; the checkpoint was saved with {earlier!r}"
+    for record, lines in ((saved, 0), (before, taken != earlier), (without, taken != earlier)):
+        param_groups.check_record({"megatron_muon": record}, MuonConfig(), device)
         assert capsys.readouterr().out.count(told) == lines
-    param_groups.check_record(
-        {"megatron_muon": before}, MuonConfig(ns_iteration="standard"), device
-    )
+    param_groups.check_record({"megatron_muon": before}, asked, device)
     assert capsys.readouterr().out == ""
 
 
@@ -215,8 +222,11 @@ def test_another_speed_is_told_when_a_checkpoint_is_loaded_and_no_error(
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"ns_coefficients": "cans"}, r"ns-coefficients\) 'cans', ns_steps .* 5, .* 'bf16'"),
-        ({"ns_steps": 7}, r"ns-coefficients\) 'simple', ns_steps .* 7, .* 'bf16'"),
+        (
+            {"ns_coefficients": "cans"},
+            r"ns-coefficients\) 'cans', ns_steps .* 5, .* 'bf16 and fp16'",
+        ),
+        ({"ns_steps": 7}, r"ns-coefficients\) 'simple', ns_steps .* 7, .* 'bf16 and fp16'"),
         ({"ns_coefficients": (2.0, -1.5, 0.5)}, r"\(\(2.0, -1.5, 0.5\),\), ns_steps .* 5"),
     ],
 )

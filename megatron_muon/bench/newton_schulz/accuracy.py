@@ -12,7 +12,13 @@ from torch import Tensor
 from megatron_muon.bench.newton_schulz.inputs import inputs
 from megatron_muon.coefficients import SETS, CoefficientName, NsDtype
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import iteration_of, schedule_of, segments, takes_gram
+from megatron_muon.orthogonalize.iteration import (
+    dtype_of,
+    iteration_of,
+    schedule_of,
+    segments,
+    takes_gram,
+)
 from megatron_muon.orthogonalize.matmul import Products, plan_device
 from megatron_muon.orthogonalize.newton_schulz import (
     gram_iteration,
@@ -88,6 +94,7 @@ def measured(
 
 
 def _measured(config: MuonConfig, what: str, matrix: Tensor, polar: Tensor, rank: int) -> Accuracy:
+    device = plan_device(matrix.device)
     made = orthogonalize(matrix.float(), config).double().cpu()
     exact = in_float64(matrix.float(), config).cpu()
     finite = bool(made.isfinite().all())
@@ -95,8 +102,8 @@ def _measured(config: MuonConfig, what: str, matrix: Tensor, polar: Tensor, rank
     return Accuracy(
         coefficients=str(config.ns_coefficients),
         steps=config.ns_steps,
-        dtype=config.ns_dtype,
-        iteration=iteration_of(config, plan_device(matrix.device)),
+        dtype=dtype_of(config, device),
+        iteration=iteration_of(config, device),
         shape=f"{matrix.size(0)}x{matrix.size(1)}",
         input=what,
         smallest=float(values.min()),

@@ -23,7 +23,7 @@ from megatron_muon.coefficients import SETS, CoefficientName, NsDtype, Restarts,
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.dry_run.numbers import count
 from megatron_muon.files.writable import require_writable
-from megatron_muon.orthogonalize.iteration import ns_flops, schedule_of
+from megatron_muon.orthogonalize.iteration import dtype_of, ns_flops, schedule_of
 from megatron_muon.orthogonalize.matmul import plan_device, said_of_products, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_at_once
 
@@ -183,7 +183,8 @@ def _said(lists: Restarts) -> str:
 
 
 def _speeds(given: argparse.Namespace, config: MuonConfig, device: torch.device) -> dict[str, Any]:
-    coefficients, steps, dtype = config.ns_coefficients, config.ns_steps, config.ns_dtype
+    coefficients, steps = config.ns_coefficients, config.ns_steps
+    dtype = dtype_of(config, plan_device(device))
     settings = {"ns_coefficients": coefficients, "ns_steps": steps, "ns_dtype": dtype}
     batch, rounds = given.batch or 1, given.rounds or _ROUNDS
     print(

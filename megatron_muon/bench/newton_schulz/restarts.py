@@ -49,7 +49,7 @@ from megatron_muon.coefficients import (
     Triple,
     schedule,
 )
-from megatron_muon.orthogonalize.matmul import Products, torch_dtype
+from megatron_muon.orthogonalize.matmul import Products, scale_of, torch_dtype
 from megatron_muon.orthogonalize.newton_schulz import gram_iteration, normalize, standard_iteration
 
 _SHAPES = ((96, 96), (64, 256), (40, 120))
@@ -143,7 +143,8 @@ def _trials(steps: tuple[Triple, ...], dtype: NsDtype, kind: str) -> Iterator[_T
         squares = "fp32"
         if dtype == "fp32":
             floor = _SQUARES_ALLOWED
-    products = Products(torch_dtype(dtype), torch_dtype(squares), torch.float32)
+    scale = scale_of(dtype)
+    products = Products(torch_dtype(dtype), torch_dtype(squares), torch.float32, scale)
     for shape in _SHAPES:
         for what, matrix in inputs(*shape):
             if what.startswith(("entries", "all ones")):
@@ -151,7 +152,7 @@ def _trials(steps: tuple[Triple, ...], dtype: NsDtype, kind: str) -> Iterator[_T
             x = products.enter(normalize(matrix.float()))
             exact = exactly(matrix, steps)
             standards = [
-                standard_iteration(products.enter(x * factor), steps, products).double()
+                standard_iteration(products.enter(x * (factor / scale)), steps, products).double()
                 for factor in (1 - _NUDGE[dtype], 1.0, 1 + _NUDGE[dtype])
             ]
             error = max(_error(standard, exact) for standard in standards)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import Device, held_dtype
+from megatron_muon.orthogonalize.iteration import Device, dtype_of, held_dtype
 from megatron_muon.orthogonalize.matmul import torch_dtype, travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.strips import SharedMessages
@@ -33,7 +33,7 @@ def planned_messages(
     """
     sizes: Sizes = defaultdict(list)
     travels = travel_dtype(config)
-    squares = torch_dtype(held_dtype(config.ns_dtype, device))
+    squares = torch_dtype(held_dtype(dtype_of(config, device), device))
     for plan in plans:
         gathers, scatters = _by_round(plan)
         for number, messages in _in_turn(gathers, scatters):

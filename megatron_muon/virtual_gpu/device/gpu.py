@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.virtual_gpu.device.crossing import CROSSINGS, without_pinning
-from megatron_muon.virtual_gpu.device.launches import FREE, launches
+from megatron_muon.virtual_gpu.device.launches import FREE, launches, leaves_term
 from megatron_muon.virtual_gpu.device.tensors import META, Block, VirtualTensor, ranges
 from megatron_muon.virtual_gpu.trace import MAIN, Allocation, HostSync, Kernel, Trace, place
 
@@ -178,8 +178,10 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reads = inputs
             if kind.overwrites:
                 reads = [x for x in inputs if not any(x is w for w in results)]
+            if leaves_term(kind.name, named):
+                reads = [x for x in reads if x is not args[0]]
             metas = [x.inner for x in inputs]
-            count = launches(kind.name, inner, metas, [x.inner for x in results])
+            count = launches(kind.name, inner, named, metas, [x.inner for x in results])
             self.launch(kind.name, reads, results, count)
         return out
 

@@ -8,7 +8,7 @@ not named here launches one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -20,24 +20,35 @@ FREE = frozenset(
     }
 )
 # C = beta·D + alpha·A@B into a new C: D is copied into it, then the product is added.
-_COPIES_ITS_TERM = {"addmm", "baddbmm", "addbmm", "addmv"}
+_HAS_TERM = {"addmm", "baddbmm", "addbmm", "addmv"}
 _CHUNK, _BLOCKS = 65536, 320  # elements of a chunk, chunks of a launch
 _TENSORS = (110, 64, 48, 36, 30)  # of a launch, by the number of lists
 _CAT_TENSORS = 128
 _NORM_TENSORS = 400  # whose partial sums one launch adds up, at least
 
 
-def launches(name: str, args: Sequence[object], inputs: Sequence[Tensor], out: object) -> int:
+def leaves_term(name: str, named: Mapping[str, object]) -> bool:
+    """Whether an operation with a linear term neither reads nor copies it, since beta is 0."""
+    return name in _HAS_TERM and named.get("beta") == 0
+
+
+def launches(
+    name: str,
+    args: Sequence[object],
+    named: Mapping[str, object],
+    inputs: Sequence[Tensor],
+    out: object,
+) -> int:
     """Kernels of one call.
 
     Args:
         name: of the operation, without namespace and overload.
-        args: of the call; tensors may be on the meta device.
+        args, named: of the call; tensors may be on the meta device.
         inputs: all tensors among the arguments.
         out: the result.
     """
-    if name in _COPIES_ITS_TERM:
-        return 2
+    if name in _HAS_TERM:
+        return 1 if leaves_term(name, named) else 2
     if name in ("cat", "stack"):
         full = sum(1 for tensor in inputs if tensor.numel())
         return -(-full // _CAT_TENSORS)

@@ -37,7 +37,7 @@ from megatron_muon.cli.model_flags import imported_config_class, megatron_is_qui
 from megatron_muon.cli.plan.options import parser as plan_parser
 from megatron_muon.config import MuonConfig
 from megatron_muon.dry_run.stages import planned_on
-from megatron_muon.orthogonalize.iteration import segments
+from megatron_muon.orthogonalize.iteration import itemsize_of, segments
 from megatron_muon.pricing.hardware import MICRO, Hardware
 from megatron_muon.pricing.kernels import _Products, newton_schulz, product
 from megatron_muon.pricing.presets import hardware_of
@@ -72,7 +72,7 @@ class Shared:
 def shared(hardware: Hardware, rows: int, cols: int, ranks: int, config: MuonConfig) -> Shared:
     """The time of a matrix on ``ranks`` ranks, by a library's symmetric kernel where it applies."""
     short, long = min(rows, cols), -(-max(rows, cols) // ranks)
-    itemsize = 4 if config.ns_dtype == "fp32" else 2
+    itemsize = itemsize_of(config)
     work = _Products(hardware, short, long, 1, itemsize, True)
     square = short * short
     once = _collective(hardware, square * itemsize, ranks)

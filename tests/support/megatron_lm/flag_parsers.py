@@ -123,6 +123,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "link-gbytes": (["--muon-link-gbytes", "12.5"], {"link_gbytes": 12.5}),
     "layout": (["--muon-dp-layout", "bucketed"], {}),
     "rounds": (["--muon-round-mib", "64"], {"round_bytes": 64 << 20}),
+    "auto-dtype": (["--muon-ns-dtype", "auto"], {"ns_dtype": None}),
     "ns-dtype": (["--muon-ns-dtype", "fp32"], {"ns_dtype": "fp32"}),
     "no-digest": (["--no-muon-checkpoint-digest"], {"checkpoint_digest": False}),
     "log-interval": (

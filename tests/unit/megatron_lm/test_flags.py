@@ -177,10 +177,10 @@ def test_the_defaults_are_moonlights(version: str) -> None:
 
 @WITH_MUON
 def test_upstreams_defaults_where_they_have_a_meaning(version: str) -> None:
-    upstreams = MuonConfig(matched_adamw_rms=1.0, momentum=0.9, nesterov=False)
+    upstreams = MuonConfig(matched_adamw_rms=1.0, momentum=0.9, nesterov=False, ns_dtype="bf16")
     assert config_of(version, *MEANT) == upstreams
     given = config_of(version, *MEANT, "--muon-momentum", "0.8", "--muon-matched-adamw-rms", "0.2")
-    assert given == MuonConfig(momentum=0.8, nesterov=False)
+    assert given == MuonConfig(momentum=0.8, nesterov=False, ns_dtype="bf16")
 
 
 @WITH_MUON
@@ -215,6 +215,7 @@ def test_every_value_that_differs_from_megatrons_own_is_told(version: str) -> No
         f"{nesterov} True here, Megatron's own default is False",
         "--muon-extra-scale-factor 0.2 here, Megatron's own default is 1.0",
         "--muon-coefficient-type simple here, Megatron's own default is quintic",
+        "--muon-ns-dtype fp16 on a GPU, bf16 on a CPU here, Megatron's own default is bf16",
     ]
 
 

@@ -123,7 +123,7 @@ def test_what_is_in_force_is_written(version: str, which: str) -> None:
     assert args.muon_extra_scale_factor == config.matched_adamw_rms
     assert (args.muon_nesterov, args.no_muon_nesterov) == (config.nesterov, not config.nesterov)
     json.dumps(vars(args))  # plain values
-    if config.ns_dtype == "bf16":  # in fp32 a flag of Megatron's says torch's own switch
+    if config.ns_dtype in (None, "bf16"):  # in fp32 a flag of Megatron's says torch's own switch
         assert muon_config(args) == config
 
 

@@ -125,7 +125,9 @@ def test_gram_is_as_accurate_as_standard(name: Any, steps: int, dtype: Any) -> N
         x = products.enter(normalize(matrix.float()))
         exact = exactly(matrix, schedule_of(config))
         standards = [
-            standard_iteration(products.enter(x * factor), schedule_of(config), products).double()
+            standard_iteration(
+                products.enter(x * (factor / products.scale)), schedule_of(config), products
+            ).double()
             for factor in (1 - unit, 1.0, 1 + unit)
         ]
         gram = gram_iteration(x, parts, products).double()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.config import MuonConfig
+from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.newton_schulz import normalize, orthogonalize
 
@@ -69,6 +69,23 @@ def test_the_scale_of_a_matrix_does_not_matter(config: MuonConfig, scale: float)
 @pytest.mark.parametrize("config", [BF16, FP32], ids=["bf16", "fp32"])
 def test_zero_gives_zero(config: MuonConfig) -> None:
     assert torch.equal(orthogonalize(torch.zeros(3, 5), config).float(), torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64)], ids=str)
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+def test_fp16_keeps_entries_far_below_the_norm(
+    shape: tuple[int, int], iteration: NsIteration
+) -> None:
+    """One entry is the norm, the others are 1e-8 of it: below half of fp16's smallest number, 3e-8,
+
+    unless the norm is scaled. Scaled by 128 they have 21 steps of 2⁻²⁴ each, half of one is 2.4 %.
+    """
+    matrix = 1e-8 * _matrix(*shape).sign()
+    matrix[0] = matrix[:, 0] = 0
+    matrix[0, 0] = 1.0
+    config = MuonConfig(ns_dtype="fp16", ns_iteration=iteration)
+    found, exact = orthogonalize(matrix, config).double()[1:, 1:], _float64(matrix)[1:, 1:]
+    assert (found - exact).norm() <= 0.03 * exact.norm()
 
 
 def test_rank_one_and_subnormal_are_finite() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import newton_schulz
-from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.orthogonalize.matmul import Products, scale_of, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_staged
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (7, 1), (130, 520)]
@@ -75,6 +75,30 @@ def test_in_place_is_bitwise_the_direction(
     matrix = _matrix(*shape).to(travel_dtype(config))
     (made,) = _in_place([matrix], config, **layout)
     assert torch.equal(made, orthogonalize(matrix, config))
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_gpus_fp16_shares_memory_with_bf16(
+    shape: tuple[int, int], iteration: Any, steps: int, as_a_gpu: None
+) -> None:
+    """Matrices arrive in bf16, iterates of fp16 take their place, and directions in bf16 theirs."""
+    products = Products(torch.float16, torch.float16, torch.float16, scale=scale_of("fp16"))
+    config = MuonConfig(ns_dtype="fp16", ns_steps=steps)
+    if iteration == "gram":
+        config = MuonConfig(ns_dtype="fp16", ns_iteration="gram")
+    matrices = [_matrix(*shape, seed=seed).bfloat16() for seed in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(newton_schulz, "products_on", lambda *_: products)
+        patch.setattr(newton_schulz, "plan_device", lambda _: "cuda")  # and its restarts
+        for layout in ({}, {"column_parts": shape[1]}):
+            made = _in_place(matrices, config, **layout)
+            # entered in place or from a copy, a batch or one by one: the same numbers but for sums
+            for one, matrix in zip(made, matrices, strict=True):
+                torch.testing.assert_close(one, orthogonalize(matrix, config))
+    exact = orthogonalize(matrices[0], MuonConfig(ns_dtype="fp32", ns_steps=config.ns_steps))
+    assert (made[0] - exact).norm() <= 2.0**-6 * exact.norm()
 
 
 @pytest.mark.parametrize("steps", [4, 5])

@@ -6,13 +6,14 @@ import itertools
 import random
 import time
 from fractions import Fraction
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from figures.llama import llama_8b
+from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device, ns_flops
 from megatron_muon.planning.agreed import description
@@ -69,9 +70,9 @@ def test_the_default_speeds_are_an_h100s_and_a_400_gbit_ports() -> None:
     assert prices(config, 2) == Price(1, 20_000)  # flops in the time of one bf16 element
 
 
-def _llama(dp_size: int, **settings: float) -> ExchangePlan:
+def _llama(dp_size: int, **settings: Any) -> ExchangePlan:
     grid = RankGrid(((tuple(range(dp_size)),),))
-    return make_plan(llama_8b(dp_size)[0], grid, MuonConfig(**settings))  # type: ignore[arg-type]
+    return make_plan(llama_8b(dp_size)[0], grid, MuonConfig(**settings))
 
 
 def _over_ideal(plan: ExchangePlan) -> Fraction:
@@ -79,15 +80,26 @@ def _over_ideal(plan: ExchangePlan) -> Fraction:
     return max(flops) / max(Fraction(sum(flops), plan.size), max(plan.flops))
 
 
-@pytest.mark.parametrize("dp_size", [8, 64, 512])
-def test_llama_8bs_busiest_rank_is_within_the_limit_and_sends_no_more_for_it(dp_size: int) -> None:
-    plan, by_work = _llama(dp_size), _llama(dp_size, link_gbytes=1e9)
-    assert _over_ideal(plan) <= HOME_LIMIT
+# Of 64 ranks in fp16, 32 have a matrix of 5.77 Tflop, 32 one of 3.85, and there are 64 of 2.06. So
+# the busiest has 7.83, where the ideal is 6.94; a rank with 3.85 and two of 2.06 would have 7.97.
+_OF_64 = Fraction(113, 100)
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "dtype", "most"),
+    [(8, None, HOME_LIMIT), (64, None, _OF_64), (64, "bf16", HOME_LIMIT), (512, None, HOME_LIMIT)],
+)
+def test_llama_8bs_busiest_rank_is_within_the_limit_and_sends_no_more_for_it(
+    dp_size: int, dtype: NsDtype | None, most: Fraction
+) -> None:
+    plan = _llama(dp_size, ns_dtype=dtype)
+    by_work = _llama(dp_size, ns_dtype=dtype, link_gbytes=1e9)
+    assert _over_ideal(plan) <= most
     assert sum(plan.sent_bytes()) <= sum(by_work.sent_bytes())
 
 
 def test_a_slow_link_keeps_holders_and_a_fast_one_balances() -> None:
-    slow, fast = _llama(8, link_gbytes=4.0), _llama(8, link_gbytes=4000.0)
+    slow, fast = (_llama(8, ns_dtype="bf16", link_gbytes=gbytes) for gbytes in (4.0, 4000.0))
     assert sum(slow.sent_bytes()) <= 0.85 * sum(fast.sent_bytes())
     assert _over_ideal(fast) <= HOME_SLACK < _over_ideal(slow) <= HOME_LIMIT
 

@@ -127,7 +127,7 @@ def test_shapes_are_cut_as_long_as_that_gains() -> None:
 
 @pytest.mark.parametrize(
     ("name", "at_most"),
-    [("Llama-3-8B TP8 × DP64", Fraction(1, 3)), ("Llama-3-70B TP8 PP4 DP16", Fraction(3, 4))],
+    [("Llama-3-8B TP8 × DP64", Fraction(1, 3)), ("Llama-3-70B TP8 PP4 DP16", Fraction(4, 5))],
 )
 def test_auto_shortens_the_predicted_step(name: str, at_most: Fraction) -> None:
     """Of large stages; a stage whose ranks all have work enough is as it was."""

@@ -231,6 +231,7 @@ def test_everything_is_put_back() -> None:
         (1, lambda x, m: x.mul_(2)),
         (1, lambda x, m: m @ m),
         (2, lambda x, m: torch.addmm(m, m, m)),  # the term is copied first
+        (1, lambda x, m: torch.addmm(m, m, m, beta=0, out=m.new_empty(16, 16))),
         (1, lambda x, m: torch.cat([x] * 128)),
         (2, lambda x, m: torch.cat([x] * 129)),
         (0, lambda x, m: x[:0].add_(1)),

@@ -8,6 +8,7 @@ and reported beside a CPU's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +16,10 @@ from torch import Tensor
 from megatron_muon.bench.accept.outcome import Figure, Part
 from megatron_muon.bench.accept.settings import Settings
 from megatron_muon.bench.newton_schulz.accuracy import in_float64
+from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import dtype_of
+from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.runtime.fused import Fused, elementwise_on, trial
 from megatron_muon.runtime.update import Elementwise, Foreach
@@ -71,7 +75,7 @@ _TRIAL = ("momentum", "weights", "messages", "flags")  # what ``trial`` returns
 def newton_schulz(device: torch.device, config: MuonConfig) -> Part:
     """The error against float64, and on a GPU its ratio to a CPU's."""
     name = f"Newton-Schulz, {config.ns_dtype}, {config.ns_iteration}"
-    bound = _BOUNDS[config.ns_dtype]
+    bound = _BOUNDS[dtype_of(config, plan_device(device))]
     figures = []
     faults = []
     for rows, cols in _SHAPES:
@@ -122,6 +126,6 @@ def twice(device: torch.device, config: MuonConfig) -> Part:
 
 
 def _configs() -> Iterator[MuonConfig]:
-    for dtype in ("bf16", "fp32"):
+    for dtype in get_args(NsDtype):
         for iteration in ("standard", "gram"):
             yield MuonConfig(ns_dtype=dtype, ns_iteration=iteration)
