@@ -224,7 +224,7 @@ def test_another_speed_is_told_when_a_checkpoint_is_loaded_and_no_error(
     [
         (
             {"ns_coefficients": "cans"},
-            r"ns-coefficients\) 'cans', ns_steps .* 5, .* 'bf16 and fp16'",
+            r"ns-coefficients\) 'cans', ns_steps .* 5, .* 'bf16 and f",
         ),
         ({"ns_steps": 7}, r"ns-coefficients\) 'simple', ns_steps .* 7, .* 'bf16 and fp16'"),
         ({"ns_coefficients": (2.0, -1.5, 0.5)}, r"\(\(2.0, -1.5, 0.5\),\), ns_steps .* 5"),
