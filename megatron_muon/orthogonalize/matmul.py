@@ -24,7 +24,14 @@ from torch import Tensor
 
 from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
-from megatron_muon.orthogonalize.iteration import Device, fits_kernel, held_dtype, is_cuda, panels
+from megatron_muon.orthogonalize.iteration import (
+    Device,
+    fits_kernel,
+    held_dtype,
+    is_cuda,
+    is_folded,
+    panels,
+)
 
 _TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -77,6 +84,8 @@ class Products:
         squares: the dtype to which the Gram iteration's square matrices are rounded.
         held: the dtype in which matrices are held and multiplied.
         scale: an iterate X is held as ``scale``·X, a power of two. Square matrices are not scaled.
+        folded: whether aX + SX is made as (a + S)X. CUDA's matmul copies a linear term into its
+            result, and S is smaller than X.
         blocked: whether symmetric products are made in panels up to the diagonal, and mirrored.
         kernel: a library's symmetric product; None for torch's matmul.
     """
@@ -85,6 +94,7 @@ class Products:
     squares: torch.dtype
     held: torch.dtype
     scale: float = 1.0
+    folded: bool = False
     blocked: bool = False
     kernel: SymmetricKernel | None = None
 
@@ -132,6 +142,22 @@ class Products:
         # With beta 0 torch neither reads nor copies the linear term.
         return self.rounded(added(out, left, right, beta=0.0, alpha=alpha, out=out))
 
+    def fold(self, square: Tensor, beta: float, alpha: float) -> float | None:
+        """Make ``beta·X + alpha·SX`` a product alone where it is ``folded``.
+
+        Args:
+            square: S, ``(m, m)`` or a batch; ``beta/alpha`` is added to its diagonal.
+            beta, alpha: factors of X and of the product.
+
+        Returns:
+            The factor of the linear term that is left, or None.
+        """
+        if not self.folded:
+            return beta
+        square.diagonal(dim1=-2, dim2=-1).add_(beta / alpha)
+        self.rounded(square)
+        return None
+
     def times(
         self,
         square: Tensor,
@@ -139,21 +165,22 @@ class Products:
         *,
         beta: float | None = None,
         alpha: float = 1.0,
+        is_tall: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``beta·X + alpha·SX``, or XS where X is tall.
+        """``beta·X + alpha·SX``.
 
         Args:
-            square: S, symmetric, with the size of the short side of ``x``.
+            square: S, symmetric.
             x: X.
             beta: factor of the linear term; None for no such term.
             alpha: factor of the product.
+            is_tall: whether the product is XS.
             out: takes the result; not ``x``.
         """
-        left, right = (x, square) if x.size(-2) > x.size(-1) else (square, x)
-        if beta is None:
-            return self.product(left, right, alpha=alpha, out=out)
-        return self.product(left, right, x, beta=beta, alpha=alpha, out=out)
+        left, right = (x, square) if is_tall else (square, x)
+        linear = None if beta is None else x
+        return self.product(left, right, linear, beta=beta or 0.0, alpha=alpha, out=out)
 
     def short_square(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """XXᵀ, or XᵀX where X is tall, of an iterate; not scaled."""
@@ -211,7 +238,8 @@ def products_on(device: torch.device, ns_dtype: NsDtype) -> Products:
     held, scale = torch_dtype(held_dtype(ns_dtype, kind)), scale_of(ns_dtype)
     if is_cuda(kind):
         kernel = _quack_on(device) if dtype != torch.float32 else None
-        return Products(dtype, squares=held, held=held, scale=scale, kernel=kernel)
+        folded = is_folded(ns_dtype, kind)
+        return Products(dtype, held, held, scale=scale, folded=folded, kernel=kernel)
     return Products(dtype, squares=held, held=held, scale=scale, blocked=True)
 
 

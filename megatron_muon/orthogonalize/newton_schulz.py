@@ -299,13 +299,14 @@ def standard_iteration(
     Returns:
         The last iterate, not scaled.
     """
-    products = products.plain()
+    products, is_tall = products.plain(), x.size(-2) > x.size(-1)
     for left, (a, b, c) in zip(reversed(range(len(steps))), steps, strict=True):
         leave = products.leave(left)
         square, alpha = products.short_square(x), b
         if c != 0:
             square, alpha = products.symmetric(square, square, square, beta=b, alpha=c), 1.0
-        made = products.times(square, x, beta=a * leave, alpha=alpha * leave, out=spare)
+        beta = products.fold(square, a * leave, alpha * leave)
+        made = products.times(square, x, beta=beta, alpha=alpha * leave, is_tall=is_tall, out=spare)
         x, spare = made, None if spare is None else x
         del square
     return x
@@ -327,11 +328,13 @@ def gram_iteration(
     Returns:
         The last iterate, not scaled.
     """
+    is_tall = x.size(-2) > x.size(-1)
     for left, part in zip(reversed(range(len(parts))), parts, strict=True):
         squares = _Squares.of(x, spare, len(part))
         products.of_squares().short_square(x, out=squares.gram)
         factor = _factor(squares, part, products.of_squares())
-        made = products.times(factor, x, alpha=products.leave(left), out=spare)
+        leave = products.leave(left)
+        made = products.times(factor, x, alpha=leave, is_tall=is_tall, out=spare)
         x, spare = made, None if spare is None else x
         del squares, factor
     return x

@@ -103,7 +103,7 @@ def _gram(
     for left, part in zip(reversed(range(len(parts))), parts, strict=True):
         gram = of_squares.rounded(sharing.add([of_squares.square(one) for one in x]))
         factor = factor_of(gram, part, of_squares)
-        x = [products.product(factor, one, alpha=products.leave(left)) for one in x]
+        x = [products.times(factor, one, alpha=products.leave(left)) for one in x]
     return x
 
 
@@ -118,5 +118,6 @@ def _standard(
         alpha = b
         if c != 0:
             square, alpha = products.symmetric(square, square, square, beta=b, alpha=c), 1.0
-        x = [products.product(square, one, one, beta=a * leave, alpha=alpha * leave) for one in x]
+        beta = products.fold(square, a * leave, alpha * leave)
+        x = [products.times(square, one, beta=beta, alpha=alpha * leave) for one in x]
     return x

@@ -17,6 +17,7 @@ from megatron_muon.orthogonalize.iteration import (
     dtype_of,
     fits_kernel,
     is_cuda,
+    is_folded,
     itemsize_of,
     ns_flops,
     schedule_of,
@@ -135,12 +136,11 @@ def newton_schulz(
     cost = _normalisation(hardware, batch * rows * cols, itemsize)
     if is_cuda(device) and dtype_of(config, device) == "fp16":
         cost += stream(hardware, _TO_BF16 * batch * rows * cols, 2)
-    short, long = min(rows, cols), max(rows, cols)
     if not is_cuda(device):
         rate = hardware.dense_tflops * TERA * hardware.gemm_efficiency
         flops = ns_flops(rows, cols, config, device)
         return cost + Cost(batch * flops / rate, batch * 3 * config.ns_steps)
-    work = _Products(hardware, short, long, batch, itemsize, device == "cuda_symmetric")
+    work = _Products.of(hardware, (rows, cols), max(rows, cols), batch, config, device)
     if takes_gram(rows, cols, config, device):
         for part in segments(config, device):
             cost += work.gram_segment([c != 0 for _, _, c in part])
@@ -174,7 +174,7 @@ def newton_schulz_strip(
     """
     itemsize = itemsize_of(config)
     short = min(whole)
-    work = _Products(hardware, short, long, 1, itemsize, device == "cuda_symmetric")
+    work = _Products.of(hardware, whole, long, 1, config, device)
     add = _added(hardware, short * short * itemsize, homes)
     cost = stream(hardware, _STRIP_BYTES * short * long, _NORMALISING)
     cost += _numbers(hardware, homes).times(2)
@@ -219,6 +219,22 @@ class _Products:
     batch: int
     itemsize: int
     has_kernel: bool
+    is_folded: bool
+
+    @classmethod
+    def of(
+        cls,
+        hardware: Hardware,
+        whole: tuple[int, int],
+        long: int,
+        batch: int,
+        config: MuonConfig,
+        device: Device,
+    ) -> _Products:
+        """Those of matrices of which a rank has ``long`` of the long side."""
+        folded = is_folded(dtype_of(config, device), device)
+        kernel, itemsize = device == "cuda_symmetric", itemsize_of(config)
+        return cls(hardware, min(whole), long, batch, itemsize, kernel, folded)
 
     def standard_step(self, *, squares: bool) -> Cost:
         """XXᵀ, bA + cA² unless c is 0, aX + BX."""
@@ -226,6 +242,8 @@ class _Products:
         cost = self._symmetric(long, linear=False)
         if squares:
             cost += self._symmetric(short, linear=True)
+        if self.is_folded:  # the linear term's factor is added to the square's diagonal
+            return cost + stream(self.hardware, 0) + self._product(short, long, short)
         return cost + self._copy(short * long) + self._product(short, long, short)
 
     def gram_segment(self, squares: list[bool]) -> Cost:

@@ -100,7 +100,7 @@ def price_layer_wise(
         hardware: the hardware of every rank.
         mode: the work of TP ranks that share a matrix.
     """
-    settings = replace(config, ns_iteration="standard")
+    settings = replace(config, ns_iteration="standard", ns_dtype=config.ns_dtype or "bf16")
     seconds = exposed = mean_flops = mean_sent = 0.0
     busiest = _Load()
     for optimizer in optimizers:

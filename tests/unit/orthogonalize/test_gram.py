@@ -30,6 +30,7 @@ from megatron_muon.orthogonalize.matmul import (
     plan_device,
     products_on,
     said_of_products,
+    scale_of,
     travel_dtype,
     try_products,
 )
@@ -78,6 +79,29 @@ def test_gram_is_standard_in_float64(name: Any, steps: int, products: Products) 
         cuts = itertools.pairwise((0, *restarts, steps))
         parts = tuple(triples[start:stop] for start, stop in cuts)
         assert (gram_iteration(x, parts, products) - exact).norm() <= 1e-7 * exact.norm()
+
+
+@pytest.mark.parametrize(("name", "steps"), PAIRS)
+def test_a_folded_step_is_as_accurate(name: Any, steps: int) -> None:
+    """A linear term on the square's diagonal rounds once more: at most twice the error, or 64 units
+
+    where that is nearly none, as of all ones. In float64 nothing differs.
+    """
+    triples, kind = schedule(name, steps, "fp16"), torch.float16
+    plain = Products(kind, kind, torch.float32, scale=scale_of("fp16"))
+    for shape in ((64, 256), (96, 96)):
+        for what, matrix in inputs(*shape):
+            exact = exactly(matrix, triples)
+            apart, together = (
+                (standard_iteration(p.enter(normalize(matrix.float())), triples, p) - exact).norm()
+                for p in (plain, dataclasses.replace(plain, folded=True))
+            )
+            floor = 64 * torch.finfo(kind).eps * exact.norm()
+            assert together <= max(2 * apart, floor), what
+    x = normalize(_matrix(24, 60)).double()
+    folded = dataclasses.replace(FLOAT64, folded=True)
+    exact = standard_iteration(x, triples, FLOAT64)
+    assert (standard_iteration(x, triples, folded) - exact).norm() <= 1e-11 * exact.norm()
 
 
 @pytest.mark.parametrize("rows", [383, 384, 401])

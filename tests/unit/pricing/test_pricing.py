@@ -66,13 +66,13 @@ def test_one_matrix_on_one_rank_takes_what_its_kernels_take(
     staging = 4
     # read for the largest entry and the norm, divided twice; directions from fp16 to bf16
     enter = 6 * 2 + 4
-    # products: XXᵀ, AA, BX; those with a linear term copy it: 2 bytes read, 2 written
+    # products: XXᵀ, bA + cAA, BX; the second copies its linear term: 2 bytes read, 2 written
     flops = 2 * (rows * rows * cols + rows**3 + rows * rows * cols)
     operands = [(rows, cols, cols, rows, rows, rows), (rows, rows, rows, rows, rows, rows)]
     operands.append((rows, rows, rows, cols, rows, cols))
     moved = [2 * (a * b + c * d + e * f) for a, b, c, d, e, f in operands]
     assert all(nbytes / 1e9 > flops / 1e12 for nbytes in moved)  # so small: bytes decide
-    copies = 4 * (rows * rows + elements)
+    copies = 4 * rows * rows
     newton = elements * enter + 5 * (sum(moved) + copies)
     expected = (elements * (momentum + staging + update) + newton) / 1e9
     step = price_step([Optimizer(plan, (0,))], config, PLAIN)

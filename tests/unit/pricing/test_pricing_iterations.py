@@ -52,7 +52,7 @@ def _config(name: str, steps: int, dtype: NsDtype, iteration: NsIteration) -> Mu
 
 
 def _known() -> list[tuple[str, int, NsDtype]]:
-    """Sets, steps and dtypes with restarts; of such as have the same products one."""
+    """Sets, steps and dtypes with restarts; of those with the same products one in each dtype."""
     dtypes: tuple[NsDtype, ...] = ("bf16", "fp16")
     found = {}
     for name, its in SETS.items():
@@ -61,7 +61,7 @@ def _known() -> list[tuple[str, int, NsDtype]]:
                 if getattr(lists, dtype) is not None:
                     parts = segments(_config(name, steps, dtype, "gram"), "cuda")
                     products = tuple(tuple(c != 0 for _, _, c in part) for part in parts)
-                    found[products] = name, steps, dtype
+                    found[products, dtype] = name, steps, dtype
     return list(found.values())
 
 
@@ -142,8 +142,8 @@ def test_between_the_grids_sizes_auto_is_hardly_slower(device: Device, by_tiles:
 # small matrices are taken together: of the missed ones 93 % are batches, with a kernel 99 %.
 MISSED = {
     ("cuda", False): (0.44, 0.145),
-    ("cuda_symmetric", False): (0.19, 0.04),
-    ("cuda_symmetric", True): (0.18, 0.035),
+    ("cuda_symmetric", False): (0.19, 0.042),
+    ("cuda_symmetric", True): (0.16, 0.035),
 }
 
 
