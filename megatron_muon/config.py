@@ -22,6 +22,7 @@ HomePolicy = Literal["balanced", "local"]
 ClipScope = Literal["all", "adamw"]
 ElementwiseBy = Literal["auto", "foreach"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+SplitMatrices = int | Literal["auto", "off"]
 SplitKind = Literal["whole", "qkv", "heads", "gate-up", "parts"]
 
 
@@ -103,13 +104,16 @@ class MuonConfig:
             1.10 × that, if another rank would end later (module ``homes``). ``local`` always keeps
             it.
         split_matrices: number of ranks that orthogonalize a long matrix together, each a strip of
-            it; None: none is shared. ``auto``: 2, 4 or 8 for the shapes where the busiest rank, by
-            ``rank_tflops`` and ``link_gbytes``, then has 5 % less time or better. A matrix is long
-            if one side is at least twice the other; a wide one is shared only where TP cuts its
-            columns, and experts' matrices are not. So one home does not keep others waiting, and no
-            link takes a whole matrix. The homes are neighbours in the stage, so that they are of
-            one node. Sums are made in one order, so bits depend on the number of strips and not on
-            their ranks; they are other bits than without.
+            it; ``off``: none is shared. ``auto``: 2, 4 or 8 for the shapes where the busiest rank,
+            by ``rank_tflops`` and ``link_gbytes``, then has 5 % less time or better; not for
+            matrices of less than 500 µs. A matrix is long if one side is at least twice the other;
+            a wide one is shared only where TP cuts its columns, and experts' matrices are not. So
+            one home does not keep others waiting, and no link takes a whole matrix. The homes are
+            neighbours in the stage, so that they are of one node. Sums are made in one order, so
+            bits depend on the number of strips and not on their ranks; they are other bits than
+            without. None: ``auto`` on a GPU, but ``off`` in torch's deterministic mode, since the
+            layout decides which matrices are shared, and with ``log_interval``; ``off`` on a CPU
+            (``iteration.split_of``).
         rank_tflops: speed of Newton-Schulz on a rank, 10¹² flop/s. Only homes depend on it. A run
             never measures it, so that every rank and every restart has the same homes;
             ``megatron-muon bench speeds`` does. 400 is an assumption for an H100 in bf16: 40 % of
@@ -157,7 +161,7 @@ class MuonConfig:
     muon_include: tuple[str, ...] = ()
     muon_exclude: tuple[str, ...] = ()
     homes: HomePolicy = "balanced"
-    split_matrices: int | Literal["auto"] | None = None
+    split_matrices: SplitMatrices | None = None
     rank_tflops: float = 400.0
     link_gbytes: float = 40.0
     round_bytes: int | None = None
@@ -197,7 +201,7 @@ class MuonConfig:
         for name in ("ns_batch", "round_bytes", "log_interval"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))
-        if self.split_matrices is not None:
+        if self.split_matrices not in (None, "off"):
             _require_strips(self.split_matrices, self.log_interval)
         _require_log(self.log_interval, self.log_file)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,8 @@ def make_muons(
     """
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)
+    if config.split_matrices is None and torch.are_deterministic_algorithms_enabled():
+        config = replace(config, split_matrices="off")
     description = together(
         lambda: _checked(parts, model_chunks, config, pg_collection), None, device
     )

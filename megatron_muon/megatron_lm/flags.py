@@ -14,10 +14,10 @@ import argparse
 import os
 from argparse import Namespace
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from megatron_muon.coefficients import Coefficients, canonical, parse, spelled
-from megatron_muon.config import MuonConfig, SplitKind
+from megatron_muon.config import MuonConfig, SplitKind, SplitMatrices
 from megatron_muon.megatron_lm.flag_table import AUTO_NS_DTYPE, FLAGS, OF_ANY
 from megatron_muon.megatron_lm.flag_values import (
     KEPT,
@@ -230,9 +230,10 @@ def _number(args: Namespace, name: str) -> float:
     return float(getattr(_MOONLIGHT, name) if given is None else given)
 
 
-def _split_matrices(args: Namespace) -> int | Literal["auto"] | None:
-    asked: int | Literal["auto", "off"] | None = value_given(args, "muon_split_matrices")
-    return None if asked == "off" else asked
+def _split_matrices(args: Namespace) -> SplitMatrices | None:
+    asked: SplitMatrices | None = value_given(args, "muon_split_matrices")
+    # With the default the layout decides which matrices are shared, and so their last bits.
+    return "off" if asked is None and getattr(args, "deterministic_mode", False) else asked
 
 
 def _ns_batch(args: Namespace) -> int | None:

@@ -73,7 +73,8 @@ def put_in_force(args: Namespace, config: MuonConfig) -> None:
 def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
     """The value of every flag of ``FLAGS``, by dest, such that they give ``config`` again.
 
-    ``muon_ns_iteration`` stays None where it was not given: its default depends on the device.
+    ``muon_ns_iteration`` and ``muon_split_matrices`` stay None where they were not given: their
+    defaults depend on the device.
     """
     spectral, named = config.scale_mode == "spectral", config.ns_coefficients
     # In fp32 torch's own switch sets the products' precision; it has more names than the flag.
@@ -104,7 +105,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_include": list(config.muon_include),
         "muon_exclude": list(config.muon_exclude),
         "muon_homes": config.homes,
-        "muon_split_matrices": config.split_matrices or "off",
+        "muon_split_matrices": config.split_matrices,
         "muon_rank_tflops": config.rank_tflops,
         "muon_link_gbytes": config.link_gbytes,
         "muon_dp_layout": getattr(args, "muon_dp_layout", None) or "contiguous",

@@ -22,7 +22,7 @@ import itertools
 from typing import Literal
 
 from megatron_muon.coefficients import NsDtype, Triple, restarts_of, schedule
-from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.config import MuonConfig, NsIteration, SplitMatrices
 from megatron_muon.setting_names import named
 
 # cpu_bf16 has instructions for products in bf16; on cpu, all products are made in fp32.
@@ -114,6 +114,18 @@ def held_dtype(ns_dtype: NsDtype, device: Device) -> NsDtype:
     if is_cuda(device) or (device == "cpu_bf16" and ns_dtype == "bf16"):
         return ns_dtype
     return "fp32"
+
+
+def split_of(config: MuonConfig, device: Device) -> SplitMatrices:
+    """How many ranks share a long matrix on a device.
+
+    It is ``split_matrices``, unless that is None. Then it is ``auto`` on a GPU, where no numbers of
+    matrices are logged, and ``off`` elsewhere. In torch's deterministic mode a run asks for
+    ``off`` itself.
+    """
+    if config.split_matrices is not None:
+        return config.split_matrices
+    return "auto" if is_cuda(device) and config.log_interval is None else "off"
 
 
 def is_folded(ns_dtype: NsDtype, device: Device) -> bool:

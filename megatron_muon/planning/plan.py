@@ -18,6 +18,7 @@ from megatron_muon.orthogonalize.iteration import (
     held_dtype,
     itemsize_of,
     ns_flops,
+    split_of,
     strip_flops,
     sums_of_squares,
 )
@@ -28,6 +29,7 @@ from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds import make_rounds
 from megatron_muon.planning.segments import Matrix, Segment
 from megatron_muon.planning.strips import (
+    LEAST_SHARED_PS,
     SharedMatrix,
     choose_counts,
     in_strips,
@@ -235,9 +237,9 @@ def _in_strips(
     device: Device,
     before: Loads,
 ) -> Sequence[Parameter]:
-    """The parameters with the matrices cut that ``config.split_matrices`` asks for."""
-    asked = config.split_matrices
-    if asked is None:
+    """The parameters with the matrices cut that several homes share (``split_of``)."""
+    asked = split_of(config, device)
+    if asked == "off":
         return parameters
     if asked != "auto":
         return [in_strips(parameter, lambda _: asked) for parameter in parameters]
@@ -252,8 +254,14 @@ def _in_strips(
         draft = _draft(cut(counts), grid, config, device, before)
         return busiest_time(draft.works, draft.homes, prices(config, itemsize_of(config)), before)
 
-    shapes = {(m.rows, m.cols) for parameter in parameters for m in parameter.matrices}
-    return cut(choose_counts(sorted(shapes), grid.size, time_of))
+    least = LEAST_SHARED_PS * config.rank_tflops  # flops
+    shapes = {
+        (m.rows, m.cols)
+        for parameter in parameters
+        for m in parameter.matrices
+        if ns_flops(*m.unit, config, device) >= least
+    }
+    return cut(choose_counts(sorted(shapes), grid.size, time_of)) if shapes else parameters
 
 
 def _square_elements(

@@ -21,6 +21,9 @@ from megatron_muon.planning.layout import Block, MatrixShape, Parameter, Span, S
 # Squares of the short side are multiplied by every home. Where the long side is shorter than this
 # many short ones, they are most of the work, and the time model has no gain (docs/time_model.md).
 _LONG = 2
+# Picoseconds of Newton-Schulz below which a matrix is not shared by itself: its homes wait for each
+# other twice and then in each sum, some 20 µs each time.
+LEAST_SHARED_PS = 500_000_000
 _MOST = 8  # strips that are chosen by themselves: GPUs of a node
 _STEP_GAIN, _LEAST_GAIN = Fraction(1, 100), Fraction(5, 100)
 _NUMBER = 4  # bytes of a number in fp32

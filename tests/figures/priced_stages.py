@@ -16,7 +16,7 @@ from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.dry_run.kinds import optimizer_of
 from megatron_muon.dry_run.model import Ranks
 from megatron_muon.dry_run.stages import planned_on
-from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of
+from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
 from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.step import StepTime, price_adamw, price_step
 from megatron_muon.pricing.upstream import price_layer_wise
@@ -94,8 +94,8 @@ def priced_stage(
             iteration, dtype = iteration_of(settings, device), dtype_of(settings, device)
             step = price_step(optimizers, settings, hardware, device=device)
             ours.append(OurStep(iteration, dtype, device == "cuda_symmetric", step))
-    if config.split_matrices is not None:  # Megatron's own takes whole matrices
-        whole = dataclasses.replace(config, split_matrices=None)
+    if split_of(config, "cuda") != "off":  # Megatron's own takes whole matrices
+        whole = dataclasses.replace(config, split_matrices="off")
         (planned,) = planned_on(["cuda"], flags, whole, ranks, number)
         optimizers = [optimizer_of(part) for part in planned]
     return PricedStage(

@@ -16,7 +16,7 @@ import megatron_muon
 from megatron_muon import MuonConfig
 from megatron_muon.coefficients import SETS, NsDtype, schedule
 from megatron_muon.megatron_lm.flag_table import FLAGS
-from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of
+from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
 from megatron_muon.setting_names import FLAG_OF
 from support.megatron_lm.flag_parsers import MEANINGS
 
@@ -168,13 +168,17 @@ def test_a_checkpoint_from_before_a_setting_has_its_default() -> None:
         del saved["settings"][name]
     check_record({"megatron_muon": saved}, MuonConfig(), "cpu")  # nothing differs: see above
     rebuilt = MuonConfig(**saved["settings"])  # what is made of a record
-    assert rebuilt == MuonConfig(ns_iteration="standard", ns_dtype="bf16")
+    assert rebuilt == MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
 
 
 @pytest.mark.parametrize("device", get_args(Device))
 @pytest.mark.parametrize(
     ("name", "earlier", "of"),
-    [("ns_iteration", "standard", iteration_of), ("ns_dtype", "bf16", dtype_of)],
+    [
+        ("ns_iteration", "standard", iteration_of),
+        ("ns_dtype", "bf16", dtype_of),
+        ("split_matrices", "off", split_of),
+    ],
 )
 def test_a_checkpoint_has_what_the_device_chose(
     name: str,

@@ -59,7 +59,8 @@ def rows(config: MuonConfig, names: list[str], exchanges: list[str], tp_mode: Tp
     """
     from megatron_muon.mcore.params.bucket_layout import takes_layouts
 
-    equal = dataclasses.replace(config, ns_iteration="standard")
+    whole = config.split_matrices or "off"  # all rows have the same matrices at one home
+    equal = dataclasses.replace(config, ns_iteration="standard", split_matrices=whole)
     aligned = dataclasses.replace(equal, align_shards=takes_layouts())
     contiguous = Row("muon-contiguous", "muon", aligned)
     bucketed = Row("muon-bucketed", "muon", equal, buckets=True)

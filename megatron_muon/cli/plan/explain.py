@@ -14,6 +14,7 @@ from megatron_muon.cli.plan.report import aligned, ms
 from megatron_muon.cli.plan.rows import OURS, TITLES
 from megatron_muon.cli.plan.run import RunPlan, StagePlan
 from megatron_muon.cli.plan.sweep import Planner
+from megatron_muon.orthogonalize.iteration import split_of
 from megatron_muon.pricing.hardware import MICRO
 from megatron_muon.pricing.step import NEWTON_SCHULZ
 
@@ -57,7 +58,7 @@ def changes(plan: RunPlan) -> Iterator[Change]:
         yield Change(("--muon-ns-dtype", "fp16"), "another rounding")
     iteration = "standard" if config.ns_iteration != "standard" else "auto"
     yield Change(("--muon-ns-iteration", iteration), "another rounding")
-    if config.split_matrices is None:
+    if split_of(config, plan.device) == "off":
         yield Change(("--muon-split-matrices", "auto"), "another rounding")
     homes = "local" if config.homes == "balanced" else "balanced"
     yield Change(("--muon-homes", homes))

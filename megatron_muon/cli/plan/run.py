@@ -23,7 +23,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.dry_run.kinds import PlannedKind, buffers_of, optimizer_of, planned_kinds
 from megatron_muon.dry_run.model import Ranks, transformer_config
 from megatron_muon.dry_run.stages import Planned
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.iteration import Device, split_of
 from megatron_muon.planning.describe import Share
 from megatron_muon.pricing import training
 from megatron_muon.pricing.hardware import Hardware
@@ -124,7 +124,7 @@ def plan_run(
     layout: Name = given.muon_dp_layout or "contiguous"
     first = [layout, *(name for name in OURS if name != layout and name in wanted)]
     runs = [_in_layout(given, name) for name in first]
-    if runs[0][1].config.split_matrices is not None:  # others' algorithms take whole matrices
+    if split_of(runs[0][1].config, device) != "off":  # others' algorithms take whole matrices
         given = Namespace(**{**vars(given), "muon_split_matrices": "off"})
         runs.append(_in_layout(given, "contiguous"))
     ranks = runs[0][1].ranks

@@ -13,7 +13,7 @@ from megatron_muon.coefficients import canonical
 from megatron_muon.config import MuonConfig
 from megatron_muon.files.digest_text import printable
 from megatron_muon.mcore.params.multipliers import LR_MULTIPLIER
-from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of
+from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
 from megatron_muon.setting_names import named
 
 Group = dict[str, Any]
@@ -67,8 +67,9 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
             f"megatron_muon reads {FORMAT}: use the megatron_muon that saved it"
         )
     # An older megatron_muon that lacked a setting did what is now its default.
-    default = MuonConfig(ns_iteration="standard", ns_dtype="bf16")
+    default = MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
     then = {**_in_force(default, device), **own["settings"]}
+    then["split_matrices"] = then["split_matrices"] or "off"  # None was that for a while
     now = _in_force(config, device)
     for name in ("ns_iteration", "ns_dtype"):
         if then[name] is None:  # another Muon's checkpoint does not say which it took
@@ -90,11 +91,12 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
 
 
 def _in_force(config: MuonConfig, device: Device) -> Group:
-    """The settings that results depend on, with the run's own iteration and dtype for None."""
+    """The settings that results depend on, with what the device chooses in place of None."""
     settings = {
         **dataclasses.asdict(config),
         "ns_iteration": iteration_of(config, device),
         "ns_dtype": dtype_of(config, device),
+        "split_matrices": split_of(config, device),
     }
     return {name: value for name, value in settings.items() if name not in _WATCHING}
 

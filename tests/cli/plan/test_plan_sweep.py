@@ -70,12 +70,13 @@ def test_batches_change_the_share_and_not_the_step(tmp_path: Path) -> None:
 def test_a_gain_is_the_difference_of_two_plans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    explained = written("--world-size 4 --explain", tmp_path / "explain.json")
+    base = "--world-size 4 --muon-ns-dtype bf16"
+    explained = written(f"{base} --explain", tmp_path / "explain.json")
     changes = {one["change"]: one for one in explained["changes"]}
     assert "matrices stay on a rank that holds most of them" in capsys.readouterr().out
     plain = explained["step"]["contiguous"]["seconds"]
     for words in ("--muon-ns-dtype fp16", "--products kernel", f"{TP} 2"):
-        other = written(f"--world-size 4 {words}", tmp_path / "other.json")
+        other = written(f"{base} {words}", tmp_path / "other.json")
         seconds = other["step"]["contiguous"]["seconds"]
         assert changes[words]["seconds"] == seconds
         assert changes[words]["gain"] == pytest.approx((plain - seconds) / plain)
@@ -97,8 +98,8 @@ def test_homes_say_how_many_matrices_left_their_largest_holder() -> None:
 def test_changes_leave_out_what_the_run_has() -> None:
     config_class = imported_config_class("a test")
     words = (
-        f"{TINY} --world-size 4 --muon-dp-layout bucketed --muon-ns-dtype fp16 --muon-homes local "
-        "--muon-round-mib 64 --products kernel"
+        f"{TINY} --world-size 4 --muon-dp-layout bucketed --muon-homes local "
+        "--muon-split-matrices off --muon-round-mib 64 --products kernel"
     )
     flags, _ = parsed(parser(config_class), words.split(), config_class)
     plan = plan_run(flags, H100, DEVICES[flags.products], ["bucketed"])

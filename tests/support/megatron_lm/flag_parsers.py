@@ -118,7 +118,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "homes": (["--muon-homes", "local"], {"homes": "local"}),
     "split-matrices": (["--muon-split-matrices", "4"], {"split_matrices": 4}),
     "split-matrices auto": (["--muon-split-matrices", "auto"], {"split_matrices": "auto"}),
-    "split-matrices off": (["--muon-split-matrices", "off"], {}),
+    "split-matrices off": (["--muon-split-matrices", "off"], {"split_matrices": "off"}),
     "rank-tflops": (["--muon-rank-tflops", "300"], {"rank_tflops": 300.0}),
     "link-gbytes": (["--muon-link-gbytes", "12.5"], {"link_gbytes": 12.5}),
     "layout": (["--muon-dp-layout", "bucketed"], {}),

@@ -58,7 +58,7 @@ def test_strips_cover_their_matrix_and_homes_are_neighbours(
     """``make_plan`` checks that every element comes once, and that every piece gets directions."""
     config = replace(GRAM, split_matrices=count)
     plan = _plan(shapes, tp, dp, config)
-    whole = _plan(shapes, tp, dp, replace(config, split_matrices=None))
+    whole = _plan(shapes, tp, dp, replace(config, split_matrices="off"))
     assert sum(m.numel for m in plan.matrices) == sum(m.numel for m in whole.matrices)
     for one in plan.shared:
         homes = list(one.homes)
@@ -133,7 +133,7 @@ def test_auto_shortens_the_predicted_step(name: str, at_most: Fraction) -> None:
     """Of large stages; a stage whose ranks all have work enough is as it was."""
     (case,) = [case for case in CASES if case.name == name]
     words = [*case.words.split(), *OVERLAP.split(), "--stage", str(case.stage)]
-    (off,), _ = priced_of(words, H100)
-    (auto,), _ = priced_of([*words, "--muon-split-matrices", "auto"], H100)
+    (off,), _ = priced_of([*words, "--muon-split-matrices", "off"], H100)
+    (auto,), _ = priced_of(words, H100)  # the default
     assert auto.ours[-1].step.seconds < at_most * off.ours[-1].step.seconds
     assert (auto.duplicated, auto.distributed) == (off.duplicated, off.distributed)
