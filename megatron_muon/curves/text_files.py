@@ -150,9 +150,9 @@ def _log_columns(lines: list[str]) -> Columns:
 def _logged(lines: list[str]) -> Iterator[tuple[str, float, float]]:
     for line in lines:
         text = line[:MOST_LINE]
-        if found := _TRAIN.search(text):
-            yield found[2], float(found[1]), float(found[3])
-        elif found := _EVALUATED.search(text):
-            which, step, on, name, loss = found.groups()
+        if match := _TRAIN.search(text):
+            yield match[2], float(match[1]), float(match[3])
+        elif match := _EVALUATED.search(text):
+            which, step, on, name, loss = match.groups()
             if which == "validation" and on != "test":  # the test set is read once, at the end
                 yield f"{name} validation", float(step), float(loss)

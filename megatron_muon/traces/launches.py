@@ -121,10 +121,10 @@ def assign(
     for launch in sorted(launches, key=lambda launch: launch.interval):
         if launch.is_operator:
             waiting[names.backends_operation(launch.operation)].append(launch)
-    found: list[Launch | None] = [None] * len(events)
+    by_event: list[Launch | None] = [None] * len(events)
     for at in sorted(range(len(events)), key=lambda at: events[at][1]):
         said, (start, _) = events[at]
         queue = waiting[said]
         if queue and queue[0].interval[0] <= start:
-            found[at] = queue.popleft()
-    return found
+            by_event[at] = queue.popleft()
+    return by_event

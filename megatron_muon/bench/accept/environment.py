@@ -31,7 +31,7 @@ def identity(settings: Settings) -> dict[str, str]:
 
 def described(settings: Settings) -> dict[str, str]:
     """The environment in words, for the report; no name of a machine, a user or a path."""
-    found = {name: version for name in _PACKAGES if (version := _version(name))}
+    versions = {name: version for name in _PACKAGES if (version := _version(name))}
     return {
         "megatron_muon": __version__,
         "python": platform.python_version(),
@@ -42,7 +42,7 @@ def described(settings: Settings) -> dict[str, str]:
         "driver": _driver(),
         "device": device_name(settings),
         "ranks": str(settings.ranks),
-        **{f"package {name}": version for name, version in found.items()},
+        **{f"package {name}": version for name, version in versions.items()},
     }
 
 

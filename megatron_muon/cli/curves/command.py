@@ -57,17 +57,17 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     try:
         runs = [read_run(n, _paths(r), tags) for n, r in zip(names, given.runs, strict=True)]
-        found = compare(runs, given.window)
+        comparisons = compare(runs, given.window)
         if given.json is not None:
-            given.json.write_text(json.dumps(as_json(found), indent=1) + "\n")
+            given.json.write_text(json.dumps(as_json(comparisons), indent=1) + "\n")
         if given.plot is not None:
             from megatron_muon.cli.curves.figure import draw
 
-            draw(runs, found, given.plot)
+            draw(runs, comparisons, given.plot)
     except (CurveError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
-    print(as_text(found))
+    print(as_text(comparisons))
     return 0
 
 

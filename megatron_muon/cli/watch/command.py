@@ -78,15 +78,15 @@ def _follow(path: Path, logit_threshold: float | None, seconds: float) -> None:
     waits = False
     while True:
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except FileNotFoundError:  # the run has not started to log
             if not waits:
                 print(f"waiting for {_printable(str(path))}", file=sys.stderr, flush=True)
             waits = True
             time.sleep(seconds)
             continue
-        if (found.st_dev, found.st_ino) != identity or found.st_size < place:
-            history, place, identity = History(), 0, (found.st_dev, found.st_ino)
+        if (status.st_dev, status.st_ino) != identity or status.st_size < place:
+            history, place, identity = History(), 0, (status.st_dev, status.st_ino)
         for data in _rest_of(path, place):
             place += len(data)
             history.feed(data)
@@ -98,13 +98,13 @@ def _follow(path: Path, logit_threshold: float | None, seconds: float) -> None:
 
 
 def _show_new(
-    path: Path, history: History, found: Sequence[Warning], told: Sequence[str]
+    path: Path, history: History, current: Sequence[Warning], told: Sequence[str]
 ) -> list[str]:
     """The whole view on a terminal, else a line and the warnings that are new."""
-    lines = [*warning_lines(found), *damage_lines(history)]
+    lines = [*warning_lines(current), *damage_lines(history)]
     if sys.stdout.isatty():
         print("\033[H\033[2J", end="")
-        _show(as_text(str(path), history, found))
+        _show(as_text(str(path), history, current))
     else:
         new = [line for line in lines if line not in told]
         _show("\n".join([*([step_line(history)] if history.steps else []), *new]))

@@ -76,9 +76,9 @@ def fused_of(weight: Weight, rows: int) -> Fused | None:
     if is_adapter(weight):
         return None
     for known in _FAMILIES:
-        found = known(weight, rows)
-        if found is not None:
-            return found
+        fused = known(weight, rows)
+        if fused is not None:
+            return fused
     return None
 
 
