@@ -1,6 +1,6 @@
 """What was run, as a table in Markdown.
 
-`bash tests/run.sh --table tests/ranks/results/test_topologies*.py` prints it.
+`bash tests/run.sh --table tests/ranks/results/topologies` prints it.
 
 ``gpt.check`` and ``training.trained`` note what they have verified; nothing else gets in.
 """

@@ -1,6 +1,6 @@
 """Logging steps in the real ``pretrain_gpt.py``: needs a Megatron-LM checkout and tensorboard.
 
-MEGATRON_LM_PATH=... pytest tests/megatron_lm/test_pretrain_watch.py
+MEGATRON_LM_PATH=... pytest tests/megatron_lm/pretrain/test_pretrain_watch.py
 """
 
 from __future__ import annotations
