@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.megatron_lm.scripts import MUON, argument, needs_checkout, pretrain, steps
-from support.watching import records
+from support.runs.watching import records
 
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="tensorboard is an extra"
