@@ -16,11 +16,6 @@ from megatron_muon.curves.runs import Run
 _COLORS = ("#d1495b", "#0b6e4f", "#3b6ea5", "#d07a2d", "#7b5ea7", "#555555")
 
 
-def formats() -> list[str]:
-    """Suffixes that ``draw`` can write, without their dots."""
-    return sorted(Figure().canvas.get_supported_filetypes())
-
-
 def draw(runs: Sequence[Run], comparisons: Sequence[Comparison], path: Path) -> None:
     """Draw a row for each kind of loss: the curves, and the leading ratios with their bands.
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_muon.cli.plan.charts import require_chart
 from megatron_muon.cli.watch.history import History
 from megatron_muon.cli.watch.rules import LOGIT, Warning, warnings
 from megatron_muon.cli.watch.view import as_text, damage_lines, step_line, warning_lines
@@ -123,13 +124,12 @@ def _drawing(parser: argparse.ArgumentParser, path: Path | None) -> _Draw | None
     if path is None:
         return None
     try:
-        from megatron_muon.cli.watch import picture
-    except ModuleNotFoundError as error:
-        parser.error(f"--plot needs {error.name}: pip install {error.name}")
-    known = picture.formats()
-    if path.suffix.removeprefix(".").lower() not in known:
-        parser.error(f"--plot {path}: the suffix must be one of {', '.join(known)}")
-    return picture.draw
+        require_chart("--plot", path)
+    except ValueError as error:
+        parser.error(str(error))
+    from megatron_muon.cli.watch.picture import draw
+
+    return draw
 
 
 def _show(text: str) -> None:
