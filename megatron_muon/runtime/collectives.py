@@ -14,8 +14,10 @@ where nothing trains on some ranks.
 Saving and loading vote. ``all_gather_texts`` spreads the text of an error, compares parameter names
 where patterns route them, and puts a checkpoint's digest together.
 
-Only ``megatron-muon bench`` calls ``all_gather_flat`` and ``start_all_to_all``; it and Megatron on
-a CPU call ``start_broadcasts``.
+Around steps that are traced the ranks meet in ``all_gather_numbers`` over the world.
+
+Only ``bench``, ``accept`` and ``compare`` call ``all_gather_flat`` and ``start_all_to_all``;
+``bench`` and Megatron on a CPU call ``start_broadcasts``.
 """
 
 from __future__ import annotations

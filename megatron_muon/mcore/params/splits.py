@@ -2,7 +2,8 @@
 
 A split is the choice of a weight's matrices: ``--muon-split PATTERN=KIND``. What holds a weight
 says how its rows lie: Megatron's class, by its own settings; only where a class is not Megatron's,
-the name.
+the name. A weight that is not known yet gets a function in ``_FAMILIES``; ``matrices`` makes the
+matrices of the split, ``planning.sections`` what TP ranks hold of them.
 """
 
 from __future__ import annotations
@@ -247,6 +248,7 @@ def _is_held_by(weight: Weight, *class_names: str) -> bool:
     return not {cls.__name__ for cls in classes}.isdisjoint(class_names)
 
 
+# The first that knows a weight says how its rows lie: see ``fused_of``.
 _FAMILIES: tuple[Callable[[Weight, int], Fused | None], ...] = (
     *(_attention, _queries, _latent, _gated, _state_space),
 )
