@@ -203,7 +203,7 @@ def compiler(patches: Patches) -> None:
 
 
 def compiled_before(patches: Patches) -> None:
-    """What ``torch.compile`` has wrapped already is called uncompiled."""
+    """Functions that ``torch.compile`` has wrapped already run uncompiled."""
     config: Any = importlib.import_module("torch._dynamo").config
     patches.on_undo(functools.partial(setattr, config, "disable", config.disable))
     config.disable = True

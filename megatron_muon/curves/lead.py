@@ -136,7 +136,7 @@ def _first_step(points: Points) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the baseline needs for a loss of the other run's; medians over the seeds.
+    """The steps that the baseline needs for a loss of the other run's; medians over the seeds.
 
     Attributes:
         step: the other run's step.

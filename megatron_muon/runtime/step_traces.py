@@ -147,7 +147,7 @@ def _meet() -> None:
 
 
 def _boot() -> str:
-    """What ranks on one machine have in common, and with it one clock; "" where it is not known."""
+    """The id that ranks on one machine share, and with it one clock; "" where it is not known."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

@@ -39,7 +39,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Stamps:
-    """What a rank's trace says about its clock.
+    """A rank's clock, as its trace shows it.
 
     Attributes:
         rank: the rank.

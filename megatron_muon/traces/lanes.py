@@ -1,4 +1,4 @@
-"""What a rank does in one step, as lanes of a picture."""
+"""One step of a rank, as lanes of a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What started a collective: the operator on the host, and the annotation around it."""
+"""The start of a collective: the operator on the host, and the annotation around it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def assign(
 ) -> list[Launch | None]:
     """The operator that started each of gloo's events, or None.
 
-    gloo's threads take collectives up in the order in which they were started, so the first event
+    gloo's threads take collectives up in the order in which they were started. So the first event
     of a kind after an operator is the operator's. It may belong to a neighbour of the same kind
     where two groups communicate at once.
     """

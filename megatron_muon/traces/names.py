@@ -1,4 +1,4 @@
-"""What the names and arguments of profiler events say about collectives: operation, bytes, group.
+"""Collectives by the names and arguments of profiler events: operation, bytes, group.
 
 NCCL kernels have names such as ``ncclDevKernel_AllGather_RING_LL(...)`` and, from torch 2.2 on,
 arguments such as ``In msg nelems``. gloo's events are ``gloo:all_reduce``; the operator that

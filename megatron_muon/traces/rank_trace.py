@@ -51,7 +51,7 @@ class Collective:
 
 @dataclass
 class RankTrace:
-    """What one file says.
+    """One file's trace, as the report needs it.
 
     Attributes:
         path: the file.
@@ -101,7 +101,7 @@ def read(path: Path) -> RankTrace:
 
 @dataclass
 class _Reading:
-    """What has been read so far."""
+    """The events that have been read so far."""
 
     start: float = math.inf
     stop: float = -math.inf

@@ -1,4 +1,4 @@
-"""What the results depend on: versions, device and settings, by name."""
+"""The environment that results depend on: versions, device and settings, by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = (
 
 
 def identity(settings: Settings) -> dict[str, str]:
-    """What must be the same for a result to be used again, as texts."""
+    """The texts that must be the same for a result to be used again."""
     return {
         "megatron_muon": __version__,
         "torch": torch.__version__,

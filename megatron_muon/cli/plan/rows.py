@@ -1,4 +1,4 @@
-"""What each algorithm costs on the ranks of one pipeline stage."""
+"""The cost of each algorithm on the ranks of one pipeline stage."""
 
 from __future__ import annotations
 

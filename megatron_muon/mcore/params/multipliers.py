@@ -26,7 +26,7 @@ _ONE: Multipliers = (1.0, 1.0)
 
 
 def multipliers_of(weight: Weight, config: MuonConfig) -> Multipliers:
-    """What a weight's learning rate and weight decay are multiplied by.
+    """The factors of a weight's learning rate and weight decay.
 
     Args:
         weight: of Muon or of AdamW.

@@ -1,8 +1,8 @@
 """Weights that hold several projections, row by row, and the splits that they can have.
 
-A split is the choice of a weight's matrices: ``--muon-split PATTERN=KIND``. What holds a weight
-says how its rows lie: Megatron's class, by its own settings; only where a class is not Megatron's,
-the name. A weight that is not known yet gets a function in ``_FAMILIES``; ``matrices`` makes the
+A split is the choice of a weight's matrices: ``--muon-split PATTERN=KIND``. The class that holds a
+weight says how its rows lie, by its own settings. Only where a class is not Megatron's does the
+name say it. A weight that is not known yet gets a function in ``_FAMILIES``; ``matrices`` makes the
 matrices of the split, ``planning.sections`` what TP ranks hold of them.
 """
 
