@@ -48,7 +48,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def factories(patches: Patches) -> None:
     """``torch.zeros(..., device='cuda')`` and friends make CPU tensors, without pinning."""
-    # What ``with torch.device(...)`` acts on, torch looks up once: not to keep what is put back.
+    # torch looks up once what ``with torch.device(...)`` acts on: it must not keep replacements.
     patches.on_undo(_device._device_constructors.cache_clear)
     for name in FACTORIES:
         patches.set(torch, name, _on_cpu(getattr(torch, name)))

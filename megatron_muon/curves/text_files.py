@@ -16,7 +16,7 @@ MOST = 1 << 28  # bytes of a file
 MOST_LINE = 1 << 20  # characters of a line
 STEPS = ("step", "iteration", "iter", "global_step", "_step")
 _NUMBER = r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))"
-# What Megatron's training_log and evaluate_and_print_results print.
+# Lines of Megatron's training_log and evaluate_and_print_results.
 _TRAIN = re.compile(rf"iteration\s+(\d+)/\s*\d+ \|.{{0,2000}}?\| (\S*lm loss): {_NUMBER} \|")
 _EVALUATED = re.compile(
     rf"(validation|test) loss at iteration (\d+)(?: on (\w+) set)? \| (\S*lm loss) value: {_NUMBER}"
