@@ -53,6 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if terminalreporter.config.getoption("--table"):
-        from support.table import table
+        from support.runs.table import table
 
         terminalreporter.write_line("\n".join(table()))

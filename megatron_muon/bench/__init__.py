@@ -1,1 +1,1 @@
-"""``megatron-muon bench``: measurements, and the time model's prices."""
+"""``megatron-muon bench``, ``accept`` and ``compare``: measurements on ranks of their own."""

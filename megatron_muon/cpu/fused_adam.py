@@ -22,9 +22,9 @@ class FusedAdam(torch.optim.Optimizer):
     parameters here: up to Transformer Engine 2.18 the step of such a group stays behind.
     ``exp_avg`` and ``exp_avg_sq`` are fp32 tensors shaped like the parameter.
 
-    Every operation rounds once and works element by element, so the result for an element does
-    not depend on how a parameter is cut into shards. (addcmul, addcdiv and lerp may fuse the
-    multiply and the add in the vector loop and not in its tail.)
+    Every operation rounds once and works element by element. So the result for an element does not
+    depend on how a parameter is cut into shards. (addcmul, addcdiv and lerp may fuse the multiply
+    and the add in the vector loop and not in its tail.)
 
     Args:
         params: parameters or groups; fp32, fp16 or bf16, any shape.

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.patches import Patches
 
-# What torch.distributed calls for all_gather_into_tensor in a coalescing manager; the first name is
-# that of torch 2.13.
+# Methods that torch.distributed calls for all_gather_into_tensor in a coalescing manager; the first
+# name is that of torch 2.13.
 _NAMES = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 
 

@@ -1,7 +1,7 @@
 """Options of Megatron-LM that only a GPU can run, and what stands in for them on a CPU.
 
-Functions of Megatron's parsed arguments, before it checks them. What is replaced is how something
-is computed or sent; the model, the data and the schedule stay as they were asked for.
+Functions of Megatron's parsed arguments, before it checks them. They replace how something is
+computed or sent; the model, the data and the schedule stay as they were asked for.
 """
 
 from __future__ import annotations

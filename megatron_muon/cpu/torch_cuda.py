@@ -48,7 +48,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def factories(patches: Patches) -> None:
     """``torch.zeros(..., device='cuda')`` and friends make CPU tensors, without pinning."""
-    # What ``with torch.device(...)`` acts on, torch looks up once: not to keep what is put back.
+    # torch looks up once what ``with torch.device(...)`` acts on: it must not keep replacements.
     patches.on_undo(_device._device_constructors.cache_clear)
     for name in FACTORIES:
         patches.set(torch, name, _on_cpu(getattr(torch, name)))
@@ -203,7 +203,7 @@ def compiler(patches: Patches) -> None:
 
 
 def compiled_before(patches: Patches) -> None:
-    """What ``torch.compile`` has wrapped already is called uncompiled."""
+    """Functions that ``torch.compile`` has wrapped already run uncompiled."""
     config: Any = importlib.import_module("torch._dynamo").config
     patches.on_undo(functools.partial(setattr, config, "disable", config.disable))
     config.disable = True

@@ -1,4 +1,4 @@
-"""What Megatron-LM's training loop needs beyond megatron-core to run without a GPU."""
+"""Megatron-LM's training loop without a GPU: what it needs beyond megatron-core."""
 
 from __future__ import annotations
 

@@ -48,15 +48,15 @@ def curve(name: str, points: Iterable[tuple[float, float]]) -> Curve | None:
     Returns:
         The curve; None without a finite loss.
     """
-    found: dict[float, float] = {}
+    losses: dict[float, float] = {}
     dropped = 0
     for step, loss in points:
         if math.isfinite(step) and math.isfinite(loss):
-            found.pop(step, None)
-            found[step] = loss
+            losses.pop(step, None)
+            losses[step] = loss
         else:
             dropped += 1
-    return Curve(name, tuple(sorted(found.items())), dropped) if found else None
+    return Curve(name, tuple(sorted(losses.items())), dropped) if losses else None
 
 
 def kind_of(name: str) -> Kind | None:

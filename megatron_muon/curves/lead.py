@@ -123,8 +123,8 @@ def leads(baseline: Sequence[Curve], other: Sequence[Curve], window: float) -> l
 def _lead(baseline: Sequence[Points], other: Sequence[Points], step: float) -> Lead:
     levels = [loss_at(each, step) for each in baseline]
     pairs = list(itertools.product(levels, other))
-    found = [(step_of(curve, level), _first_step(curve)) for level, curve in pairs]
-    reached = tuple(each or first for each, first in found if each is not None)
+    crossings = [(step_of(curve, level), _first_step(curve)) for level, curve in pairs]
+    reached = tuple(each or first for each, first in crossings if each is not None)
     ratios = tuple((step - each) / each for each in reached)
     return Lead(step, statistics.median(levels), reached, ratios, len(pairs))
 
@@ -136,7 +136,7 @@ def _first_step(points: Points) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What the baseline needs for a loss of the other run's; medians over the seeds.
+    """The steps that the baseline needs for a loss of the other run's; medians over the seeds.
 
     Attributes:
         step: the other run's step.
@@ -154,14 +154,14 @@ def needs(baseline: Sequence[Curve], other: Sequence[Curve], window: float) -> l
     of_baseline = [envelope(smooth(each.points, window)) for each in baseline]
     of_other = [envelope(smooth(each.points, window)) for each in other]
     last = min(each.last_step for each in other)
-    found = []
+    needed = []
     for step in (share * last for share in SHARES):
         loss = statistics.median(loss_at(each, step) for each in of_other)
         steps = [step_of(each, loss) for each in of_baseline]
         later = [-each for each in steps if each is not None]
         median = _median_of(later, len(steps))
-        found.append(Need(step, loss, None if median is None else -median))
-    return found
+        needed.append(Need(step, loss, None if median is None else -median))
+    return needed
 
 
 def smoothing_decides(baseline: Sequence[Curve], other: Sequence[Curve]) -> list[float | None]:

@@ -25,8 +25,8 @@ class Run:
 
     def curves(self, kind: Kind) -> list[Curve] | None:
         """The curve of each seed; None where a seed has none of that kind."""
-        found = [seed[kind] for seed in self.seeds if kind in seed]
-        return found if len(found) == len(self.seeds) else None
+        curves = [seed[kind] for seed in self.seeds if kind in seed]
+        return curves if len(curves) == len(self.seeds) else None
 
 
 def read_run(name: str, paths: Sequence[Path], tags: Mapping[Kind, str]) -> Run:
@@ -49,7 +49,7 @@ def _curves(path: Path, tags: Mapping[Kind, str]) -> dict[Kind, Curve]:
     if path.is_dir() and not has_events(path):
         raise CurveError(f"{path}: no event file of TensorBoard's is in this folder")
     columns = read_events(path) if has_events(path) else read_text(path)
-    found: dict[Kind, Curve] = {}
+    by_kind: dict[Kind, Curve] = {}
     for kind in KINDS:
         name = tags.get(kind) or _only_name(path, kind, columns)
         if name is None:
@@ -58,10 +58,10 @@ def _curves(path: Path, tags: Mapping[Kind, str]) -> dict[Kind, Curve]:
             raise CurveError(f"{path}: it has no {name!r}, but {_listed(columns)}")
         loss = curve(name, columns[name])
         if loss is not None and loss.last_step > 0:  # a loss before training alone is no curve
-            found[kind] = loss
-    if not found:
+            by_kind[kind] = loss
+    if not by_kind:
         raise CurveError(f"{path}: no loss among {_listed(columns)}; name one with --tag KIND=NAME")
-    return found
+    return by_kind
 
 
 def _only_name(path: Path, kind: Kind, columns: Mapping[str, Points]) -> str | None:

@@ -33,7 +33,7 @@ def read_events(path: Path) -> dict[str, Points]:
     folders = [path]
     if path.is_dir():
         folders = sorted({file.parent for file in path.rglob(f"{PREFIX}*")})
-    found: dict[str, list[tuple[float, float]]] = {}
+    by_tag: dict[str, list[tuple[float, float]]] = {}
     for folder in folders:
         try:
             events = accumulators.EventAccumulator(
@@ -41,12 +41,12 @@ def read_events(path: Path) -> dict[str, Points]:
             ).Reload()
             for tag in events.Tags()[accumulators.SCALARS]:
                 points = [(float(each.step), float(each.value)) for each in events.Scalars(tag)]
-                found.setdefault(tag, []).extend(points)
+                by_tag.setdefault(tag, []).extend(points)
         except Exception as error:  # its readers raise errors of several packages
             raise CurveError(f"{folder}: TensorBoard cannot read it: {error}") from error
-    if not found:
+    if not by_tag:
         raise CurveError(f"{path}: no scalar is in its event files")
-    return {tag: tuple(points) for tag, points in found.items()}
+    return {tag: tuple(points) for tag, points in by_tag.items()}
 
 
 def _accumulators() -> Any:

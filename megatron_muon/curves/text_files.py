@@ -16,7 +16,7 @@ MOST = 1 << 28  # bytes of a file
 MOST_LINE = 1 << 20  # characters of a line
 STEPS = ("step", "iteration", "iter", "global_step", "_step")
 _NUMBER = r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))"
-# What Megatron's training_log and evaluate_and_print_results print.
+# Lines of Megatron's training_log and evaluate_and_print_results.
 _TRAIN = re.compile(rf"iteration\s+(\d+)/\s*\d+ \|.{{0,2000}}?\| (\S*lm loss): {_NUMBER} \|")
 _EVALUATED = re.compile(
     rf"(validation|test) loss at iteration (\d+)(?: on (\w+) set)? \| (\S*lm loss) value: {_NUMBER}"
@@ -150,9 +150,9 @@ def _log_columns(lines: list[str]) -> Columns:
 def _logged(lines: list[str]) -> Iterator[tuple[str, float, float]]:
     for line in lines:
         text = line[:MOST_LINE]
-        if found := _TRAIN.search(text):
-            yield found[2], float(found[1]), float(found[3])
-        elif found := _EVALUATED.search(text):
-            which, step, on, name, loss = found.groups()
+        if match := _TRAIN.search(text):
+            yield match[2], float(match[1]), float(match[3])
+        elif match := _EVALUATED.search(text):
+            which, step, on, name, loss = match.groups()
             if which == "validation" and on != "test":  # the test set is read once, at the end
                 yield f"{name} validation", float(step), float(loss)

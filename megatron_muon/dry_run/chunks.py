@@ -77,7 +77,10 @@ def build_chunks(
 
 
 def optimizer_config(flags: Namespace) -> Any:
-    """What ``refuse_unsupported`` looks at. Set after the construction, which asks for a GPU."""
+    """The options that ``refuse_unsupported`` reads.
+
+    They are set after the construction of the object, which would ask for a GPU.
+    """
     config = OptimizerConfig(
         optimizer="adam", bf16=flags.bf16, fp16=flags.fp16, use_distributed_optimizer=True
     )

@@ -21,8 +21,8 @@ from megatron_muon.runtime.patches import replaced
 _SSM = "megatron.core.ssm."
 MIXER = f"{_SSM}mamba_mixer"
 _DELTA = "megatron.core.ssm.gated_delta_net"  # one module in 0.16 to 0.18, several later
-# What modules of Megatron's cannot be imported without, by the package that its absence names: the
-# first in 0.15 and 0.16, the others before 0.13.
+# Modules that Megatron's own need at import, by the package that the error names: the first in 0.15
+# and 0.16, the others before 0.13.
 _NEEDED = {
     "triton": ("triton", "triton.language"),
     "transformer_engine": ("megatron.core.extensions.transformer_engine",),

@@ -46,7 +46,7 @@ class MuonChainedOptimizer(CheckpointChain):
         """Megatron's norm, reduced over all ranks; raises where a gradient cannot be used.
 
         The norm is finite only if every gradient is there, finite and far below the largest that
-        momentum can take (``norm_grads`` puts all of them in). So a finite norm needs no further
+        momentum can take. (``norm_grads`` puts all of them in.) So a finite norm needs no further
         reduction. No optimizer has stepped yet: an error leaves everything as it was. With a loss
         scaler Megatron has already skipped such a step, on every rank.
 

@@ -3,7 +3,7 @@
 Megatron gives each DistributedOptimizer a dynamic scaler of its own. It multiplies the loss by the
 dense scale and divides each gradient by the scale of its optimizer. So an overflow in experts alone
 lowers only the experts' scale. Then the loss is multiplied by one number and experts' gradients are
-divided by another, and the dense scale, which caused the overflow, never goes down
+divided by another. The dense scale, which caused the overflow, never goes down
 (megatron/core/optimizer/optimizer.py, ChainedOptimizer.get_loss_scale and prepare_grads).
 """
 

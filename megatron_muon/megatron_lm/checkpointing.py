@@ -139,9 +139,9 @@ def load_checkpoint(
     """Megatron's load, after a check of the checkpoint.
 
     With ``--override-opt_param-scheduler`` the run's learning rates stay. Megatron only overrides
-    the scheduler's, while those that the checkpoint gives to the groups have precedence: a run of
-    AdamW goes on with the old rates (0.12.3), or ends in a KeyError since no saved group has the
-    new ones (0.19.0 and main).
+    the scheduler's, while those that the checkpoint gives to the groups have precedence. With
+    0.12.3 a run of AdamW goes on with the old rates. With 0.19.0 and main it ends in a KeyError,
+    since no saved group has the new ones.
 
     Raises:
         DigestError: the checkpoint is not complete, not intact or of another model.

@@ -1,11 +1,11 @@
 """Every collective that the package calls, and nothing else.
 
 In a step, for each of Megatron's DistributedOptimizers (one, and one for experts):
-``start_messages`` twice per round over the stage, and among the homes of a matrix that several
-share twice before its squares and twice for each sum of them; ``any_rank`` over all stages where
-Megatron's norm of the gradients is not finite. After a step whose logits are clipped ``max_over``
-the stage. A logging step has one ``add_up`` over the world more, ``start_messages`` once more per
-round, and one ``max_over`` where the attention keeps its logits.
+``start_messages`` twice per round over the stage; among the homes that share a matrix, twice before
+its squares and twice for each sum of them; ``any_rank`` over all stages where Megatron's norm of
+the gradients is not finite. After a step whose logits are clipped ``max_over`` the stage. A logging
+step has one ``add_up`` over the world more, ``start_messages`` once more per round, and one
+``max_over`` where the attention keeps its logits.
 
 While the optimizers are built: votes and numbers over the world; numbers over the stage, which also
 creates its communicator; ``split_world`` once where there are several optimizer instances, and once
@@ -14,8 +14,10 @@ where nothing trains on some ranks.
 Saving and loading vote. ``all_gather_texts`` spreads the text of an error, compares parameter names
 where patterns route them, and puts a checkpoint's digest together.
 
-Only ``megatron-muon bench`` calls ``all_gather_flat`` and ``start_all_to_all``; it and Megatron on
-a CPU call ``start_broadcasts``.
+Around steps that are traced the ranks meet in ``all_gather_numbers`` over the world.
+
+Only ``bench``, ``accept`` and ``compare`` call ``all_gather_flat`` and ``start_all_to_all``;
+``bench`` and Megatron on a CPU call ``start_broadcasts``.
 """
 
 from __future__ import annotations
@@ -132,8 +134,8 @@ def world_ranks(group: Group) -> list[int]:
 def start_messages(name: str, sent: Tensor, route: Route) -> Pending | None:
     """Start to send runs of ``sent``, and to receive.
 
-    torch's own all-to-all is not used: with NCCL 2.14 or later it posts a send and a receive to
-    every rank, even empty ones, so each call is a barrier of the group. With gloo it goes from rank
+    torch's own all-to-all is not used. With NCCL 2.14 or later it posts a send and a receive to
+    every rank, even empty ones. So each call is a barrier of the group. With gloo it goes from rank
     to rank and takes four times as long.
 
     Args:

@@ -239,8 +239,8 @@ class RoundExchange:
     def start_gather(self, leaving: Leaving) -> Gathering:
         """Start to bring every matrix of the round to its home.
 
-        After its elements, a message has a 1 for each of its runs whose gradient is not all zero,
-        and a 0 for each other run.
+        After its elements a message has a flag for each of its runs: 0 where the gradient is all
+        zero, else 1.
 
         Args:
             leaving: the buffers of ``leaving``, with the runs and ``moves`` written.
@@ -381,7 +381,7 @@ class Sharers:
         return self._received(mine.flatten().repeat(len(to)), to, counts)
 
     def _received(self, sent: Tensor, to: Counts, counts: Sequence[int]) -> Sequence[Tensor]:
-        """What the other homes send, a tensor from each."""
+        """A tensor from each of the other homes."""
         if not self._others:
             return []
         self._meter.square_bytes += sent.nbytes

@@ -31,8 +31,8 @@ def chosen_steps(text: str) -> range:
     Raises:
         ValueError: the text has another form, or names no step.
     """
-    found = _STEPS.fullmatch(text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = _STEPS.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(f"steps to trace must be FIRST:LAST or one number, from 1, got {text!r}")
     return range(first, last + 1)
@@ -147,7 +147,7 @@ def _meet() -> None:
 
 
 def _boot() -> str:
-    """What ranks on one machine have in common, and with it one clock; "" where it is not known."""
+    """The id that ranks on one machine share, and with it one clock; "" where it is not known."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

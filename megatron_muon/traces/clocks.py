@@ -15,7 +15,7 @@ from typing import Literal
 from megatron_muon.traces.intervals import Interval
 
 CLOCK = "trace/clock"  # the recorder's mark of a meeting
-# Of one machine: profilers convert a counter of the processor to time, each for itself.
+# On one machine: profilers convert a counter of the processor to time, each for itself.
 SAME_CLOCK_US = 50.0
 
 
@@ -39,7 +39,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Stamps:
-    """What a rank's trace says about its clock.
+    """A rank's clock, as its trace shows it.
 
     Attributes:
         rank: the rank.

@@ -1,4 +1,4 @@
-"""What a rank does in one step, as lanes of a picture."""
+"""One step of a rank, as lanes of a picture."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Lane:
 def lanes(trace: RankTrace) -> list[Lane]:
     """The lanes of the trace's last step: compute, phases on the host's thread, collectives."""
     _, step = trace.steps[-1]
-    found = [("compute", False, common(trace.compute, [step]))]
+    work = [("compute", False, common(trace.compute, [step]))]
     if trace.optimizer is not None:
-        found.append(("optimizer", False, common(trace.optimizer, [step])))
+        work.append(("optimizer", False, common(trace.optimizer, [step])))
     if trace.device == "cpu":  # on a GPU the host's phases are not when the kernels run
         phases: dict[str, list[Interval]] = defaultdict(list)
         for name, interval in trace.phases:
             if name.startswith("muon/") and name.count("/") == 1:
                 phases[name].append(interval)
-        found += [(name, False, common(union(own), [step])) for name, own in phases.items()]
+        work += [(name, False, common(union(own), [step])) for name, own in phases.items()]
     kinds: dict[str, list[Interval]] = defaultdict(list)
     for each in trace.collectives:
         kinds[f"{each.operation} {each.place}".strip()].append((each.start, each.stop))
@@ -48,7 +48,7 @@ def lanes(trace: RankTrace) -> list[Lane]:
     gap = (step[1] - step[0]) / _FINEST
     return [
         Lane(name, is_traffic, _drawn(spans, step[0], gap))
-        for name, is_traffic, spans in [*found, *traffic[:_MOST]]
+        for name, is_traffic, spans in [*work, *traffic[:_MOST]]
         if len(spans)
     ]
 

@@ -1,4 +1,4 @@
-"""What started a collective: the operator on the host, and the annotation around it."""
+"""The start of a collective: the operator on the host, and the annotation around it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def assign(
 ) -> list[Launch | None]:
     """The operator that started each of gloo's events, or None.
 
-    gloo's threads take collectives up in the order in which they were started, so the first event
+    gloo's threads take collectives up in the order in which they were started. So the first event
     of a kind after an operator is the operator's. It may belong to a neighbour of the same kind
     where two groups communicate at once.
     """
@@ -121,10 +121,10 @@ def assign(
     for launch in sorted(launches, key=lambda launch: launch.interval):
         if launch.is_operator:
             waiting[names.backends_operation(launch.operation)].append(launch)
-    found: list[Launch | None] = [None] * len(events)
+    by_event: list[Launch | None] = [None] * len(events)
     for at in sorted(range(len(events)), key=lambda at: events[at][1]):
         said, (start, _) = events[at]
         queue = waiting[said]
         if queue and queue[0].interval[0] <= start:
-            found[at] = queue.popleft()
-    return found
+            by_event[at] = queue.popleft()
+    return by_event

@@ -108,8 +108,8 @@ def _kinds(collectives: Sequence[Collective], steps: Union, number: int) -> tupl
     for each in collectives:
         if common([(each.start, max(each.stop, each.start + 1e-9))], steps):
             alike[each.operation, each.dtype, each.place].append(each)
-    found = [_kind(key, own, steps, number) for key, own in alike.items()]
-    return tuple(sorted(found, key=lambda kind: (-kind.ms, kind.name)))
+    times = [_kind(key, own, steps, number) for key, own in alike.items()]
+    return tuple(sorted(times, key=lambda kind: (-kind.ms, kind.name)))
 
 
 def _kind(
@@ -162,8 +162,8 @@ class RunTimes:
         for rank in self.ranks:
             for kind in rank.kinds:
                 alike[kind.name].append(kind)
-        found = {name: _over(own, len(self.ranks)) for name, own in alike.items()}
-        return dict(sorted(found.items(), key=lambda item: (-item[1].ms, item[0])))
+        times = {name: _over(own, len(self.ranks)) for name, own in alike.items()}
+        return dict(sorted(times.items(), key=lambda item: (-item[1].ms, item[0])))
 
 
 def _over(own: Sequence[KindTimes], ranks: int) -> KindTimes:

@@ -1,4 +1,4 @@
-"""What the names and arguments of profiler events say about collectives: operation, bytes, group.
+"""Collectives by the names and arguments of profiler events: operation, bytes, group.
 
 NCCL kernels have names such as ``ncclDevKernel_AllGather_RING_LL(...)`` and, from torch 2.2 on,
 arguments such as ``In msg nelems``. gloo's events are ``gloo:all_reduce``; the operator that
@@ -54,8 +54,8 @@ def operation(name: str) -> str | None:
 
 def nccl_operation(kernel: str) -> str | None:
     """The collective of an NCCL kernel; None for the name of another kernel."""
-    found = _NCCL.match(kernel)
-    return None if found is None else operation(found[1]) or "nccl"
+    match = _NCCL.match(kernel)
+    return None if match is None else operation(match[1]) or "nccl"
 
 
 def backends_operation(said: str) -> str:
@@ -103,7 +103,7 @@ def message(args: dict[str, Any]) -> tuple[str, int | None]:
     if not isinstance(dims, list) or not isinstance(types, list):
         return "", None
     dtype, size = next(
-        (found for found in map(dtype_of, map(str, types)) if found[1] is not None), ("", None)
+        (sized for sized in map(dtype_of, map(str, types)) if sized[1] is not None), ("", None)
     )
     elements = max(
         (

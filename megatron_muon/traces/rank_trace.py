@@ -51,7 +51,7 @@ class Collective:
 
 @dataclass
 class RankTrace:
-    """What one file says.
+    """One file's trace, as the report needs it.
 
     Attributes:
         path: the file.
@@ -81,27 +81,27 @@ def read(path: Path) -> RankTrace:
         TraceError: it is no trace, is damaged, or has no events with a time; names the file.
     """
     file = TraceFile(path)
-    found = _Found()
+    reading = _Reading()
     for number, event in enumerate(file.events()):
         if event.get("ph") != "X":
             continue
         try:
-            found.add(event)
+            reading.add(event)
         except ValueError as error:
             raise TraceError(f"{path}: event {number}: {error}") from error
-    if found.start > found.stop:
+    if reading.start > reading.stop:
         raise TraceError(f"{path}: no event in it has a duration")
     own = file.metadata.get("megatron_muon")
     if isinstance(own, dict) and "clocks" in own:
         raise TraceError(
             f"{path}: it is merged from several ranks: give the folder of their traces"
         )
-    return found.result(path, file.metadata)
+    return reading.result(path, file.metadata)
 
 
 @dataclass
-class _Found:
-    """What has been read so far."""
+class _Reading:
+    """The events that have been read so far."""
 
     start: float = math.inf
     stop: float = -math.inf

@@ -29,14 +29,14 @@ def files_of(path: Path) -> list[Path]:
         if not path.exists():
             raise TraceError(f"{path}: there is no such file or folder")
         return [path]
-    found = sorted(
+    files = sorted(
         file
         for file in path.iterdir()
         if file.name.endswith(ENDS) and not file.name.startswith((MERGED, "."))
     )
-    if not found:
+    if not files:
         raise TraceError(f"{path}: there is no file in it that ends in {' or '.join(ENDS)}")
-    return found
+    return files
 
 
 def rank_of(path: Path, metadata: Mapping[str, Any], otherwise: int) -> int:

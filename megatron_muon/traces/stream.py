@@ -115,8 +115,8 @@ class TraceFile:
             _unexpected(ends, "the list of events")
 
 
-def _unexpected(found: str, inside: str) -> NoReturn:
-    raise ValueError(f"{found!r} stands in {inside}" if found else f"{inside} has no end")
+def _unexpected(character: str, inside: str) -> NoReturn:
+    raise ValueError(f"{character!r} stands in {inside}" if character else f"{inside} has no end")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -146,9 +146,9 @@ class _Text:
 
     def take(self) -> str:
         """``peek``, and go on behind it."""
-        found = self.peek()
-        self._at += len(found)
-        return found
+        character = self.peek()
+        self._at += len(character)
+        return character
 
     def value(self) -> Any:
         """The next JSON value.

@@ -69,7 +69,7 @@ class RecordedTraining:
 def record_training(
     flags: Namespace, ranks: Ranks, rank: int, config: MuonConfig, training: Training
 ) -> RecordedTraining:
-    """What a rank does in some training steps of the model; counts are of the last one.
+    """A rank's training steps of the model; counts are of the last one.
 
     Muon is installed before the chunks are built, since it can lay out their buckets, and only for
     that time. The counted step begins where ``optimizer.step()`` does; what comes before is in the
@@ -95,7 +95,7 @@ def record_training(
 
 @contextmanager
 def _megatron(gpu: Gpu) -> Iterator[None]:
-    """What Megatron needs of a machine with a GPU."""
+    """Megatron's modules, fused kernels and random states, as on a machine with a GPU."""
     from megatron.core.tensor_parallel import random
 
     fork = contextlib.nullcontext
@@ -168,7 +168,7 @@ def _others_agree(ranks: Any) -> Iterator[None]:
 
 
 def _ranks_of_instance(ranks: Any, stage: Any, instance: int) -> list[int]:
-    """Those of a stage's ranks that are in one instance of the distributed optimizer."""
+    """The ranks of a stage that are in one instance of the distributed optimizer."""
     dp = ranks.world // (ranks.tp * ranks.cp * ranks.pp)
     sizes = {"tp": ranks.tp, "ep": 1, "dp": dp, "pp": ranks.pp, "cp": ranks.cp}
     groups = parallel_state.RankGenerator(**sizes, order=ranks.order).get_ranks("dp-cp")

@@ -18,7 +18,7 @@ from megatron_muon.virtual_gpu.trace import (
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Of the last step.
+    """The most memory that the last step takes.
 
     Attributes:
         state: bytes at its start: parameters, gradients, optimizer state.

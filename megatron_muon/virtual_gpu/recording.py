@@ -1,4 +1,4 @@
-"""What one rank did, and what follows from it."""
+"""The record of one rank, and the figures that follow from it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Recording:
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """Of the last step, in order."""
+        """The last step's collectives, in order."""
         return [event for event in self.step if isinstance(event, Collective)]
 
     @cached_property
@@ -107,5 +107,5 @@ class Recording:
 
     @cached_property
     def races(self) -> list[Race]:
-        """Of all steps, under every handling of collectives' memory."""
+        """The races of all steps, under every handling of collectives' memory."""
         return [race for memory in MEMORY for race in races(self.trace, memory)]

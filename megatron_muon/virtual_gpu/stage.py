@@ -15,7 +15,7 @@ Node = tuple[int, int]  # a rank of the world, and the number of a collective am
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What does not fit between ranks, in words; all are empty where everything does.
+    """Disagreements between ranks, in words; all are empty where everything fits.
 
     Attributes:
         order: collectives over a group that ranks call in another order, number or form.

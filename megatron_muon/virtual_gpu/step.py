@@ -52,7 +52,7 @@ def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
 
 
 def record(rank: int, size: int, program: Callable[[Gpu, Any], None]) -> Recording:
-    """What a program does as one rank of a world.
+    """A program, run as one rank of a world.
 
     Args:
         rank, size: of the world.
@@ -71,7 +71,7 @@ def closed(rank: int, gpu: Gpu, held: Mapping[int, str] | None = None) -> Record
 def record_step(
     plan: ExchangePlan, rank: int, config: MuonConfig, *, steps: int = 1, adamw: int = 0
 ) -> Recording:
-    """What ``rank`` does in ``steps`` steps of Muon alone.
+    """The work of ``rank`` in ``steps`` steps of Muon alone.
 
     Args:
         plan: the stage's; its ranks are the world.

@@ -1,4 +1,4 @@
-"""What a rank does to its GPU, in the order in which the host issues it: data, no analysis."""
+"""Work of a rank's GPU, in the order in which the host issues it: data, no analysis."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What goes to or comes from one rank of the group in a collective.
+    """A message to or from one rank of the group in a collective.
 
     Attributes:
         peer: rank in the group.

@@ -1,1 +1,1 @@
-"""What a logging step writes: sums over pieces, numbers of whole matrices, one message, a line."""
+"""A logging step's record: sums over pieces, numbers of whole matrices, one message, a line."""

@@ -105,7 +105,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def _muon_numbers(row: RecordRow, sums: Mapping[str, float]) -> dict[str, float]:
-    """Of a row of matrices; without the directions' numbers where no matrix has a gradient."""
+    """The numbers of a row of matrices; without the directions' where no matrix has a gradient."""
     elements, gradient = sums["elements"], sums["gradient_squares"]
     numbers = {
         "weight_rms": _root(sums["weight_squares"], elements),

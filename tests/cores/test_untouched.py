@@ -11,7 +11,7 @@ import pytest
 from support.installed import VERSION
 from support.models.gpt import Case, Topology, build, held, make_optimizer, take_step, train
 from support.ranks import run
-from support.whole import differences, whole
+from support.runs.whole import differences, whole
 
 ADAM = Case(optimizer="adam", layers=2, steps=4, lr=1e-3, clip=1.0)
 

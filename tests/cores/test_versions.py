@@ -28,7 +28,7 @@ from support.models.gpt import (
     start,
 )
 from support.ranks import run
-from support.whole import differences, whole
+from support.runs.whole import differences, whole
 
 BF16 = Case(steps=4, clip=0.0)
 FP32 = replace(BF16, bf16=False)

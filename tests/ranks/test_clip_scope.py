@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from support.cases import Case, Topology, muon_weights, whole_grad
 from support.models.gpt import (
     build,
     error_of_optimizer,
@@ -20,7 +19,8 @@ from support.models.gpt import (
     write_grads,
 )
 from support.ranks import run
-from support.whole import whole
+from support.runs.cases import Case, Topology, muon_weights, whole_grad
+from support.runs.whole import whole
 
 FREE = Case(steps=2)
 CLIPPED = replace(FREE, clip=0.01, muon=(("clip_scope", "adamw"),))

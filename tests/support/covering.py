@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from support.cases import Case, Topology
 from support.checkpoints.saving import formats
 from support.installed import VERSION, lacks
+from support.runs.cases import Case, Topology
 
 DENSE = Case(steps=4, layers=4)
 MOE = replace(DENSE, moe=True)

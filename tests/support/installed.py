@@ -9,7 +9,7 @@ import megatron.core
 from support import te_on_cpu
 
 if TYPE_CHECKING:
-    from support.cases import Case, Topology
+    from support.runs.cases import Case, Topology
 
 NAME: str = megatron.core.__version__
 VERSION: tuple[int, int] = tuple(int(part) for part in NAME.split(".")[:2])  # type: ignore[assignment]

@@ -14,7 +14,7 @@ import torch
 from megatron_muon.coefficients import SETS, parse, schedule, spelled
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
-from support.oracle import newton_schulz
+from support.expected.oracle import newton_schulz
 
 SIMPLE = (3.4445, -4.7750, 2.0315)
 QUINTIC = [

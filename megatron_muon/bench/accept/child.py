@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
 def function_of(name: str) -> Run:
     """The function of ``module:function``."""
     module, _, function = name.partition(":")
-    found: Run = getattr(importlib.import_module(module), function)
-    return found
+    run: Run = getattr(importlib.import_module(module), function)
+    return run
 
 
 def _imports_megatron_without_gpu() -> None:

@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         with megatron_is_quiet():
-            found = identity(settings)
-        record, line = resumed(folder, found, described(settings))
+            environment = identity(settings)
+        record, line = resumed(folder, environment, described(settings))
         _say(f"{folder}: {line}")
         _run_all(record, settings, folder, given, end)
         return _report(record, folder, given)

@@ -1,4 +1,4 @@
-"""What the results depend on: versions, device and settings, by name."""
+"""The environment that results depend on: versions, device and settings, by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = (
 
 
 def identity(settings: Settings) -> dict[str, str]:
-    """What must be the same for a result to be used again, as texts."""
+    """The texts that must be the same for a result to be used again."""
     return {
         "megatron_muon": __version__,
         "torch": torch.__version__,
@@ -31,7 +31,7 @@ def identity(settings: Settings) -> dict[str, str]:
 
 def described(settings: Settings) -> dict[str, str]:
     """The environment in words, for the report; no name of a machine, a user or a path."""
-    found = {name: version for name in _PACKAGES if (version := _version(name))}
+    versions = {name: version for name in _PACKAGES if (version := _version(name))}
     return {
         "megatron_muon": __version__,
         "python": platform.python_version(),
@@ -42,7 +42,7 @@ def described(settings: Settings) -> dict[str, str]:
         "driver": _driver(),
         "device": device_name(settings),
         "ranks": str(settings.ranks),
-        **{f"package {name}": version for name, version in found.items()},
+        **{f"package {name}": version for name, version in versions.items()},
     }
 
 

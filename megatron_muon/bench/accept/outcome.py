@@ -1,4 +1,4 @@
-"""Results of checks, as data and as JSON. What is read from JSON is checked."""
+"""Results of checks, as data and as JSON. Values that are read from JSON are checked."""
 
 from __future__ import annotations
 

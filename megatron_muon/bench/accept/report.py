@@ -85,7 +85,7 @@ def wrong(outcomes: Sequence[Outcome]) -> list[Figure]:
 
 
 def _wrong(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    found = wrong(outcomes)
+    mispredicted = wrong(outcomes)
     compared = sum(
         figure.is_compared
         for outcome in outcomes
@@ -95,11 +95,11 @@ def _wrong(outcomes: Sequence[Outcome]) -> Iterator[str]:
     if not compared:
         yield "Nothing was both predicted and measured."
         return
-    if not found:
+    if not mispredicted:
         yield f"Nothing: all {compared} figures that were predicted and measured are as predicted."
         return
-    yield from (f"- {_correction(figure)}" for figure in found)
-    settings = corrections(found)
+    yield from (f"- {_correction(figure)}" for figure in mispredicted)
+    settings = corrections(mispredicted)
     if settings:
         flags = " ".join(f"--set {name}={value:.4g}" for name, value in settings.items())
         yield ""

@@ -1,1 +1,1 @@
-"""``megatron-muon bench newton-schulz``."""
+"""``megatron-muon bench newton-schulz``: times and errors of the iterations, beside others'."""

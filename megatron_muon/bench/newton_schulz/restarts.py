@@ -1,11 +1,11 @@
 """``megatron-muon bench newton-schulz --find-restarts``: where the Gram iteration has to restart.
 
 The method. A set that is unstable near rank 1, even in float64, gets no list in any dtype. Near
-rank 1 the largest singular value is the norm: 1 before X is rounded, up to 1 + 2⁻⁸ after it. A set
-is unstable if, in float64 and without headroom, its polynomials take a value between these to more
-than 5 % above their maximum on values up to 1. Headroom may save the standard iteration, but not
-this one: it covers the rounding of X, while the rounding of the square of X grows from step to
-step.
+rank 1 the largest singular value is the norm: 1 before X is rounded, up to 1 + 2⁻⁸ after it. The
+test is in float64, without headroom. A set is unstable if its polynomials take a value between
+these to more than 5 % above their maximum on values up to 1. Headroom may save the standard
+iteration, but not this one: it covers the rounding of X, while the rounding of the square of X
+grows from step to step.
 
 For any other set and number of steps every list of restarts is tried, the shortest first. The
 matrices are 96 × 96, 64 × 256 and 40 × 120: with condition numbers 1 to 1e8; of rank 1, 4 and half
@@ -89,7 +89,7 @@ def find_restarts(name: CoefficientName, steps: int) -> Restarts:
 
 
 def recorded(name: CoefficientName, steps: int) -> Restarts:
-    """What ``coefficients`` has; a pair that it has not is one without lists."""
+    """The lists in ``coefficients``; a pair that is not there has none."""
     return SETS[name].restarts.get(steps, NONE)
 
 

@@ -1,1 +1,1 @@
-"""``megatron-muon bench step``."""
+"""``megatron-muon bench step``: optimizer steps of AdamW and kinds of Muon, in turns."""

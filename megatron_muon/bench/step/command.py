@@ -10,10 +10,9 @@ from typing import Any
 import megatron_muon
 from megatron_muon.bench.muon_flags import homes_of
 from megatron_muon.bench.step.flags import command_parser, model_flags
-from megatron_muon.cli.plan.charts import require_chart
+from megatron_muon.cli.plan.charts import require_outputs
 from megatron_muon.config import MuonConfig
 from megatron_muon.dry_run.numbers import MOST_HERE
-from megatron_muon.files.writable import require_writable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,8 +138,4 @@ def _check(given: Namespace, flags: Namespace) -> None:
         )
     if given.traces is not None and not given.traces.is_dir():
         raise ValueError(f"--traces {given.traces}: there is no such folder")
-    for name in ("json", "plot"):
-        if getattr(given, name) is not None:
-            require_writable(f"--{name}", getattr(given, name))
-    if given.plot is not None:
-        require_chart("--plot", given.plot)
+    require_outputs(given)

@@ -2,8 +2,8 @@
 
 Memory holds one row at a time. Before its turn a row's storage is allocated and filled: weights and
 gradients with noise that is the same for every row, optimizer state with zeros. After its turn the
-storage is freed. So every step is a first step from the same weights, and all rows of our Muon with
-the same iteration must end it with the same bits.
+storage is freed. So every step is a first step from the same weights. All rows of our Muon with the
+same iteration must end it with the same bits.
 """
 
 from __future__ import annotations

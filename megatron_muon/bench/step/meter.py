@@ -158,9 +158,9 @@ class _Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that each collective sends from this rank to others.
 
     An all-to-all counts by its sizes, other collectives as by bandwidth-optimal algorithms,
-    whatever the backend does. With n ranks an all-gather sends this rank's part n - 1 times, a
-    reduce-scatter (n - 1) / n of its input, an all-reduce twice that; a broadcast sends the root's
-    tensor n - 1 times.
+    whatever the backend does. With n ranks an all-gather sends this rank's part n - 1 times. A
+    reduce-scatter sends (n - 1) / n of its input, an all-reduce twice that. A broadcast sends the
+    root's tensor n - 1 times.
     """
 
     def __init__(self, watch: Stopwatch) -> None:

@@ -5,7 +5,7 @@ own piece of the direction. Buckets follow one another, each with one collective
 over TP. Momentum, kernels, dtype and update are those of ``DistributedMuon``: only the division of
 work between ranks differs.
 
-Let p be the number of DP ranks that hold a piece of a matrix, counted on one TP rank, and t the
+Let p be the number of DP ranks that hold a piece of a matrix, counted on one TP rank. Let t be the
 number of TP ranks that split it (1 where they hold replicas). A rank
 
 - sends ``itemsize × Σ elements × (p - 1)`` bytes over DP, summed over its pieces (``dp_gather``);

@@ -183,14 +183,14 @@ def _claims(
 
 
 def _alone(reports: Sequence[RankReport], ranks: str) -> Iterator[Claim]:
-    """Of each rank by itself."""
+    """Claims about each rank by itself."""
     handling = f"{ranks}, memory of collectives kept in each of the ways {', '.join(MEMORY)}"
     yield Claim("no race", handling, _faults(reports, "races"))
     yield Claim("no early free", handling, _faults(reports, "early_frees"))
 
 
 def _together(kinds: Sequence[StageKind], seen: _Seen, calls: Calls) -> Iterator[Claim]:
-    """Of ranks beside each other."""
+    """Claims about ranks beside each other."""
     between = check_calls(calls)
     missing = unrecorded(calls)
     beside = "the plan's message to or from each peer, and the peers' own records"

@@ -1,4 +1,4 @@
-"""What one rank did in its last training iteration: figures, and faults of its own."""
+"""One rank's last training iteration: figures, and faults of its own."""
 
 from __future__ import annotations
 

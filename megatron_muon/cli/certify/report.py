@@ -31,7 +31,7 @@ NOT_CHECKED = (
 
 
 def as_text(certificate: Certificate, run: Settled, notes: Sequence[str], seconds: float) -> str:
-    """What a step takes for each kind of stage, then the verdict, and what it is not about."""
+    """A step's figures for each kind of stage, then the verdict, and what it is not about."""
     lines = [_head(run), ""]
     for kind, reports in zip(certificate.kinds, certificate.reports, strict=True):
         lines += [*_kind(kind, reports), ""]
@@ -147,7 +147,7 @@ def _table(reports: Sequence[RankReport]) -> list[str]:
 
 
 def _extremes(reports: Sequence[RankReport]) -> list[RankReport]:
-    """Of many ranks the first, the last, and the one with most of each figure."""
+    """The first of many ranks, the last, and the one with most of each figure."""
     most = [
         dataclasses.replace(max(reports, key=key), reason=f"most {name} of all")
         for name, key in (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -11,10 +10,10 @@ from pathlib import Path
 
 from megatron_muon.cli.curves.comparison import compare
 from megatron_muon.cli.curves.table import as_json, as_text
+from megatron_muon.cli.plan.charts import require_outputs
 from megatron_muon.curves.curve import KINDS, CurveError, Kind
 from megatron_muon.curves.lead import USUAL_WINDOW
 from megatron_muon.curves.runs import read_run
-from megatron_muon.files.writable import require_writable
 
 _DESCRIPTION = """\
 Compare the loss curves of two or more runs with the first: final losses, the leading ratio
@@ -57,17 +56,17 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     try:
         runs = [read_run(n, _paths(r), tags) for n, r in zip(names, given.runs, strict=True)]
-        found = compare(runs, given.window)
+        comparisons = compare(runs, given.window)
         if given.json is not None:
-            given.json.write_text(json.dumps(as_json(found), indent=1) + "\n")
+            given.json.write_text(json.dumps(as_json(comparisons), indent=1) + "\n")
         if given.plot is not None:
             from megatron_muon.cli.curves.figure import draw
 
-            draw(runs, found, given.plot)
+            draw(runs, comparisons, given.plot)
     except (CurveError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
-    print(as_text(found))
+    print(as_text(comparisons))
     return 0
 
 
@@ -94,20 +93,7 @@ def _check(given: argparse.Namespace) -> None:
         raise ValueError("give two runs or more")
     if given.window is not None and not 0 <= given.window <= 0.5:
         raise ValueError(f"--window {given.window}: it is a part of the points from 0 to 0.5")
-    for name in ("json", "plot"):
-        if getattr(given, name) is not None:
-            require_writable(f"--{name}", getattr(given, name))
-    if given.plot is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    from megatron_muon.cli.curves.figure import formats
-
-    if given.plot.suffix.removeprefix(".").lower() not in formats():
-        raise ValueError(
-            f"--plot {given.plot}: its name must end in one of "
-            f"{', '.join('.' + name for name in formats())}"
-        )
+    require_outputs(given)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -87,19 +87,19 @@ def compare(runs: Sequence[Run], window: float | None) -> list[Comparison]:
     Raises:
         CurveError: no kind of loss is in all files.
     """
-    found = []
+    comparisons = []
     for kind in KINDS:
         curves = [run.curves(kind) for run in runs]
         present = [each for each in curves if each is not None]
         if len(present) == len(runs):
             usual = USUAL_WINDOW if kind == "train" else 0.0
-            found.append(_compare(kind, runs, present, usual if window is None else window))
-    if not found:
+            comparisons.append(_compare(kind, runs, present, usual if window is None else window))
+    if not comparisons:
         have = "; ".join(
             f"{run.name}: {', '.join(sorted(set().union(*map(set, run.seeds))))}" for run in runs
         )
         raise CurveError(f"no kind of loss is in all files ({have})")
-    return found
+    return comparisons
 
 
 def _compare(

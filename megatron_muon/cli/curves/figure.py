@@ -16,25 +16,20 @@ from megatron_muon.curves.runs import Run
 _COLORS = ("#d1495b", "#0b6e4f", "#3b6ea5", "#d07a2d", "#7b5ea7", "#555555")
 
 
-def formats() -> list[str]:
-    """Suffixes that ``draw`` can write, without their dots."""
-    return sorted(Figure().canvas.get_supported_filetypes())
-
-
-def draw(runs: Sequence[Run], found: Sequence[Comparison], path: Path) -> None:
+def draw(runs: Sequence[Run], comparisons: Sequence[Comparison], path: Path) -> None:
     """Draw a row for each kind of loss: the curves, and the leading ratios with their bands.
 
     Args:
         runs: the runs; the first one is the baseline.
-        found: their comparisons.
+        comparisons: their comparisons.
         path: path of the file; its suffix selects the format.
 
     Raises:
         OSError: the file cannot be written.
     """
-    figure = Figure(figsize=(11, 3.6 * len(found)), layout="constrained")
-    rows = figure.subplots(len(found), 2, squeeze=False)
-    for (left, right), each in zip(rows, found, strict=True):
+    figure = Figure(figsize=(11, 3.6 * len(comparisons)), layout="constrained")
+    rows = figure.subplots(len(comparisons), 2, squeeze=False)
+    for (left, right), each in zip(rows, comparisons, strict=True):
         _losses(left, runs, each)
         _ratios(right, each)
     figure.savefig(path, dpi=120)

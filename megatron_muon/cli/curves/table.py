@@ -18,7 +18,7 @@ _TITLES: dict[Kind, str] = {
 }
 
 
-def as_json(found: Sequence[Comparison]) -> dict[str, Any]:
+def as_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """All figures, by kind of loss; a pair of seeds that never reaches a loss is missing."""
     return {
         each.kind: {
@@ -35,14 +35,14 @@ def as_json(found: Sequence[Comparison]) -> dict[str, Any]:
                 for other in each.others
             ],
         }
-        for each in found
+        for each in comparisons
     }
 
 
-def as_text(found: Sequence[Comparison]) -> str:
+def as_text(comparisons: Sequence[Comparison]) -> str:
     """A part for each kind of loss, with a table for each run beside the first one."""
     lines: list[str] = []
-    for each in found:
+    for each in comparisons:
         lines += [_TITLES[each.kind], "", *_endings(each.endings)]
         for other in each.others:
             lines += ["", *_beside(each.endings[0].name, other)]

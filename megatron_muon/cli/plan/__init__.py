@@ -1,1 +1,1 @@
-"""``megatron-muon plan``."""
+"""``megatron-muon plan``: a run's step priced on stated hardware, with what would be faster."""

@@ -1,10 +1,13 @@
-"""Charts, where matplotlib is installed: one of the two modules that import it."""
+"""Charts, where matplotlib is installed, and the check of what a command will write."""
 
 from __future__ import annotations
 
 import importlib.util
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
+
+from megatron_muon.files.writable import require_writable
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -12,6 +15,23 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def require_outputs(given: Namespace) -> None:
+    """Check the files of ``--json`` and ``--plot``, before a command's work; write nothing.
+
+    Args:
+        given: a command's arguments; ``json`` and ``plot`` are paths, or None.
+
+    Raises:
+        ValueError: a file cannot be written, or no chart in its format.
+    """
+    for name in ("json", "plot"):
+        path = getattr(given, name)
+        if path is not None:
+            require_writable(f"--{name}", path)
+    if given.plot is not None:
+        require_chart("--plot", given.plot)
 
 
 def require_chart(option: str, path: Path) -> None:

@@ -9,9 +9,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron_muon.cli.model_flags import REFUSALS, imported_config_class, said
-from megatron_muon.cli.plan.charts import require_chart
+from megatron_muon.cli.plan.charts import require_outputs
 from megatron_muon.cli.plan.options import DEVICES, PROGRAM, hardware_given, parsed, parser
-from megatron_muon.files.writable import require_writable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,21 +29,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"{PROGRAM}: {note}", file=sys.stderr)
     command = _Command(made, list(argv), config_class)
     try:
-        _check_files(given)
+        require_outputs(given)
         written = command.swept(given) if given.sweep else command.planned(given)
         if given.json is not None:
             given.json.write_text(json.dumps(written, indent=1))
     except (*REFUSALS, TypeError, OSError) as error:
         made.error(said(error))
     return 0
-
-
-def _check_files(given: Namespace) -> None:
-    for name in ("json", "plot"):
-        if getattr(given, name) is not None:
-            require_writable(f"--{name}", getattr(given, name))
-    if given.plot is not None:
-        require_chart("--plot", given.plot)
 
 
 class _Command:

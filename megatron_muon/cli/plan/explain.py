@@ -48,7 +48,7 @@ class Gain:
 
 
 def changes(plan: RunPlan) -> Iterator[Change]:
-    """What is worth a try, without what the run has already."""
+    """The changes that are worth a try, without those that the run has already."""
     config, ranks = plan.config, plan.ranks
     other = next(name for name in OURS if name != plan.layout)
     yield Change(("--muon-dp-layout", other), "buckets, and so checkpoints in bucket formats")

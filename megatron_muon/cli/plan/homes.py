@@ -34,7 +34,7 @@ class Homes:
 
 
 def homes_of(plans: Sequence[ExchangePlan]) -> Homes:
-    """Of all of a stage's optimizers together."""
+    """The homes of all of a stage's optimizers together."""
     kept = moved = 0
     largest, most = "", 0
     flops = [0] * (plans[0].size if plans else 1)

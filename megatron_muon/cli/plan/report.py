@@ -62,7 +62,7 @@ def as_json(plan: RunPlan) -> str:
 
 
 def as_dict(plan: RunPlan) -> dict[str, Any]:
-    """What ``as_json`` writes."""
+    """The content of ``as_json``."""
     sources = dict(plan.hardware.sources)
     constants = {
         name: {

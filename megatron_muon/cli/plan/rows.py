@@ -1,4 +1,4 @@
-"""What each algorithm costs on the ranks of one pipeline stage."""
+"""The cost of each algorithm on the ranks of one pipeline stage."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PlannedStage:
     """A stage's optimizers in one layout.
 
     Attributes:
@@ -120,7 +120,7 @@ class Stage:
         )
 
 
-def adamw_row(stage: Stage, hardware: Hardware) -> PlannedStep:
+def adamw_row(stage: PlannedStage, hardware: Hardware) -> PlannedStep:
     """AdamW's, where all parameters of the stage are its own."""
     seconds = price_adamw(stage.optimizers, hardware)
     none = [[0] * plan.size for plan in stage.plans]
@@ -144,7 +144,7 @@ def adamw_row(stage: Stage, hardware: Hardware) -> PlannedStep:
 
 
 def our_row(
-    name: Name, stage: Stage, config: MuonConfig, hardware: Hardware, device: Device
+    name: Name, stage: PlannedStage, config: MuonConfig, hardware: Hardware, device: Device
 ) -> PlannedStep:
     """Our Muon's in the layout that the stage's plans are of."""
     plans = stage.plans
@@ -155,7 +155,9 @@ def our_row(
     return _row(name, stage, step, sent, flops, peaks)
 
 
-def paper_row(stage: Stage, config: MuonConfig, hardware: Hardware, device: Device) -> PlannedStep:
+def paper_row(
+    stage: PlannedStage, config: MuonConfig, hardware: Hardware, device: Device
+) -> PlannedStep:
     """The paper's over the same shards."""
     buckets = [paper.buckets_of(plan) for plan in stage.plans]
     step = paper.price_paper(
@@ -168,7 +170,7 @@ def paper_row(stage: Stage, config: MuonConfig, hardware: Hardware, device: Devi
 
 
 def layer_wise_row(
-    mode: TpMode, stage: Stage, config: MuonConfig, hardware: Hardware
+    mode: TpMode, stage: PlannedStage, config: MuonConfig, hardware: Hardware
 ) -> PlannedStep:
     """Megatron's own, by its rules (``pricing.upstream``)."""
     step = price_layer_wise(stage.optimizers, config, hardware, mode)
@@ -191,7 +193,7 @@ def layer_wise_row(
     )
 
 
-def _owners_rest(stage: Stage, step: LayerWise) -> dict[str, int]:
+def _owners_rest(stage: PlannedStage, step: LayerWise) -> dict[str, int]:
     """At rest on the owner with most elements; AdamW's part is spread evenly."""
     evenly = sum(sum(rest) // len(rest) for rest in stage.rest)
     buffers = stage.buffers
@@ -206,7 +208,7 @@ def _owners_rest(stage: Stage, step: LayerWise) -> dict[str, int]:
 
 def _row(
     name: Name,
-    stage: Stage,
+    stage: PlannedStage,
     step: StepTime,
     sent: Traffic,
     flops: Sequence[int],

@@ -12,8 +12,8 @@ from megatron_muon.cli.plan.rows import (
     NAMES,
     OURS,
     Name,
+    PlannedStage,
     PlannedStep,
-    Stage,
     adamw_row,
     layer_wise_row,
     our_row,
@@ -195,11 +195,11 @@ def _stage_plan(
     )
 
 
-def _stage(planned: list[Planned], nodes: tuple[int, ...], number: int) -> Stage:
+def _stage(planned: list[Planned], nodes: tuple[int, ...], number: int) -> PlannedStage:
     if not planned:
         raise ValueError(f"pipeline stage {number} has no parameters")
     optimizers = tuple(optimizer_of(one) for one in planned)
-    return Stage(optimizers, tuple(buffers_of(one) for one in planned), nodes)
+    return PlannedStage(optimizers, tuple(buffers_of(one) for one in planned), nodes)
 
 
 def _training(

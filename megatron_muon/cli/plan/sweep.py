@@ -26,7 +26,7 @@ Planner = Callable[[Sequence[str]], RunPlan]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What to plan.
+    """The values to plan with, one after the other.
 
     Attributes:
         name: a name of ``SHORT``, ``dp``, or a flag without its dashes.

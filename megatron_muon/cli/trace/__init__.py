@@ -1,1 +1,1 @@
-"""``megatron-muon trace``."""
+"""``megatron-muon trace``: traces of a run's steps, made, merged and reported."""

@@ -19,11 +19,6 @@ _COLORS = {
 }
 
 
-def formats() -> list[str]:
-    """Suffixes that ``draw`` can write, without their dots."""
-    return sorted(Figure().canvas.get_supported_filetypes())
-
-
 def draw(runs: Sequence[RunTimes], timelines: Sequence[Sequence[Lane]], path: Path) -> None:
     """Draw a bar for each rank, and the lanes of one rank of each run.
 
@@ -33,7 +28,7 @@ def draw(runs: Sequence[RunTimes], timelines: Sequence[Sequence[Lane]], path: Pa
         path: path of the file; its suffix selects the format.
 
     Raises:
-        ValueError: the format is none of ``formats``.
+        ValueError: matplotlib does not write that format.
         OSError: the file cannot be written.
     """
     bars = 0.9 + 0.28 * sum(len(run.ranks) for run in runs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_muon.cli.plan.charts import require_outputs
 from megatron_muon.cli.trace.table import as_json, as_text
-from megatron_muon.files.writable import require_writable
 from megatron_muon.traces.lanes import lanes
 from megatron_muon.traces.rank_trace import read
 from megatron_muon.traces.runs import files_of, names_of, run_times
@@ -48,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     given = parser.parse_args(argv)
     try:
-        _check(given)
+        require_outputs(given)
     except ValueError as error:
         parser.error(str(error))
     try:
@@ -65,23 +64,6 @@ def main(argv: Sequence[str]) -> int:
         return 1
     print(as_text(runs))
     return 0
-
-
-def _check(given: argparse.Namespace) -> None:
-    for name in ("json", "plot"):
-        if getattr(given, name) is not None:
-            require_writable(f"--{name}", getattr(given, name))
-    if given.plot is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    from megatron_muon.cli.trace.figure import formats
-
-    if given.plot.suffix.removeprefix(".").lower() not in formats():
-        raise ValueError(
-            f"--plot {given.plot}: its name must end in one of "
-            f"{', '.join('.' + name for name in formats())}"
-        )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -114,8 +114,8 @@ def _beside(runs: Sequence[RunTimes]) -> str:
     every = {name: None for run in runs for name in run.kinds}
     for title, field, unit in (("ms in ", "ms", 1.0), ("MB in ", "bytes", 1e-6)):
         for name in every:
-            found = [getattr(r.kinds[name], field) if name in r.kinds else 0.0 for r in runs]
-            values = [None if value is None else value * unit for value in found]
+            means = [getattr(r.kinds[name], field) if name in r.kinds else 0.0 for r in runs]
+            values = [None if value is None else value * unit for value in means]
             rows.append([f"{title}{name}", *_compared(values)])
     return aligned(rows)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_muon.cli.plan.charts import require_chart
 from megatron_muon.cli.watch.history import History
 from megatron_muon.cli.watch.rules import LOGIT, Warning, warnings
 from megatron_muon.cli.watch.view import as_text, damage_lines, step_line, warning_lines
@@ -78,15 +79,15 @@ def _follow(path: Path, logit_threshold: float | None, seconds: float) -> None:
     waits = False
     while True:
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except FileNotFoundError:  # the run has not started to log
             if not waits:
                 print(f"waiting for {_printable(str(path))}", file=sys.stderr, flush=True)
             waits = True
             time.sleep(seconds)
             continue
-        if (found.st_dev, found.st_ino) != identity or found.st_size < place:
-            history, place, identity = History(), 0, (found.st_dev, found.st_ino)
+        if (status.st_dev, status.st_ino) != identity or status.st_size < place:
+            history, place, identity = History(), 0, (status.st_dev, status.st_ino)
         for data in _rest_of(path, place):
             place += len(data)
             history.feed(data)
@@ -98,13 +99,13 @@ def _follow(path: Path, logit_threshold: float | None, seconds: float) -> None:
 
 
 def _show_new(
-    path: Path, history: History, found: Sequence[Warning], told: Sequence[str]
+    path: Path, history: History, current: Sequence[Warning], told: Sequence[str]
 ) -> list[str]:
     """The whole view on a terminal, else a line and the warnings that are new."""
-    lines = [*warning_lines(found), *damage_lines(history)]
+    lines = [*warning_lines(current), *damage_lines(history)]
     if sys.stdout.isatty():
         print("\033[H\033[2J", end="")
-        _show(as_text(str(path), history, found))
+        _show(as_text(str(path), history, current))
     else:
         new = [line for line in lines if line not in told]
         _show("\n".join([*([step_line(history)] if history.steps else []), *new]))
@@ -123,13 +124,12 @@ def _drawing(parser: argparse.ArgumentParser, path: Path | None) -> _Draw | None
     if path is None:
         return None
     try:
-        from megatron_muon.cli.watch import picture
-    except ModuleNotFoundError as error:
-        parser.error(f"--plot needs {error.name}: pip install {error.name}")
-    known = picture.formats()
-    if path.suffix.removeprefix(".").lower() not in known:
-        parser.error(f"--plot {path}: the suffix must be one of {', '.join(known)}")
-    return picture.draw
+        require_chart("--plot", path)
+    except ValueError as error:
+        parser.error(str(error))
+    from megatron_muon.cli.watch.picture import draw
+
+    return draw
 
 
 def _show(text: str) -> None:

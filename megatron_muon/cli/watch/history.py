@@ -53,7 +53,7 @@ class Step:
 
 @dataclass(slots=True)
 class Start:
-    """What the first line of a run says; the promised sizes and full ranks are by row."""
+    """The first line of a run; the promised sizes and full ranks are by row."""
 
     ranks: int = 0
     muon_share: float | None = None

@@ -1,4 +1,4 @@
-"""Layers by steps, a heat map for each number; one of the two modules that import matplotlib."""
+"""Layers by steps, a heat map for each number; it imports matplotlib, which is an extra."""
 
 from __future__ import annotations
 
@@ -24,11 +24,6 @@ _PANELS = (
     ("logits", "max_logit", "largest attention logit", ""),
 )
 _COLUMNS = 4
-
-
-def formats() -> list[str]:
-    """Suffixes that ``draw`` can write, without their dots."""
-    return sorted(Figure().canvas.get_supported_filetypes())
 
 
 def draw(history: History, path: Path) -> None:

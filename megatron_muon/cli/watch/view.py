@@ -25,12 +25,12 @@ _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH, _MOST_LAYERS = 40, 200
 
 
-def as_text(name: str, history: History, found: Sequence[Warning]) -> str:
+def as_text(name: str, history: History, warnings: Sequence[Warning]) -> str:
     """The whole view."""
     if not history.steps:
         return "\n".join([f"{name}: no step yet", *damage_lines(history)])
     blocks = [_head(name, history), _matrices(history), _outputs(history)]
-    blocks += [_logits(history), warning_lines(found), damage_lines(history)]
+    blocks += [_logits(history), warning_lines(warnings), damage_lines(history)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -49,9 +49,9 @@ def step_line(history: History) -> str:
     return "; ".join(words)
 
 
-def warning_lines(found: Sequence[Warning]) -> list[str]:
+def warning_lines(warnings: Sequence[Warning]) -> list[str]:
     """A line for each warning, with its place on the page."""
-    return [f"warning: {each.text} ({PAGE}, {each.see!r})" for each in found]
+    return [f"warning: {each.text} ({PAGE}, {each.see!r})" for each in warnings]
 
 
 def _head(name: str, history: History) -> list[str]:

@@ -1,1 +1,1 @@
-"""Hybrid (Mamba) models and gated delta nets."""
+"""Hybrid (Mamba) models and gated delta nets, as ``routes`` and ``plan`` see them."""

@@ -45,7 +45,7 @@ class RunClip:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What ``attach`` needs once the optimizer is built."""
+    """The inputs of ``attach``, once the optimizer is built."""
 
     attentions: tuple[WatchedAttention, ...]
     pg_collection: Any

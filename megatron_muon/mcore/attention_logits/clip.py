@@ -35,7 +35,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class QkClip:
-    """What a rank needs to clip the logits of its attentions.
+    """A rank's means to clip the logits of its attentions.
 
     Attributes:
         attentions: the same on every rank of a stage but for their TP slices.

@@ -10,7 +10,7 @@ from typing import Literal
 
 from megatron_muon.planning.layout import Span
 
-# What a clip by eta does to a row: ``query`` is multiplied by eta^alpha, ``key`` by eta^(1 - alpha)
+# A row's part in a clip by eta: ``query`` is multiplied by eta^alpha, ``key`` by eta^(1 - alpha)
 # and ``rotary`` by eta: a query's rotary part whose key all heads share. The rest is ``kept``.
 Kind = Literal["query", "key", "rotary", "kept"]
 

@@ -3,7 +3,7 @@
 Megatron gathers each buffer to DP rank 0 as three flat tensors, ``param``, ``exp_avg`` and
 ``exp_avg_sq``, which cover all of the buffer's parameters. On disk ``param`` stays as it is. One
 dict, ``state``, replaces the other two: parameter name → the tensors of its optimizer. So no zeros
-are saved for the second moment that Muon does not have, every tensor has a name, and a Megatron
+are saved for the second moment that Muon does not have, and every tensor has a name. A Megatron
 without Muon stops with KeyError: 'exp_avg'. ``spans`` says where each parameter lies in ``param``,
 since other buckets put it elsewhere.
 """

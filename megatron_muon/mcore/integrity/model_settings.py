@@ -2,9 +2,9 @@
 
 They go into a checkpoint's digest. They come from the model's own configuration, so they are known
 with every Megatron and in one's own script, too. Only settings in force are recorded: rotary ones
-if there are rotary embeddings, a router's if there are experts. The digest leaves out settings of
-how the function is computed (parallelism, precision, fusions, recomputation) or trained (dropout,
-losses of a router), and most sizes, which shapes tell.
+if there are rotary embeddings, a router's if there are experts. The digest leaves out how the
+function is computed (parallelism, precision, fusions, recomputation) or trained (dropout, losses of
+a router). It leaves out most sizes, which shapes tell.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Going on with Muon from AdamW's checkpoints, and the other way round."""
+"""Going on with Muon from checkpoints of AdamW and of other Muons, and with AdamW after Muon."""

@@ -1,4 +1,6 @@
-"""Which matrices a Muon parameter holds, and how TP splits them: the one table, by module and name.
+"""Which matrices a Muon parameter holds, and how TP splits them.
+
+A weight is one matrix unless ``splits`` knows its rows, or it is a batch of legacy experts.
 
 Megatron's and Transformer Engine's marks ``tensor_model_parallel`` and ``partition_dim`` are right
 for dense layers only; what they get wrong is decided here.
@@ -41,7 +43,7 @@ def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
     Args:
         weight: Muon's.
         tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
-        config: ``split_qkv`` and ``scale_mode`` are read.
+        config: ``splits``, ``split_qkv`` and ``scale_mode`` are read.
 
     Raises:
         ValueError, NotImplementedError: its shape is not what its name promises, or ``scale_mode``

@@ -26,7 +26,7 @@ _ONE: Multipliers = (1.0, 1.0)
 
 
 def multipliers_of(weight: Weight, config: MuonConfig) -> Multipliers:
-    """What a weight's learning rate and weight decay are multiplied by.
+    """The factors of a weight's learning rate and weight decay.
 
     Args:
         weight: of Muon or of AdamW.
@@ -36,8 +36,8 @@ def multipliers_of(weight: Weight, config: MuonConfig) -> Multipliers:
 
 
 def _last(weight: Weight, pairs: Sequence[tuple[str, float]]) -> float:
-    found = [float(factor) for pattern, factor in pairs if matching(weight, [pattern])]
-    return found[-1] if found else 1.0
+    factors = [float(factor) for pattern, factor in pairs if matching(weight, [pattern])]
+    return factors[-1] if factors else 1.0
 
 
 def with_multipliers(

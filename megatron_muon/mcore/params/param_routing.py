@@ -1,7 +1,7 @@
 """Every parameter of a model with its name and module, and whose it is: Muon's or AdamW's.
 
 2-D weights of the module types in ``MATRIX_MODULES`` are Muon's unless they are an embedding or the
-output layer; all else is AdamW's. Those two are known by Megatron's mark
+output layer; all else is AdamW's. Embeddings and the output layer are known by Megatron's mark
 ``is_embedding_or_output_parameter``, by the class of their module or by name. The patterns
 ``muon_include`` and ``muon_exclude`` overrule all of that.
 """

@@ -1,8 +1,9 @@
 """Weights that hold several projections, row by row, and the splits that they can have.
 
-A split is the choice of a weight's matrices: ``--muon-split PATTERN=KIND``. What holds a weight
-says how its rows lie: Megatron's class, by its own settings; only where a class is not Megatron's,
-the name.
+A split is the choice of a weight's matrices: ``--muon-split PATTERN=KIND``. The class that holds a
+weight says how its rows lie, by its own settings. Only where a class is not Megatron's does the
+name say it. A weight that is not known yet gets a function in ``_FAMILIES``; ``matrices`` makes the
+matrices of the split, ``planning.sections`` what TP ranks hold of them.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ def fused_of(weight: Weight, rows: int) -> Fused | None:
     if is_adapter(weight):
         return None
     for known in _FAMILIES:
-        found = known(weight, rows)
-        if found is not None:
-            return found
+        fused = known(weight, rows)
+        if fused is not None:
+            return fused
     return None
 
 
@@ -247,6 +248,7 @@ def _is_held_by(weight: Weight, *class_names: str) -> bool:
     return not {cls.__name__ for cls in classes}.isdisjoint(class_names)
 
 
+# The first that knows a weight says how its rows lie: see ``fused_of``.
 _FAMILIES: tuple[Callable[[Weight, int], Fused | None], ...] = (
     *(_attention, _queries, _latent, _gated, _state_space),
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a training loop gives.
+    """The values that a training loop gives.
 
     Attributes:
         step: number of the step under way, counted from 1 and the same on all ranks; None where the

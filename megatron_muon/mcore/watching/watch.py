@@ -109,7 +109,7 @@ class Watch:
         self._expect(number + 1 if host().step() is not None else number)
 
     def _number(self) -> int:
-        """Of the step under way."""
+        """The number of the step under way."""
         given = host().step()
         return self._steps + 1 if given is None else given
 
@@ -146,7 +146,7 @@ class Watch:
                 print(f"[megatron_muon] step {number} is not logged: {text}", flush=True)
 
     def _largest_logits(self) -> torch.Tensor:
-        """Of all ranks, for each of the table's; -inf where an attention did not run."""
+        """The largest over all ranks, one for each row; -inf where an attention did not run."""
         places = self._table.logits
         maxima = torch.full((len(places),), -torch.inf, device=self._device)
         for attention in self._logits:

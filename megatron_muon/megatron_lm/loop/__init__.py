@@ -1,1 +1,1 @@
-"""What the plugin does in Megatron-LM's training loop."""
+"""The plugin's part in Megatron-LM's training loop."""

@@ -1,4 +1,4 @@
-"""What crosses between the host and the GPU, and where the host waits for it.
+"""Crossings between the host and the GPU, and where the host waits for them.
 
 As torch does it: a copy waits unless it is ``non_blocking``, and CUDA waits for one of pageable
 memory all the same. An element that the host reads is a copy that it waits for.

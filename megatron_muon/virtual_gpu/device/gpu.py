@@ -22,7 +22,7 @@ _REFUSED = {"resize_", "set_", "nonzero", "masked_select", "unique_dim", "_uniqu
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What an operation's schema says.
+    """An operation's schema, as the recorder needs it.
 
     Attributes:
         name: without namespace and overload.

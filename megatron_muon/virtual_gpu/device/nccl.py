@@ -37,7 +37,7 @@ class Part:
 
 
 class Work:
-    """What an asynchronous collective gives its caller."""
+    """The handle that an asynchronous collective gives its caller."""
 
     def __init__(self, gpu: Gpu, number: int) -> None:
         self._gpu, self._number = gpu, number
@@ -55,7 +55,7 @@ class Work:
 
 @dataclass(slots=True)
 class Coalescing:
-    """What ``_coalescing_manager`` gives: the work of all that is called within it."""
+    """The handle that ``_coalescing_manager`` gives: the work of all that is called within it."""
 
     works: list[Work] = field(default_factory=list)
 

@@ -68,9 +68,29 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(HAS_MATPLOTLIB, reason="matplotlib is installed")
+def test_a_picture_without_matplotlib_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["curves", "a=1", "b=2", "--plot", str(tmp_path / "x.png")])
+    assert ended.value.code == 2
+    assert "--plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is not installed")
+def test_a_picture_in_another_format_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["curves", "a=1", "b=2", "--plot", str(tmp_path / "x.nothing")])
+    assert ended.value.code == 2 and "x.nothing: its name must end in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (["a=1", "b=2", "--json", "no/x.json"], "--json no/x.json: there is no folder no"),
         (["a.json"], "give two runs or more"),
         (["x/a.json", "y/a.json"], "two runs have one name among a, a"),
         (["a=1", "b=2", "--tag", "loss=x"], "it is KIND=NAME"),

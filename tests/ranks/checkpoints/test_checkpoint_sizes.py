@@ -15,7 +15,7 @@ from support.checkpoints.inspecting import save_and_hold
 from support.checkpoints.saving import formats
 from support.models.gpt import Case, Topology, muon_weights
 from support.ranks import run
-from support.whole import whole
+from support.runs.whole import whole
 
 CASE = Case(steps=1)
 TOPOLOGY = Topology(dp=2)

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from support.cases import Case, Topology
 from support.checkpoints import sealing
 from support.checkpoints.saving import formats
 from support.models.gpt import held, start, take_step
 from support.ranks import run
-from support.whole import differences, whole
+from support.runs.cases import Case, Topology
+from support.runs.whole import differences, whole
 
 BEFORE = Case(steps=2, gated=True, heads=12, groups=6)
 HEADS = (("*.linear_qkv.*", "heads"), ("*.0.mlp.linear_fc1.*", "gate-up"))

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from support.cases import Case, Topology
 from support.checkpoints.resharding import Held, loaded, refused, saved
 from support.checkpoints.saving import error_of_save, formats
 from support.covering import CASES, DENSE, FULL, MOE, SMALLER, Change, covering_set, small_set
 from support.installed import VERSION, lacks
 from support.models.gpt import truth
 from support.ranks import run
-from support.whole import Whole, differences, whole
+from support.runs.cases import Case, Topology
+from support.runs.whole import Whole, differences, whole
 
 Runs = list[tuple[Held, Held]]
 Saves = Callable[..., tuple[str, Runs]]

@@ -202,7 +202,7 @@ def test_apexs_adam_goes_on_from_muon(tmp_path: Path) -> None:
 def _as_moonshots(folder: str, built: Any, muons: set[str]) -> None:
     """Turn a checkpoint of AdamW's into the proof of concept's, by what its code writes: momentum
     in place of the first moment, no second moment, and groups of Muon's own. Files that its code
-    wrote are loaded in tests/megatron_lm/test_pretrain_moonshot.py."""
+    wrote are loaded in tests/megatron_lm/checkpoints/test_pretrain_moonshot.py."""
     file = f"{folder}/0_0_0_model_optim.pt"
     state = torch.load(file, weights_only=False)
     groups = state["optimizer"]["optimizer"]["param_groups"]

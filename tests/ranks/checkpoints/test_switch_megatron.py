@@ -18,7 +18,7 @@ from support.models import megatrons_muon
 from support.models.gpt import Case, Topology, held, muon_weights, start, take_step
 from support.models.megatrons_muon import MU
 from support.ranks import RankError, run
-from support.whole import Whole, differences, whole
+from support.runs.whole import Whole, differences, whole
 
 CASE = Case(steps=3, muon=(("momentum", MU),))
 MOE = replace(CASE, moe=True)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from support.cases import SEQUENCE, VOCAB, Case, Topology
 from support.installed import VERSION
 from support.models.clipped import attentions
 from support.models.gpt import Built, build, make_optimizer
 from support.ranks import run
+from support.runs.cases import SEQUENCE, VOCAB, Case, Topology
 
 FAR = 1e9  # a threshold that no logit passes
 WATCHED = Case(bf16=False, muon=(("qk_clip", FAR),))

@@ -10,8 +10,8 @@ import pytest
 
 import megatron_muon.cpu as cpu
 from megatron_muon.cpu import attention
-from support.cases import Case, Topology
-from support.training import MODEL, U, differences, said, spread, trained, truth
+from support.runs.cases import Case, Topology
+from support.runs.training import MODEL, U, differences, said, spread, trained, truth
 
 pytestmark = pytest.mark.skipif(not cpu.enabled(), reason="a GPU is here, so cpu is not enabled")
 

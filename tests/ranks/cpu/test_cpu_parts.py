@@ -8,11 +8,11 @@ import torch
 
 import megatron_muon.cpu as cpu
 from megatron_muon.cpu import attention, experts
-from support.cases import GROUPS, HEAD_SIZE, HEADS
-from support.cases import SEQUENCE as LENGTH
 from support.models.gpt_model import transformer_config
 from support.ranks import RankError, run
-from support.training import MODEL, SEQUENCES, spread
+from support.runs.cases import GROUPS, HEAD_SIZE, HEADS
+from support.runs.cases import SEQUENCE as LENGTH
+from support.runs.training import MODEL, SEQUENCES, spread
 
 Array = Any
 U = 2.0**-24  # fp32 unit roundoff

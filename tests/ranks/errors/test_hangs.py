@@ -18,9 +18,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from support import training
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import RankError, run
+from support.runs import training
 
 CASE = Case(steps=2)
 TIMEOUT = 6.0  # of the process groups, in seconds

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from support.cases import Case, Topology
 from support.installed import VERSION
 from support.models.clipped import attentions
 from support.models.gpt import build, optimizer_config
 from support.ranks import run
+from support.runs.cases import Case, Topology
 
 MUON, ADAM = Case(steps=1), Case(steps=1, optimizer="adam")
 OURS = {"qk_clip": 100.0}

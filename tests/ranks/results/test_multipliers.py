@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from support.cases import Case, Topology
 from support.installed import lacks
 from support.models.gpt import (
     build,
@@ -19,6 +18,7 @@ from support.models.gpt import (
     take_step,
 )
 from support.ranks import run
+from support.runs.cases import Case, Topology
 
 FASTER = ("*.linear_fc2.*", "decoder.layers.1.*", "embedding.*")
 # In turn: by Megatron's own means, and by the plugin's settings.

@@ -33,6 +33,8 @@ from unittest import mock
 import pytest
 import torch
 
+from support.expected.oracle import Oracle, newton_schulz
+from support.expected.shaking import TRIALS, UNIT, shaken, shaken_product, sizes
 from support.models.gpt import (
     GROUPS,
     HEAD_SIZE,
@@ -46,10 +48,8 @@ from support.models.gpt import (
     whole_grad,
     whole_weight,
 )
-from support.oracle import Oracle, newton_schulz
 from support.ranks import run
-from support.shaking import TRIALS, UNIT, shaken, shaken_product, sizes
-from support.whole import Whole, whole
+from support.runs.whole import Whole, whole
 
 Tensor = torch.Tensor
 STEPS = 10

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from support.cases import Case, Topology
 from support.installed import VERSION, lacks
 from support.models.clipped import clipped, clipped_whole
 from support.models.gpt_model import takes_te
 from support.ranks import RankError, run
-from support.whole import Whole, differences, whole
+from support.runs.cases import Case, Topology
+from support.runs.whole import Whole, differences, whole
 
 megatrons = pytest.mark.skipif(VERSION < (0, 16), reason="this core has no --qk-clip")
 

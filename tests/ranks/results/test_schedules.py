@@ -12,7 +12,7 @@ import pytest
 
 from support.models.gpt import Built, Case, Topology, build, held, write_grads
 from support.ranks import run
-from support.whole import differences, whole
+from support.runs.whole import differences, whole
 
 STEPS, WARMUP = 5, 2
 LR, MIN_LR, EMBEDDING_LR, EMBEDDING_MIN_LR = 0.02, 0.002, 0.005, 0.001

@@ -9,7 +9,7 @@ import pytest
 
 from support.models.gpt import Case, Topology, check, start, trained
 from support.ranks import run
-from support.whole import differences
+from support.runs.whole import differences
 
 BASE = Case(steps=4, ffn=264, vocab=144)  # fc1 is 264 x 96 and tall, fc2 96 x 264 and wide
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from support.expected.separate import trained_apart
 from support.installed import VERSION
 from support.models.gpt import Case, Topology, build, check, error_of_optimizer, start, truth
 from support.ranks import run
-from support.separate import trained_apart
 
 PLAIN = Case(steps=4, heads=12, groups=6, ffn=264, vocab=144)
 GATED = replace(PLAIN, gated=True)

@@ -9,7 +9,7 @@ import torch
 from support.models.gpt import Case, Topology, held, start, take_step
 from support.models.torch_adam import torchs_own_adam
 from support.ranks import run
-from support.whole import whole
+from support.runs.whole import whole
 
 CASE = Case(layers=2, steps=3)
 # torch's AdamW and Transformer Engine's compute one formula in another order: about ten fp32

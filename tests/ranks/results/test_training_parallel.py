@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from support.cases import Case, Topology
-from support.training import MODEL, differences, said, spread, trained
+from support.runs.cases import Case, Topology
+from support.runs.training import MODEL, differences, said, spread, trained
 
 BF16 = replace(MODEL, bf16=True, optimizer="muon", steps=4)
 MOE = replace(BF16, moe=True)

@@ -23,7 +23,7 @@ from megatron_muon.runtime.patches import Patches
 from support import te_on_cpu
 from support.models.gpt import Case, Topology, build, held, write_grads
 from support.ranks import run
-from support.whole import differences, whole
+from support.runs.whole import differences, whole
 
 OPTIM = "megatron.bridge.training.optim"
 CASE = Case(steps=4)

@@ -34,7 +34,7 @@ from support.models.gpt import (
     write_grads,
 )
 from support.ranks import run
-from support.whole import differences, whole
+from support.runs.whole import differences, whole
 
 CASE = Case(steps=4)
 SETTINGS = megatron_muon.MuonConfig(**dict(CASE.muon))

@@ -28,7 +28,7 @@ from support.models.gpt import (
     take_step,
 )
 from support.ranks import run
-from support.whole import Whole, differences, whole
+from support.runs.whole import Whole, differences, whole
 
 pytestmark = pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path")
 

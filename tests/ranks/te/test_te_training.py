@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from support import te_on_cpu
-from support.cases import Case, Topology
 from support.installed import VERSION
-from support.training import MODEL, differences, spread, trained, truth
+from support.runs.cases import Case, Topology
+from support.runs.training import MODEL, differences, spread, trained, truth
 
 pytestmark = [
     pytest.mark.skipif(te_on_cpu.TE is None, reason="no Transformer Engine on the path"),

@@ -10,12 +10,12 @@ import pytest
 import torch
 from megatron.core import pipeline_parallel
 
-from support.cases import Case, Topology
 from support.installed import VERSION
 from support.models import gpt
 from support.ranks import run
-from support.training import MODEL, said, spread, train
-from support.watching import records
+from support.runs.cases import Case, Topology
+from support.runs.training import MODEL, said, spread, train
+from support.runs.watching import records
 
 pytestmark = pytest.mark.skipif(
     VERSION < (0, 13),

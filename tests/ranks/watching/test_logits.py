@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from support.cases import GROUPS, HEADS, Topology
 from support.installed import VERSION
 from support.models import gpt
 from support.ranks import run
-from support.training import MODEL, spread, train
-from support.watching import records
+from support.runs.cases import GROUPS, HEADS, Topology
+from support.runs.training import MODEL, spread, train
+from support.runs.watching import records
 
 pytestmark = pytest.mark.skipif(
     VERSION < (0, 13),

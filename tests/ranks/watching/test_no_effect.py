@@ -12,8 +12,8 @@ import torch
 
 from support.models.gpt import Case, Topology, start, take_step, trained, truth
 from support.ranks import run
-from support.watching import records, watched
-from support.whole import differences
+from support.runs.watching import records, watched
+from support.runs.whole import differences
 
 BF16 = Case(steps=3)
 FP16 = replace(BF16, bf16=False, fp16=True, overflow=((1, "*.linear_fc1.weight"),))

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from support.cases import whole_grad
+from support.expected.oracle import newton_schulz, qkv_rows
 from support.models.gpt import Case, Topology, muon_weights, trained, truth
-from support.oracle import newton_schulz, qkv_rows
-from support.watching import records, watched
-from support.whole import differences
+from support.runs.cases import whole_grad
+from support.runs.watching import records, watched
+from support.runs.whole import differences
 
 Tensor = torch.Tensor
 Numbers = dict[str, dict[str, float]]

@@ -16,7 +16,7 @@ from support.checkpoints.saving import formats, save
 from support.installed import lacks
 from support.models.gpt import Case, Topology, held, muon_weights, start, take_step
 from support.ranks import run
-from support.whole import Whole, whole
+from support.runs.whole import Whole, whole
 
 CASE = Case(steps=2)
 DEFAULT, *_ = EVERY = formats()

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from support.cases import Case, Topology
 from support.checkpoints.saving import load, load_parameter_state, save, spoil
 from support.models.gpt import Built, distributed_optimizers, held, start, take_step
+from support.runs.cases import Case, Topology
 
 Held = dict[str, Any]
 

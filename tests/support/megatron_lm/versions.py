@@ -21,8 +21,9 @@ sys.path.insert(0, str(TESTS.parent))
 
 from megatron_muon.megatron_lm.launch import version_of  # noqa: E402 after the path is set
 
-FILES = [f"test_pretrain{name}.py" for name in ("", "_cpu", "_oracle", "_saved", "_resume")]
-OPTIONS = ["test_pretrain_options.py"]
+FILES = [f"pretrain/test_pretrain{name}.py" for name in ("", "_cpu", "_oracle")]
+FILES += [f"checkpoints/test_pretrain{name}.py" for name in ("_saved", "_resume")]
+OPTIONS = ["pretrain/test_pretrain_options.py"]
 # Column, and the tests that it stands for: the start of a test's name.
 COLUMNS = {
     "TP2": "test_muon_trains[tp2]",

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from support.cases import Case, Topology
 from support.models.gpt import Built, build, held, make_optimizer, take_step
+from support.runs.cases import Case, Topology
 
 Tensor = torch.Tensor
 BELOW = 0.25  # of the largest logit, on all data-parallel ranks but one

@@ -1,8 +1,8 @@
 """A tiny megatron-core GPT whose weights and gradients are known in TP 1, EP 1 coordinates.
 
-``train`` runs on every rank of a topology; ``whole.py`` puts what the ranks return together again.
-Gradients are written after the reduction, so no forward or backward pass is needed and every
-topology gets bit for bit the same ones.
+``train`` runs on every rank of a topology; ``runs/whole.py`` puts together again what the ranks
+return. Gradients are written after the reduction, so no forward or backward pass is needed and
+every topology gets bit for bit the same ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ from typing import Any
 import pytest
 import torch
 
-from support.cases import (
+from support.installed import VERSION, lacks
+from support.models.gpt_model import (
+    UNUSED,
+    Place,
+    global_names,
+    gpt,
+    initialize_parallel_state,
+    piece_of,
+    this_place,
+    transformer_config,
+)
+from support.ranks import run
+from support.runs.cases import (
     FFN,
     GROUPS,
     HEAD_SIZE,
@@ -33,19 +45,7 @@ from support.cases import (
     whole_grad,
     whole_weight,
 )
-from support.installed import VERSION, lacks
-from support.models.gpt_model import (
-    UNUSED,
-    Place,
-    global_names,
-    gpt,
-    initialize_parallel_state,
-    piece_of,
-    this_place,
-    transformer_config,
-)
-from support.ranks import run
-from support.whole import Piece, Whole, cut, differences, whole
+from support.runs.whole import Piece, Whole, cut, differences, whole
 
 __all__ = [
     "FFN",

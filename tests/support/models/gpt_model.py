@@ -21,7 +21,8 @@ from megatron_muon.dry_run.hybrid.layers import build_hybrid
 from megatron_muon.dry_run.stand_ins import without_fla
 from megatron_muon.dry_run.versions import having
 from support import te_on_cpu
-from support.cases import (
+from support.installed import VERSION
+from support.runs.cases import (
     DELTA,
     EXPERTS,
     HEAD_SIZE,
@@ -38,8 +39,7 @@ from support.cases import (
     Case,
     Topology,
 )
-from support.installed import VERSION
-from support.whole import Cut, Piece
+from support.runs.whole import Cut, Piece
 
 LAYERS_PREFIX = "decoder.layers."
 DOWN_PROJECTIONS = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.cases import (
+from support.runs.cases import (
     EXPERTS,
     HEAD_SIZE,
     HIDDEN,

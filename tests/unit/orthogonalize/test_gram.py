@@ -41,7 +41,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     standard_iteration,
 )
 from megatron_muon.pricing.presets import H100
-from support.oracle import newton_schulz
+from support.expected.oracle import newton_schulz
 
 PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restarts]
 DTYPES = get_args(NsDtype)

@@ -14,7 +14,7 @@ from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
-from support.oracle import newton_schulz
+from support.expected.oracle import newton_schulz
 
 Tensor = torch.Tensor
 SHAPES = [(528, 96), (96, 528), (512, 128), (130, 64)]

@@ -50,13 +50,13 @@ def run(settings: Settings) -> list[Part]:
     made = [sent(expected, ranks)]
     if not settings.gpus:
         return [*made, *_not_measured(settings)]
-    found = tuple(constants(settings, hardware))
+    measured_constants = tuple(constants(settings, hardware))
     return [
         *made,
         peak(expected, ranks),
         launches(expected, ranks),
-        Part("constants of the time model", "ok", "measured one by one", found),
-        times(expected.price, ranks, hardware, found),
+        Part("constants of the time model", "ok", "measured one by one", measured_constants),
+        times(expected.price, ranks, hardware, measured_constants),
     ]
 
 
@@ -77,10 +77,10 @@ def _not_measured(settings: Settings, more: Sequence[str] = ()) -> Iterator[Part
 def sent(expected: Predicted, ranks: Sequence[Measured]) -> Part:
     """The exchange's bytes: the plan's, the meter's, and those seen from outside."""
     figures, faults = [], []
-    for rank, (planned, found) in enumerate(zip(expected.sent, ranks, strict=True)):
-        counts = found.counted.sent_bytes
+    for rank, (planned, of_rank) in enumerate(zip(expected.sent, ranks, strict=True)):
+        counts = of_rank.counted.sent_bytes
         outside = counts.get("gather", 0) + counts.get("scatter", 0)
-        for who, measured in (("by our meter", found.metered_bytes), ("from outside", outside)):
+        for who, measured in (("by our meter", of_rank.metered_bytes), ("from outside", outside)):
             name = f"bytes that rank {rank} sends, {who}"
             figure = Figure(name, "B", planned, measured, *EXACT, corrects="The exchange plan.")
             figures.append(figure)
@@ -132,12 +132,12 @@ def peak(expected: Predicted, ranks: Sequence[Measured]) -> Part:
             f"peak memory of rank {report.rank} above its state",
             "B",
             report.peak_bytes,
-            found.peak_bytes,
+            measured.peak_bytes,
             least=0.9,
             most=1.1,
             corrects="`virtual_gpu/memory.py`; cuBLAS' workspaces and fragmentation are not in it.",
         )
-        for report, found in zip(expected.reports, ranks, strict=True)
+        for report, measured in zip(expected.reports, ranks, strict=True)
     )
     return Part("peak memory", "ok", "torch.cuda.max_memory_allocated", figures)
 
@@ -149,14 +149,14 @@ def launches(expected: Predicted, ranks: Sequence[Measured]) -> Part:
             f"launches of rank {report.rank} in a step",
             "",
             report.launches,
-            found.launched.get("kernels", 0) + found.launched.get("copies", 0),
+            measured.launched.get("kernels", 0) + measured.launched.get("copies", 0),
             least=0.9,
             most=1.1,
             corrects="Counts of kernels in `virtual_gpu/device/launches.py`.",
         )
-        for report, found in zip(expected.reports, ranks, strict=True)
+        for report, measured in zip(expected.reports, ranks, strict=True)
     )
-    if not any(found.launched.get("kernels") for found in ranks):
+    if not any(measured.launched.get("kernels") for measured in ranks):
         why = "torch's profiler saw no kernel: it needs CUPTI, and permission to use it"
         return Part("launches", "not run", why)
     return Part("launches", "ok", "by torch's profiler", figures)
@@ -172,8 +172,10 @@ def constants(settings: Settings, hardware: Hardware) -> Iterator[Figure]:
     yield from alone
     if settings.ranks > 1:
         job = SpeedsJob(row_of("muon-contiguous").config, (512, 2048), 64 << 20, 5, gpu=True)
-        found = run_ranks(task_of(settings, measure_speeds, job, _SECONDS))
-        yield speeds.link(hardware, statistics.median(each.link_gbytes or 0.0 for each in found))
+        measurements = run_ranks(task_of(settings, measure_speeds, job, _SECONDS))
+        yield speeds.link(
+            hardware, statistics.median(each.link_gbytes or 0.0 for each in measurements)
+        )
 
 
 def _speeds(hardware: Hardware) -> list[Figure]:
@@ -182,7 +184,10 @@ def _speeds(hardware: Hardware) -> list[Figure]:
 
 
 def times(
-    price: Price, ranks: Sequence[Measured], hardware: Hardware, found: Sequence[Figure]
+    price: Price,
+    ranks: Sequence[Measured],
+    hardware: Hardware,
+    measured_constants: Sequence[Figure],
 ) -> Part:
     """The time model's phases against the stopwatch's, with the constants that were measured.
 
@@ -190,10 +195,10 @@ def times(
         price: ``Predicted.price``.
         ranks: measurements of each rank.
         hardware: hardware of the predictions.
-        found: constants that were measured one by one. A phase is priced with them, too, so that
-            what is left over is the phase's own.
+        measured_constants: each by a measurement of its own. A phase is priced with them, too, so
+            that what is left over is the phase's own.
     """
-    own = with_measured(hardware, found)
+    own = with_measured(hardware, measured_constants)
     figures: list[Figure] = []
     total = 0.0
     for name, phases, parts, constant in _PHASES:
@@ -207,9 +212,9 @@ def times(
     return Part("time", "ok", text, tuple(figures))
 
 
-def with_measured(hardware: Hardware, found: Sequence[Figure]) -> Hardware:
+def with_measured(hardware: Hardware, measured_constants: Sequence[Figure]) -> Hardware:
     """The hardware with the constants that were measured."""
-    values = {figure.constant: figure.value for figure in found if figure.constant}
+    values = {figure.constant: figure.value for figure in measured_constants if figure.constant}
     known = {name: value for name, value in values.items() if value is not None and value > 0}
     return hardware.with_values(known, "measured by accept")
 

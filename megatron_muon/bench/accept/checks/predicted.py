@@ -1,4 +1,4 @@
-"""What a step is predicted to cost: by its plan, the virtual GPU and the time model."""
+"""A step's predicted cost: by its plan, the virtual GPU and the time model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def predicted(
 
 
 def report(flags: Namespace, config: MuonConfig, rank: int) -> RankReport:
-    """What a rank does in its second step, on the virtual GPU."""
+    """A rank's second step, on the virtual GPU."""
     from megatron_muon.virtual_gpu.megatron import Training, record_training
 
     training = Training(clip_grad=NO_CLIP)

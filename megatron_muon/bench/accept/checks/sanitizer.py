@@ -23,8 +23,7 @@ def run(settings: Settings) -> list[Part]:
         why = "the virtual GPU has no addresses, by which the sanitizer knows a tensor"
         sanitizer = Part("torch's CUDA sanitizer", "not run", why)
         return [sanitizer, on_virtual_gpu(settings), planted_on_virtual_gpu()]
-    found = run_ranks(task_of(settings, under_sanitizer, settings, 110.0))
-    return judged(found)
+    return judged(run_ranks(task_of(settings, under_sanitizer, settings, 110.0)))
 
 
 def judged(ranks: list[tuple[str, str]]) -> list[Part]:

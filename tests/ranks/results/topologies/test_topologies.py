@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from support.models.gpt import Case, Topology, check, train, trained, truth
-from support.mutants import swapped_tp_order, wrong_piece
 from support.ranks import run
-from support.whole import differences
+from support.runs.mutants import swapped_tp_order, wrong_piece
+from support.runs.whole import differences
 
 SHAPES = [(1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 1), (2, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 2)]
 BF16 = Case()

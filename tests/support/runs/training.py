@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from support.cases import SEQUENCE, Case, Topology
 from support.installed import lacks
 from support.models.gpt import Built, held, start
 from support.ranks import run
-from support.whole import whole
+from support.runs.cases import SEQUENCE, Case, Topology
+from support.runs.whole import whole
 
 Tensor = torch.Tensor
 U = 2.0**-24  # fp32 unit roundoff

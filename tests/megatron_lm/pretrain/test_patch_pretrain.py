@@ -1,6 +1,6 @@
 """A patched ``pretrain_gpt.py``, run without the launcher, on CPU: needs a Megatron-LM checkout.
 
-MEGATRON_LM_PATH=... pytest tests/megatron_lm/test_patch_pretrain.py, with
+MEGATRON_LM_PATH=... pytest tests/megatron_lm/pretrain/test_patch_pretrain.py, with
 tests/requirements-pretrain.txt installed. A copy of the checkout is patched.
 """
 

@@ -17,7 +17,7 @@ import torch
 from support.models import gpt
 from support.models.gpt import Case, Topology, check, start, take_step, trained, truth
 from support.ranks import run
-from support.whole import differences
+from support.runs.whole import differences
 
 NAMES = ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight")
 STOPPED = Case(steps=6, weight_decay=0.0, zero_grads=NAMES, zero_from=3)

@@ -1,6 +1,6 @@
 """A GPU's command line in the real ``pretrain_gpt.py`` on a CPU: needs a Megatron-LM checkout.
 
-MEGATRON_LM_PATH=... pytest tests/megatron_lm/test_pretrain_cpu.py
+MEGATRON_LM_PATH=... pytest tests/megatron_lm/pretrain/test_pretrain_cpu.py
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from support.models.gpt import (
     truth,
 )
 from support.ranks import run
-from support.whole import differences
+from support.runs.whole import differences
 
 CASE = Case(layers=2, steps=2)
 SMALL = replace(CASE, muon=(("round_bytes", 20_000),))  # a fc1 has 98 kB, a projection 11 kB

@@ -27,7 +27,7 @@ from support.models.gpt import (
     write_grads,
 )
 from support.ranks import run
-from support.whole import differences, whole
+from support.runs.whole import differences, whole
 
 MATRICES = ("*.linear_qkv.weight", "*.linear_proj.weight", "*.linear_fc1.weight")
 CASE = Case(steps=3, muon=(("ns_dtype", "fp32"),))

@@ -1,6 +1,6 @@
 """What was run, as a table in Markdown.
 
-`bash tests/run.sh --table tests/ranks/results/test_topologies*.py` prints it.
+`bash tests/run.sh --table tests/ranks/results/topologies` prints it.
 
 ``gpt.check`` and ``training.trained`` note what they have verified; nothing else gets in.
 """
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from support.cases import FFN, GROUPS, HEADS
+from support.runs.cases import FFN, GROUPS, HEADS
 
 Rows = dict[tuple[str, str], list[str]]  # (model, precision) -> topologies
 
 
 def table() -> list[str]:
     """Lines: bitwise comparisons with one process, then training by Megatron's own schedules."""
-    from support import training
     from support.models import gpt
+    from support.runs import training
 
     lines = ["| model | precision | bitwise equal to one process |", "|---|---|---|"]
     lines += _lines(_grouped((_case(c), _precision(c), _topology(t)) for c, t in gpt.VERIFIED))

@@ -1,6 +1,6 @@
 """The real ``pretrain_gpt.py`` through the launcher, on CPU: needs a Megatron-LM checkout.
 
-MEGATRON_LM_PATH=... pytest tests/megatron_lm/test_pretrain.py, with
+MEGATRON_LM_PATH=... pytest tests/megatron_lm/pretrain/test_pretrain.py, with
 tests/requirements-pretrain.txt installed.
 `bash tests/versions.sh CHECKOUT ...` runs this file over several and prints a table.
 """

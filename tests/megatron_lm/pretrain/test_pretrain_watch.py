@@ -1,6 +1,6 @@
 """Logging steps in the real ``pretrain_gpt.py``: needs a Megatron-LM checkout and tensorboard.
 
-MEGATRON_LM_PATH=... pytest tests/megatron_lm/test_pretrain_watch.py
+MEGATRON_LM_PATH=... pytest tests/megatron_lm/pretrain/test_pretrain_watch.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.megatron_lm.scripts import MUON, argument, needs_checkout, pretrain, steps
-from support.watching import records
+from support.runs.watching import records
 
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="tensorboard is an extra"

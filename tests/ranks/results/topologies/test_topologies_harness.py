@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.models.gpt import Case, Topology, check
-from support.whole import Cut, Piece, cut, differences, join, whole
+from support.runs.whole import Cut, Piece, cut, differences, join, whole
 
 ADAM = Case(optimizer="adam", lr=1e-3, steps=3)
 MOE = replace(ADAM, moe=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from support.cases import Case
+from support.runs.cases import Case
 
 
 def watched(case: Case, path: Path, interval: int = 1) -> Case:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from support import PYTHON311, ROOT
+from support.expected.oracle import Oracle, newton_schulz
+from support.expected.shaking import TRIALS, UNIT, shaken, shaken_product, sizes
 from support.megatron_lm.scripts import CHECKOUT, HERE, MUON, needs_checkout, pretrain
-from support.oracle import Oracle, newton_schulz
-from support.shaking import TRIALS, UNIT, shaken, shaken_product, sizes
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
 Tensor = torch.Tensor

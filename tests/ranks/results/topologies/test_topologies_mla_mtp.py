@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from support.cases import TIED, muon_weights
 from support.models.gpt import Case, Topology, build, check, trained, truth
 from support.models.gpt_model import DOWN_PROJECTIONS
-from support.mutants import believed_marks
 from support.ranks import run
-from support.whole import differences
+from support.runs.cases import TIED, muon_weights
+from support.runs.mutants import believed_marks
+from support.runs.whole import differences
 
 COLUMN = Case(mla="column", steps=5)
 DUPLICATED = Case(mla="duplicated", steps=5)

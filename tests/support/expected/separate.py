@@ -15,7 +15,7 @@ import torch
 
 import megatron_muon
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
-from support.cases import (
+from support.runs.cases import (
     HEAD_SIZE,
     IN_PROJ,
     KV_RANK,

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from support.cases import EXPERTS, HIDDEN, MOE_FFN, muon_weights
 from support.models.gpt import Case, Topology, check, train, trained, truth
-from support.mutants import swapped_ep_ranks, swapped_tp_order, wrong_expert_piece
 from support.ranks import run
-from support.whole import differences
+from support.runs.cases import EXPERTS, HIDDEN, MOE_FFN, muon_weights
+from support.runs.mutants import swapped_ep_ranks, swapped_tp_order, wrong_expert_piece
+from support.runs.whole import differences
 
 MOE = Case(moe=True, steps=5)
 FP32 = replace(MOE, bf16=False, muon=(("ns_dtype", "fp32"),))

@@ -1,0 +1,1 @@
+"""Runs of the tiny models: what each computes, how it trains, what it logs, what disturbs it."""
