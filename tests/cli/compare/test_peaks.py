@@ -1,0 +1,71 @@
+"""The peak of Megatron's whole ``optimizer.step()`` is the plan's, with either optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_muon.bench.compare.command import command_parser
+from megatron_muon.bench.compare.figures import figures
+from megatron_muon.bench.compare.jobs import jobs_over
+from megatron_muon.bench.compare.predicted import Predicted, Run, predicted
+from megatron_muon.bench.compare.topology import parsed
+from megatron_muon.bench.compare.training import Job, train
+from megatron_muon.bench.ranks import Task, run_ranks
+from megatron_muon.cli.model_flags import megatron_is_quiet
+from megatron_muon.orthogonalize.matmul import multiplies_bf16
+
+# A small vocabulary: so Muon's rounds decide, and not the embedding's AdamW.
+WORDS = "--steps 3 --hidden 256 --layers 4 --heads 4 --vocab 256 --seq 32 --global-batch-size 8"
+HERE = "cpu_bf16" if multiplies_bf16() else "cpu"
+TOPOLOGIES = ["dp4", "tp4", "tp2-dp2", "tp2-pp2-dp2"]
+
+
+def jobs(topology: str, *more: str) -> dict[str, Job]:
+    given, of_megatron = command_parser().parse_known_args([*WORDS.split(), *more])
+    return jobs_over(parsed(topology), given, of_megatron, "test")
+
+
+def planned(both: dict[str, Job], **settings: Any) -> Predicted:
+    muon, adamw = (both[name] for name in ("muon", "adamw"))
+    with megatron_is_quiet():
+        return predicted(
+            Run(muon.flags, replace(muon.row.config, **settings)),
+            Run(adamw.flags, adamw.row.config),
+            HERE,
+        )
+
+
+def measured(job: Job, world: int) -> int:
+    ranks = run_ranks(Task(train, job, world, False, 1, 300))
+    return figures("any", ranks).peak_bytes
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_the_peak_is_within_two_percent_of_the_plan(topology: str) -> None:
+    both = jobs(topology)
+    expected, world = planned(both), parsed(topology).world
+    assert measured(both["adamw"], world) == pytest.approx(expected.adamw_peak, rel=0.02)
+    assert measured(both["muon"], world) == pytest.approx(expected.muon_peak, rel=0.02)
+
+
+def test_with_experts_the_peak_is_within_two_percent_of_the_plan() -> None:
+    """Two optimizers: the experts' first round is there while AdamW updates their router."""
+    both = jobs("dp4", "--hidden=128", "--num-experts=4", "--moe-router-topk=2")
+    expected = planned(both)
+    assert measured(both["adamw"], 4) == pytest.approx(expected.adamw_peak, rel=0.02)
+    assert measured(both["muon"], 4) == pytest.approx(expected.muon_peak, rel=0.02)
+
+
+@pytest.mark.parametrize("topology", ["dp4", "tp4", "tp2-dp2"])
+def test_the_claim_is_about_the_plan(topology: str) -> None:
+    """Muon's peak is not AdamW's, and other rounds would have another one. (Over two stages it is
+    the largest matrix that decides.)"""
+    both = jobs(topology)
+    expected = planned(both)
+    assert expected.muon_peak > 1.5 * expected.adamw_peak
+    small = planned(both, round_bytes=1 << 18)
+    assert small.adamw_peak == expected.adamw_peak
+    assert small.muon_peak < 0.95 * expected.muon_peak
