@@ -64,6 +64,24 @@ def test_the_report_has_the_tables_over_topologies_as_they_are_printed(
     assert f"megatron-muon compare {arguments}" in REPORT
 
 
+def test_the_report_has_the_table_of_memory_and_it_is_the_plans(script: Any) -> None:
+    found = recorded("memory.json")
+    assert script("topologies").peaks(found) in REPORT
+    assert f"megatron-muon compare {' '.join(found['run']['arguments'])}" in REPORT
+    for each in found["topologies"]:
+        for name in ("adamw", "muon"):
+            for kind in ("state", "peak"):
+                planned = each["predicted"][f"{name}_{kind}"]
+                assert each[name][f"{kind}_bytes"] == pytest.approx(planned, rel=1e-4)
+
+
+def test_a_report_from_before_peaks_were_planned_has_its_table(script: Any) -> None:
+    """And one from after it has a table more."""
+    topologies = script("topologies")
+    assert topologies.tables(recorded("compare.json")).count("| dp4 |") == 1
+    assert topologies.tables(recorded("memory.json")).count("| dp4 |") == 2
+
+
 def test_bytes_over_topologies_are_the_plans_and_state_is_near_it() -> None:
     for each in recorded("compare.json")["topologies"]:
         assert each["muon"]["exchange"] == each["predicted"]["exchange"]
