@@ -28,7 +28,8 @@ measured over links that are slowed down between network namespaces, where that 
 model.
 
 Under torchrun (RANK and WORLD_SIZE are set), every rank runs this command, and the topologies that
-have as many ranks are compared: see docs/compare.md."""
+have as many ranks are compared. --nodes N checks that the launcher has N nodes; without a launcher
+it prints the commands for torchrun and sbatch: see docs/compare.md."""
 
 _EPILOG = """\
 Further flags are Megatron-LM's, of the model: --group-query-attention, --swiglu, --num-experts, ...
@@ -56,12 +57,14 @@ def main(argv: Sequence[str]) -> int:
     parser = command_parser()
     given, of_megatron = parser.parse_known_args(argv)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if given.nodes is not None:
+        _check_nodes(parser, given, argv, launched)
     with megatron_is_quiet():
         if not megatron_muon.cpu.enabled():
             _enable_cpu(launched)
         try:
             check_part("dry_run", "bench")
-            topologies = [parsed(each) for each in given.topologies]
+            topologies = [parsed(each) for each in given.topologies or USUAL]
             if launched:
                 topologies = _of_world(topologies, int(os.environ["WORLD_SIZE"]))
             jobs = {
@@ -83,6 +86,30 @@ def main(argv: Sequence[str]) -> int:
     except (RankError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
+
+
+def _check_nodes(
+    parser: argparse.ArgumentParser, given: Namespace, argv: Sequence[str], launched: bool
+) -> None:
+    """End with what is wrong, or with the commands that start as many nodes; one may be this."""
+    import torch
+
+    from megatron_muon.bench.compare.nodes import how_to_start, require_nodes
+
+    try:
+        if launched:
+            require_nodes(given.nodes, os.environ)
+            return
+        if given.nodes == 1:
+            return
+        topologies = [parsed(each) for each in given.topologies or ()]
+        batch = (given.micro_batch_size, given.global_batch_size)
+        text = how_to_start(
+            given.nodes, topologies, argv, str(given.folder), batch, torch.cuda.device_count()
+        )
+    except ValueError as error:
+        text = str(error)
+    parser.error(text)
 
 
 def _links(asked: Sequence[float] | None, launched: bool) -> tuple[list[float], str | None]:
@@ -304,9 +331,15 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--topologies",
         nargs="+",
-        default=list(USUAL),
         metavar="SIZES",
         help=f"such as tp2-pp2-dp2; default: {' '.join(USUAL)}",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=count(most=1 << 16),
+        metavar="N",
+        help="nodes that the launcher must have started ranks on; without a launcher, above 1: "
+        "print the commands that start them, and end",
     )
     parser.add_argument(
         "--folder",
