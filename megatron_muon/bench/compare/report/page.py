@@ -66,8 +66,9 @@ def as_markdown(run: dict[str, Any], compared: Sequence[Compared]) -> str:
         f"An element has {GRADIENTS} bytes in a gradient's reduction, {PARAMETERS} in the gather "
         f"of parameters and {TRAVELLING} each way in the exchange. With these dtypes the paper's "
         f"own algorithm sends at most {bound():.3f} times AdamW's; its bound of 1.25 holds where "
-        "gradients and parameters travel in fp32. Bytes of tensor and pipeline parallelism are the "
-        "same for both and are left out.",
+        "gradients and parameters travel in fp32. That bound counts a gather over DP. The exchange "
+        "goes over TP, too, and back, so the ratio passes it where most matrices travel. Bytes of "
+        "forward and backward passes are the same for both and are left out.",
         table(
             [
                 "topology",
