@@ -8,18 +8,21 @@ from typing import Any
 import pytest
 
 from megatron_muon.bench.compare.command import command_parser
-from megatron_muon.bench.compare.figures import figures
+from megatron_muon.bench.compare.compared import Compared
+from megatron_muon.bench.compare.figures import Figures, figures
 from megatron_muon.bench.compare.jobs import jobs_over
 from megatron_muon.bench.compare.predicted import Predicted, Run, predicted
+from megatron_muon.bench.compare.report.page import as_markdown
 from megatron_muon.bench.compare.topology import parsed
 from megatron_muon.bench.compare.training import Job, train
 from megatron_muon.bench.ranks import Task, run_ranks
 from megatron_muon.cli.model_flags import megatron_is_quiet
+from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.orthogonalize.matmul import multiplies_bf16
 
 # A small vocabulary: so Muon's rounds decide, and not the embedding's AdamW.
 WORDS = "--steps 3 --hidden 256 --layers 4 --heads 4 --vocab 256 --seq 32 --global-batch-size 8"
-HERE = "cpu_bf16" if multiplies_bf16() else "cpu"
+HERE: Device = "cpu_bf16" if multiplies_bf16() else "cpu"
 TOPOLOGIES = ["dp4", "tp4", "tp2-dp2", "tp2-pp2-dp2"]
 # Models over which the peak is that of elementwise work, of AdamW while the first round travels,
 # and of experts' rounds.
@@ -35,13 +38,13 @@ def jobs(topology: str, *more: str) -> dict[str, Job]:
     return jobs_over(parsed(topology), given, of_megatron, "test")
 
 
-def planned(both: dict[str, Job], **settings: Any) -> Predicted:
+def planned(both: dict[str, Job], device: Device = HERE, **settings: Any) -> Predicted:
     muon, adamw = (both[name] for name in ("muon", "adamw"))
     with megatron_is_quiet():
         return predicted(
             Run(muon.flags, replace(muon.row.config, **settings)),
             Run(adamw.flags, adamw.row.config),
-            HERE,
+            device,
         )
 
 
@@ -68,3 +71,16 @@ def test_the_claim_is_about_the_plan(topology: str) -> None:
     small = planned(both, round_bytes=1 << 18)
     assert small.adamw_peak == expected.adamw_peak
     assert small.muon_peak < 0.95 * expected.muon_peak
+
+
+def test_a_gpu_has_buffers_and_newton_schulz_alone() -> None:
+    """Its fused AdamW has no temporaries, so nothing is planned and there is no ratio."""
+    both = jobs("tp2-dp2", "--hidden=128", "--vocab=4096")
+    expected = planned(both, "cuda")
+    assert expected.adamw_peak == 0 < expected.muon_peak < 0.5 * planned(both).muon_peak
+    one = Figures("any", 1.0, 1.0, 1, 0, 0, 8, 512, 0, (1.0,))
+    compared = Compared(parsed("tp2-dp2"), one, one, expected)
+    assert compared.peak_ratios == {"adamw": None, "muon": 512 / expected.muon_peak}
+    run = {"arguments": [], "model": "", "ranks": "", "versions": "", "no_links": "none"}
+    text = as_markdown(run | {"planned_for": "cuda"}, [compared])
+    assert "planned for GPUs" in text and "| tp2-dp2 | 0.001 | 0.000 |  | 0.001 | " in text
