@@ -1,8 +1,8 @@
 """Steps of many ranks with random pauses; then one rank is killed in the middle of a step.
 
-    python stress.py                       # 8 ranks, 2,000 steps; writes figures/stress.json
-    python stress.py --ranks 32 --tp 4 --steps 4000
-    python stress.py --table               # prints the table again
+    python stress.py                       # 8 ranks, 2,000 steps; writes figures/stress-8.json
+    python stress.py --ranks 32 --tp 4     # figures/stress-32.json
+    python stress.py --table               # prints the table of all of them again
 
 Each rank is a process with megatron-core's DDP and DistributedOptimizer over gloo, and a small GPT.
 Its gradients are noise, other ones on each rank and step, so that the time goes into reduction,
@@ -175,21 +175,35 @@ def _named(error: str) -> str:
     return phase if colon and re.fullmatch(r"[a-z_]+/[a-z_]+", phase) else "gloo's own error"
 
 
-def table(report: dict[str, Any]) -> str:
-    """In Markdown."""
-    killed = report["killed"]
-    growth = report["rss_growth_mib"]
-    rows = [
-        ("ranks", f"{report['ranks']} over gloo, TP{report['tp']}"),
-        ("steps", f"{report['steps']:,}, {report['ms_a_step']:g} ms each"),
-        ("replicas compared", f"{report['checks']} times, always the same bits"),
-        ("memory of a rank", f"{report['rss_mib']} MiB; since step {growth['from_step']} "
-                             f"{growth['most']:+d} MiB on the rank that grew most"),
-        ("one rank killed in a step", f"{killed['with_error']} of {report['ranks'] - 1} others "
-         f"end with an error, the last {killed['latest_seconds']} s later; the limit of a "
-         f"collective is {report['timeout']:g} s; they name {', '.join(killed['named'])}"),
-    ]  # fmt: skip
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows)])
+def table(reports: list[dict[str, Any]]) -> str:
+    """In Markdown, with a column for each report."""
+    columns = [_column(report) for report in reports]
+    lines = [f"| ranks | {' | '.join(column.pop('ranks') for column in columns)} |"]
+    lines.append(f"|---|{'---|' * len(columns)}")
+    lines += [
+        f"| {name} | {' | '.join(column[name] for column in columns)} |" for name in columns[0]
+    ]
+    return "\n".join(lines)
+
+
+def _column(report: dict[str, Any]) -> dict[str, str]:
+    killed, growth = report["killed"], report["rss_growth_mib"]
+    return {
+        "ranks": f"{report['ranks']} over gloo, TP{report['tp']}",
+        "steps": f"{report['steps']:,}, {report['ms_a_step']:g} ms each",
+        "replicas compared": f"{report['checks']} times, always the same bits",
+        "memory of a rank": f"{report['rss_mib']} MiB; since step {growth['from_step']} "
+                            f"{growth['most']:+d} MiB on the rank that grew most",
+        "one rank killed in a step": f"{killed['with_error']} of {report['ranks'] - 1} others end "
+            f"with an error, the last {killed['latest_seconds']} s later; the limit of a "
+            f"collective is {report['timeout']:g} s; they name {', '.join(killed['named'])}",
+    }  # fmt: skip
+
+
+def recorded(figures: Path) -> list[dict[str, Any]]:
+    """The reports in a folder, by their number of ranks."""
+    found = [json.loads(path.read_text()) for path in figures.glob("stress-*.json")]
+    return sorted(found, key=lambda report: report["ranks"])
 
 
 def main() -> None:
@@ -209,10 +223,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank is not None:
         worker(args)
-    path = args.figures / "stress.json"
     if not args.table:
-        write(path, measure(args))
-    print(table(json.loads(path.read_text())))
+        write(args.figures / f"stress-{args.ranks}.json", measure(args))
+    print(table(recorded(args.figures)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of two reports of ``megatron-muon compare``: over topologies, and over slow links.
+"""The tables of reports of ``megatron-muon compare``: over topologies, slow links, and of memory.
 
     python topologies.py [FOLDER ...]
 
@@ -34,6 +34,23 @@ def table(found: dict[str, Any]) -> str:
             f"{planned['adamw_state'] / MB:.2f}, {planned['muon_state'] / MB:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def peaks(found: dict[str, Any]) -> str:
+    """A row for each topology: state, and the highest moment of an optimizer step above it."""
+    head = ["topology", "AdamW: state, MB", "planned", "peak above it", "planned"]
+    head += ["Muon: state, MB", "planned", "peak above it", "planned", "furthest from the plan"]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
+    for each in found["topologies"]:
+        cells, furthest = [each["name"]], 0.0
+        for name in ("adamw", "muon"):
+            for kind in ("state", "peak"):
+                measured = each[name][f"{kind}_bytes"]
+                planned = each["predicted"][f"{name}_{kind}"]
+                cells += [f"{measured / MB:.3f}", f"{planned / MB:.3f}"]
+                furthest = max(furthest, abs(measured / planned - 1) if planned else 0.0)
+        lines.append(f"| {' | '.join(cells)} | {furthest:.3%} |")
     return "\n".join(lines)
 
 
@@ -87,16 +104,26 @@ def _change(change: dict[str, Any]) -> str:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Those that a report has figures for."""
-    if found["topologies"][0]["slow_links"]["measured"] is None:
+    """Those that a report has figures for: one of before peaks were planned has none of them."""
+    first = found["topologies"][0]
+    if first["slow_links"]["measured"] is not None:
+        return f"{steps_over_links(found)}\n\n{ends(found)}"
+    if "muon_peak" not in first["predicted"]:
         return table(found)
-    return f"{steps_over_links(found)}\n\n{ends(found)}"
+    return f"{table(found)}\n\n{peaks(found)}"
 
 
 def main(folders: list[str]) -> None:
-    files = [Path(folder, "report.json") for folder in folders]
-    for file in files or [FIGURES / "compare.json", FIGURES / "links.json"]:
-        print(tables(json.loads(file.read_text())), end="\n\n")
+    for folder in folders:
+        print(tables(json.loads(Path(folder, "report.json").read_text())), end="\n\n")
+    if not folders:
+        for name in ("compare", "links"):
+            print(tables(_figures(name)), end="\n\n")
+        print(peaks(_figures("memory")))
+
+
+def _figures(name: str) -> Any:
+    return json.loads((FIGURES / f"{name}.json").read_text())
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.cpu.fused_adam import scratch_bytes
 from megatron_muon.dry_run import world
 from megatron_muon.dry_run.model import Ranks
 from megatron_muon.dry_run.stages import Planned, built, planned_optimizers, sizes_of
@@ -134,11 +135,33 @@ def buffers_of(planned: Planned) -> Buffers:
 
 def rest_of(planned: Planned) -> list[int]:
     """Number of elements that AdamW updates, by rank of the stage."""
-    grid = planned.plan.grid
     rest = [0] * planned.plan.size
+    for _, rank, elements in _held(planned, planned.muon):
+        rest[rank] += elements
+    return rest
+
+
+def adamw_scratch(planned: Planned, *, everything: bool = False) -> list[int]:
+    """Bytes of temporaries in which the CPU's FusedAdam updates a parameter, by rank of the stage.
+
+    Biases and other parameters of one dim have no weight decay, as by Megatron's rule.
+
+    Args:
+        planned: the optimizer.
+        everything: Muon's parameters are AdamW's, too.
+    """
+    most = [0] * planned.plan.size
+    for param, rank, elements in _held(planned, set() if everything else planned.muon):
+        most[rank] = max(most[rank], scratch_bytes(elements, decays=param.dim() > 1))
+    return most
+
+
+def _held(planned: Planned, without: Container[Any]) -> Iterator[tuple[Any, int, int]]:
+    """Pieces of parameters: the parameter, the rank of the stage, and elements on it."""
+    grid = planned.plan.grid
     for buffer in planned.buffers:
         for param, (start, stop, bucket_id) in buffer.param_index_map.items():
-            if param in planned.muon or start == stop:
+            if param in without or start == stop:
                 continue
             bucket = buffer.buckets[bucket_id]
             whole = Span(bucket.offset, bucket.offset + bucket.grad_data.numel())
@@ -147,5 +170,4 @@ def rest_of(planned: Planned) -> list[int]:
                     "", (1, stop - start), None, whole, Span(start, stop), 0, (), (), ep_rank
                 )
                 for rank, piece in held_pieces(placed, grid):
-                    rest[rank] += piece.size
-    return rest
+                    yield param, rank, piece.size

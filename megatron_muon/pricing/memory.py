@@ -1,9 +1,9 @@
 """Memory of each rank: at rest, and above that at the highest moment of Muon's step.
 
-Above the state there are buffers of the exchange and scratch memory of Newton-Schulz. Their sizes
-and lifetimes are those of ``runtime.round`` and ``runtime.exchange``. Left out are tensors of one
-number per matrix or segment, the allocator's rounding, and AdamW's own scratch memory: the fused
-kernel has none.
+Above the state there are buffers of the exchange, and scratch memory (``scratch``). Sizes and
+lifetimes are those of ``runtime.round`` and ``runtime.exchange``. Left out are tensors of one
+number per matrix or segment, and the allocator's rounding. AdamW's scratch memory is that of the
+caller: a GPU's fused kernel has none.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import Device, is_cuda, takes_gram
+from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds import scratch_limit
-from megatron_muon.pricing.kernels import batches
+from megatron_muon.pricing import scratch
 from megatron_muon.pricing.work import Pairs, RoundWork, rounds_of
 
 MOMENTUM, MOMENTS, MAIN = "Muon's momentum", "AdamW's moments", "main parameters"
@@ -63,19 +62,32 @@ def at_rest(
     return kinds
 
 
-def peaks(plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "cuda") -> list[int]:
+def peaks(
+    plans: Sequence[ExchangePlan],
+    config: MuonConfig,
+    device: Device = "cuda",
+    adamw: Sequence[Sequence[int]] = (),
+) -> list[int]:
     """Bytes of each rank above the state at the highest moment of its step.
 
     Args:
         plans: of the stage's optimizers, in the order of their steps.
         config: the settings that made them.
         device: kind of device of all ranks.
+        adamw: for each plan, by rank, bytes of scratch memory in which AdamW updates the other
+            parameters; empty where its kernel has none.
     """
     if not plans:
         return []
     rounds = [_sized(plan, config, device) for plan in plans]
-    ranks = range(plans[0].size)
-    return [_peak([[sizes[rank] for sizes in one] for one in rounds]) for rank in ranks]
+    adamw = adamw or [[0] * plan.size for plan in plans]
+    return [
+        _peak(
+            [[sizes[rank] for sizes in one] for one in rounds],
+            [of_rank[rank] for of_rank in adamw],
+        )
+        for rank in range(plans[0].size)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +99,8 @@ class _Sizes:
         staged: the matrices that are orthogonalized here.
         sent, received: messages of the gather.
         out, back: messages of the scatter.
-        scratch: of the largest batch of Newton-Schulz.
+        scratch: of Newton-Schulz.
+        momentum, update: scratch memory of the elementwise work before and after it.
     """
 
     kept: int = 0
@@ -97,6 +110,8 @@ class _Sizes:
     out: int = 0
     back: int = 0
     scratch: int = 0
+    momentum: int = 0
+    update: int = 0
 
     @property
     def travels(self) -> bool:
@@ -105,12 +120,16 @@ class _Sizes:
 
 def _sized(plan: ExchangePlan, config: MuonConfig, device: Device) -> list[list[_Sizes]]:
     """``[round][rank]``."""
-    limit = scratch_limit(plan.matrices)
-    return [_of_round(work, plan, config, limit, device) for work in rounds_of(plan)]
+    works = rounds_of(plan)
+    of_newton_schulz = scratch.of_newton_schulz(plan, works, config, device)
+    return [
+        _of_round(work, plan, config, device, scratches)
+        for work, scratches in zip(works, of_newton_schulz, strict=True)
+    ]
 
 
 def _of_round(
-    work: RoundWork, plan: ExchangePlan, config: MuonConfig, limit: int, device: Device
+    work: RoundWork, plan: ExchangePlan, config: MuonConfig, device: Device, scratches: list[int]
 ) -> list[_Sizes]:
     sent, received = _ends(work.gather, plan.size)
     out, back = _ends(work.scatter, plan.size)
@@ -122,7 +141,9 @@ def _of_round(
             received=received[rank],
             out=out[rank],
             back=back[rank],
-            scratch=_scratch(work, rank, config, limit, device) * plan.itemsize,
+            scratch=scratches[rank],
+            momentum=scratch.of_momentum((kept + sent[rank]) // plan.itemsize, config, device),
+            update=scratch.of_update(work.held[rank], config, device),
         )
         for rank in range(plan.size)
     ]
@@ -135,38 +156,6 @@ def _ends(pairs: Pairs, size: int) -> tuple[list[int], list[int]]:
         sent[sender] += nbytes
         received[receiver] += nbytes
     return sent, received
-
-
-def _scratch(work: RoundWork, rank: int, config: MuonConfig, limit: int, device: Device) -> int:
-    """Elements of scratch memory of the largest batch."""
-    ns_batch = config.ns_batch if is_cuda(device) else 1
-    most = 0
-    for layout, count in work.layouts[rank].items():
-        rows, cols, *_ = layout
-        if layout.shared is not None:
-            most = max(most, _scratch_of_strip(rows * cols, min(layout.shared.whole)))
-            continue
-        of_one = _scratch_of_one(rows, cols, config, device)
-        for together, _ in batches(rows, cols, count, ns_batch=ns_batch, scratch=limit):
-            most = max(most, together * of_one)
-    return most
-
-
-def _scratch_of_strip(elements: int, short: int) -> int:
-    """A strip's iterate and its copy in fp32, or its next iterate and seven squares."""
-    return elements + max(2 * elements, elements + 7 * short * short)
-
-
-def _scratch_of_one(rows: int, cols: int, config: MuonConfig, device: Device) -> int:
-    """The next iterate and squares: two, or those of Gram's four that do not fit into a spare one.
-
-    ``scratch_elements`` is the most that either iteration takes.
-    """
-    square = min(rows, cols) ** 2
-    squares = 2
-    if takes_gram(rows, cols, config, device):
-        squares = 4 - min(3, rows * cols // square)
-    return rows * cols + squares * square
 
 
 class _Live:
@@ -182,15 +171,29 @@ class _Live:
     def free(self, nbytes: int) -> None:
         self.now -= nbytes
 
+    def pass_through(self, nbytes: int) -> None:
+        """Take and free."""
+        self.take(nbytes)
+        self.free(nbytes)
 
-def _peak(optimizers: Sequence[Sequence[_Sizes]]) -> int:
-    """The order is that of ``DistributedMuon.step``, where experts begin before the end."""
+
+def _peak(optimizers: Sequence[Sequence[_Sizes]], adamw: Sequence[int]) -> int:
+    """The order is that of ``DistributedMuon.step``, where experts begin before the end.
+
+    Args:
+        optimizers: rounds of each.
+        adamw: scratch memory of each one's AdamW.
+    """
     live = _Live()
     last: _Sizes | None = None
-    for rounds in optimizers:
+    for number, (rounds, of_adamw) in enumerate(zip(optimizers, adamw, strict=True)):
         _begin(rounds, live)
-        _run(rounds, live, last)
+        if not number:  # others have orthogonalized their first round before
+            live.pass_through(of_adamw)
+        _run(rounds, live, last, of_adamw if number else 0)
         last = rounds[-1] if rounds and rounds[-1].travels else None
+    if last is not None:
+        _finish(last, live)
     return live.most
 
 
@@ -199,21 +202,24 @@ def _begin(rounds: Sequence[_Sizes], live: _Live) -> None:
         _start(rounds[0], live)
 
 
-def _run(rounds: Sequence[_Sizes], live: _Live, last: _Sizes | None) -> None:
+def _run(rounds: Sequence[_Sizes], live: _Live, last: _Sizes | None, adamw: int) -> None:
     """All rounds of an optimizer; after its first, the one before it finishes its ``last``."""
-    if last is not None and not rounds:
-        _finish(last, live)
+    if not rounds:
+        if last is not None:
+            _finish(last, live)
+        live.pass_through(adamw)
     for number, sizes in enumerate(rounds):
         if not sizes.travels:
             _start(sizes, live)
         _assemble(sizes, live)
         _begin(rounds[number + 1 : number + 2], live)
-        live.take(sizes.scratch)
-        live.free(sizes.scratch)
+        live.pass_through(sizes.scratch)
         if number and rounds[number - 1].travels:
             _finish(rounds[number - 1], live)
-        if not number and last is not None:
-            _finish(last, live)
+        if not number:
+            if last is not None:
+                _finish(last, live)
+            live.pass_through(adamw)
         _leave(sizes, live)
         if not sizes.travels:
             _finish(sizes, live)
@@ -221,6 +227,7 @@ def _run(rounds: Sequence[_Sizes], live: _Live, last: _Sizes | None) -> None:
 
 def _start(sizes: _Sizes, live: _Live) -> None:
     live.take(sizes.kept + sizes.sent)
+    live.pass_through(sizes.momentum)
     live.take(sizes.received)
 
 
@@ -239,4 +246,6 @@ def _leave(sizes: _Sizes, live: _Live) -> None:
 
 
 def _finish(sizes: _Sizes, live: _Live) -> None:
-    live.free(sizes.kept + sizes.out + sizes.back)
+    live.free(sizes.out)
+    live.pass_through(sizes.update)
+    live.free(sizes.kept + sizes.back)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -49,8 +50,19 @@ def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
     tables = script("reports").tables(recorded("tuning.json"), recorded("convergence.json"))
     for table in tables.split("\n\n"):
         assert table in REPORT
-    for name in ("finetuning", "stress"):
-        assert script(name).table(recorded(f"{name}.json")) in REPORT
+    assert script("finetuning").table(recorded("finetuning.json")) in REPORT
+    stress = script("stress")
+    assert stress.table(stress.recorded(EVIDENCE / "figures")) in REPORT
+
+
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_thousands_of_steps_end_with_equal_replicas_and_a_named_error(ranks: int) -> None:
+    found = recorded(f"stress-{ranks}.json")
+    assert found["ranks"] == ranks and found["steps"] >= 2000 <= 50 * found["checks"]
+    assert found["rss_growth_mib"]["most"] <= 4  # MiB over 1,750 steps
+    killed = found["killed"]
+    assert (killed["dead"], killed["with_error"]) == (1, ranks - 1)
+    assert killed["latest_seconds"] < found["timeout"]
 
 
 @pytest.mark.parametrize("name", ["compare", "links"])
@@ -62,6 +74,36 @@ def test_the_report_has_the_tables_over_topologies_as_they_are_printed(
         assert table in REPORT
     arguments = " ".join(found["run"]["arguments"]).replace("examples/evidence/", "")
     assert f"megatron-muon compare {arguments}" in REPORT
+
+
+def test_the_report_has_the_table_of_memory_and_it_is_the_plans(script: Any) -> None:
+    found = recorded("memory.json")
+    assert script("topologies").peaks(found) in REPORT
+    assert f"megatron-muon compare {' '.join(found['run']['arguments'])}" in REPORT
+    for each in found["topologies"]:
+        for name in ("adamw", "muon"):
+            for kind in ("state", "peak"):
+                planned = each["predicted"][f"{name}_{kind}"]
+                assert each[name][f"{kind}_bytes"] == pytest.approx(planned, rel=1e-4)
+
+
+def test_a_report_from_before_peaks_were_planned_has_its_table(script: Any) -> None:
+    """And one from after it has a table more."""
+    topologies = script("topologies")
+    assert topologies.tables(recorded("compare.json")).count("| dp4 |") == 1
+    assert topologies.tables(recorded("memory.json")).count("| dp4 |") == 2
+
+
+def test_every_page_with_a_command_of_figures_is_in_the_list_of_claims() -> None:
+    claims = REPORT.partition("## Claims elsewhere")[2]
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        modules = re.findall(r"python -m ((?:figures|support)[.\w]+)", page.read_text())
+        for module in modules:
+            of_scale = module.startswith("figures.scale.") and "`tests/figures/scale`" in claims
+            named = of_scale or module in claims or f"`{module.rpartition('.')[2]}`" in claims
+            assert named, f"{page.name}: {module}"
+            assert f"(../../docs/{page.name}" in claims, page.name
+    assert "../../docs/watching.md" in claims  # there are such pages
 
 
 def test_bytes_over_topologies_are_the_plans_and_state_is_near_it() -> None:

@@ -129,7 +129,7 @@ def test_each_room_imports_only_what_it_is_for(path: Path) -> None:
             assert module == "runtime.fused_kernels", f"{path} imports {name}"
         if root == "matplotlib":
             drawing = {f"cli.{one}.figure" for one in ("trace", "curves")}
-            drawing |= {"cli.plan.charts", "cli.watch.picture", "bench.compare.figure"}
+            drawing |= {"cli.plan.charts", "cli.watch.picture", "bench.compare.report.figure"}
             assert module in drawing, f"{path} imports {name}"
 
 

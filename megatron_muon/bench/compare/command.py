@@ -16,8 +16,9 @@ from typing import Any
 import megatron_muon
 from megatron_muon.bench.compare.topology import USUAL, Topology, parsed
 from megatron_muon.cli.plan.charts import require_chart
-from megatron_muon.dry_run.numbers import MOST_HERE, count, positive, up_to
+from megatron_muon.dry_run.numbers import count, positive, up_to
 from megatron_muon.files.writable import require_writable
+from megatron_muon.orthogonalize.iteration import Device
 
 _DESCRIPTION = """\
 Train one small GPT with AdamW and with Muon over several topologies, on ranks of this machine: over
@@ -27,7 +28,8 @@ measured over links that are slowed down between network namespaces, where that 
 model.
 
 Under torchrun (RANK and WORLD_SIZE are set), every rank runs this command, and the topologies that
-have as many ranks are compared: see docs/compare.md."""
+have as many ranks are compared. --nodes N checks that the launcher has N nodes; without a launcher
+it prints the commands for torchrun and sbatch: see docs/compare.md."""
 
 _EPILOG = """\
 Further flags are Megatron-LM's, of the model: --group-query-attention, --swiglu, --num-experts, ...
@@ -36,7 +38,6 @@ is not repeated. Exit status: 0; 1 where a rank failed or a file could not be wr
 arguments are wrong."""
 
 _LINKS = (1000.0, 100.0, 30.0)  # Mbit/s
-_ROWS = {"adamw": "adamw", "muon": "muon-contiguous"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,22 +50,25 @@ def main(argv: Sequence[str]) -> int:
         0, or 1 where a rank failed or a file could not be written; wrong arguments end the process
         with 2.
     """
+    from megatron_muon.bench.compare.jobs import jobs_over
     from megatron_muon.cli.model_flags import megatron_is_quiet
     from megatron_muon.mcore.seams.rows import SeamError, check_part
 
     parser = command_parser()
     given, of_megatron = parser.parse_known_args(argv)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if given.nodes is not None:
+        _check_nodes(parser, given, argv, launched)
     with megatron_is_quiet():
         if not megatron_muon.cpu.enabled():
             _enable_cpu(launched)
         try:
             check_part("dry_run", "bench")
-            topologies = [parsed(each) for each in given.topologies]
+            topologies = [parsed(each) for each in given.topologies or USUAL]
             if launched:
                 topologies = _of_world(topologies, int(os.environ["WORLD_SIZE"]))
             jobs = {
-                topology: _jobs(parser.prog, given, of_megatron, topology)
+                topology: jobs_over(topology, given, of_megatron, parser.prog)
                 for topology in topologies
             }
             given.folder.mkdir(parents=True, exist_ok=True)
@@ -82,6 +86,30 @@ def main(argv: Sequence[str]) -> int:
     except (RankError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
+
+
+def _check_nodes(
+    parser: argparse.ArgumentParser, given: Namespace, argv: Sequence[str], launched: bool
+) -> None:
+    """End with what is wrong, or with the commands that start as many nodes; one may be this."""
+    import torch
+
+    from megatron_muon.bench.compare.nodes import how_to_start, require_nodes
+
+    try:
+        if launched:
+            require_nodes(given.nodes, os.environ)
+            return
+        if given.nodes == 1:
+            return
+        topologies = [parsed(each) for each in given.topologies or ()]
+        batch = (given.micro_batch_size, given.global_batch_size)
+        text = how_to_start(
+            given.nodes, topologies, argv, str(given.folder), batch, torch.cuda.device_count()
+        )
+    except ValueError as error:
+        text = str(error)
+    parser.error(text)
 
 
 def _links(asked: Sequence[float] | None, launched: bool) -> tuple[list[float], str | None]:
@@ -129,43 +157,6 @@ def _of_world(topologies: Sequence[Topology], world: int) -> list[Topology]:
     return found
 
 
-def _jobs(
-    program: str, given: Namespace, of_megatron: Sequence[str], topology: Topology
-) -> dict[str, Any]:
-    """A training for each optimizer."""
-    from megatron_muon.bench.compare.training import Job
-    from megatron_muon.bench.step.flags import model_flags
-    from megatron_muon.bench.step.rows import rows
-    from megatron_muon.config import MuonConfig
-    from megatron_muon.dry_run.model import ranks_of, transformer_config
-
-    if topology.world > MOST_HERE:
-        raise ValueError(f"{topology} has {topology.world} ranks, at most {MOST_HERE} are taken")
-    if given.layers % topology.pp:
-        raise ValueError(f"--layers {given.layers} is not a multiple of {topology}'s pp")
-    sequences = given.micro_batch_size * topology.dp
-    if given.global_batch_size % sequences:
-        raise ValueError(
-            f"--global-batch-size {given.global_batch_size} is not a multiple of "
-            f"--micro-batch-size x dp, {sequences} over {topology}"
-        )
-    sizes = Namespace(**vars(given), tp=topology.tp, pp=topology.pp, cp=topology.cp, dp=topology.dp)
-    sizes.ep = 1
-    flags = model_flags(
-        program, sizes, ["--hidden-dropout=0", "--attention-dropout=0", *of_megatron]
-    )
-    transformer_config(flags, ranks_of(flags))  # raises Megatron's own errors
-    rates = {"adamw": given.lr_adamw, "muon": given.lr_muon}
-    jobs = {}
-    for optimizer, name in _ROWS.items():
-        (row,) = rows(MuonConfig(), [name], [], "duplicated")
-        batches = given.global_batch_size // sequences
-        jobs[optimizer] = Job(
-            flags, row, rates[optimizer], given.steps, given.micro_batch_size, batches
-        )
-    return jobs
-
-
 def _compare(
     given: Namespace,
     argv: Sequence[str],
@@ -173,16 +164,21 @@ def _compare(
     launched: bool,
     no_links: str | None,
 ) -> int:
-    from megatron_muon.bench.compare import report
     from megatron_muon.bench.compare.compared import Compared, OverLinks
     from megatron_muon.bench.compare.figures import figures
-    from megatron_muon.bench.compare.predicted import predicted
+    from megatron_muon.bench.compare.predicted import Run, predicted
+    from megatron_muon.bench.compare.report import page
     from megatron_muon.bench.compare.training import leave_launched_world
     from megatron_muon.cli.model_flags import megatron_is_quiet
 
+    device = _device()
     with megatron_is_quiet():  # it makes groups of its own, so it comes before the launcher's
         planned = {
-            topology: predicted(both["muon"].flags, both["muon"].row.config)
+            topology: predicted(
+                Run(both["muon"].flags, both["muon"].row.config),
+                Run(both["adamw"].flags, both["adamw"].row.config),
+                device,
+            )
             for topology, both in jobs.items()
         }
     trained, agreed = _launched_ranks() if launched else (_own_ranks(given), lambda found: found)
@@ -204,17 +200,26 @@ def _compare(
     if launched:
         leave_launched_world()
     if int(os.environ.get("RANK", "0")) == 0 or not launched:
-        run = _run_of(given, argv, where) | {"no_links": no_links}
-        text = report.as_markdown(run, compared)
+        run = _run_of(given, argv, where) | {"planned_for": device, "no_links": no_links}
+        text = page.as_markdown(run, compared)
         (given.folder / "report.md").write_text(text)
-        written = json.dumps(report.as_json(run, compared), indent=1) + "\n"
+        written = json.dumps(page.as_json(run, compared), indent=1) + "\n"
         (given.folder / "report.json").write_text(written)
         if given.plot is not None:
-            from megatron_muon.bench.compare.figure import draw
+            from megatron_muon.bench.compare.report.figure import draw
 
             draw(compared, given.plot)
         print(text)
     return 0
+
+
+def _device() -> Device:
+    """The kind of device of every rank."""
+    import torch
+
+    from megatron_muon.orthogonalize.matmul import plan_device
+
+    return plan_device(torch.device("cuda" if torch.cuda.device_count() else "cpu"))
 
 
 def _file_name(topology: Topology, optimizer: str, mbits: float | None) -> str:
@@ -326,9 +331,15 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--topologies",
         nargs="+",
-        default=list(USUAL),
         metavar="SIZES",
         help=f"such as tp2-pp2-dp2; default: {' '.join(USUAL)}",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=count(most=1 << 16),
+        metavar="N",
+        help="nodes that the launcher must have started ranks on; without a launcher, above 1: "
+        "print the commands that start them, and end",
     )
     parser.add_argument(
         "--folder",

@@ -42,6 +42,19 @@ class Compared:
             return None
         return (self.muon.megatrons + self.muon.exchange) / self.adamw.megatrons
 
+    @property
+    def peak_ratios(self) -> dict[str, float | None]:
+        """Measured to planned peak of each optimizer; None where none is planned."""
+        planned = self.predicted
+        peaks = {
+            "adamw": (self.adamw.peak_bytes, planned.adamw_peak),
+            "muon": (self.muon.peak_bytes, planned.muon_peak),
+        }
+        return {
+            name: measured / expected if expected else None
+            for name, (measured, expected) in peaks.items()
+        }
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Of Markdown; all columns but the first are numbers."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_muon.bench.compare import slow_links
 from megatron_muon.bench.compare.advantage import (
     Advantage,
     Change,
@@ -20,6 +19,7 @@ from megatron_muon.bench.compare.advantage import (
 from megatron_muon.bench.compare.compared import Compared, OverLinks
 from megatron_muon.bench.compare.figures import Figures
 from megatron_muon.bench.compare.predicted import Predicted
+from megatron_muon.bench.compare.report import slow_links
 from megatron_muon.bench.compare.topology import Topology
 
 ADAMW = Figures("adamw", 100.0, 10.0, 6_000_000, 0, 0, 12, 1, 2_000_000, (5.0, 4.0))
@@ -83,7 +83,9 @@ def test_every_change_of_noisy_steps_is_named() -> None:
 
 def test_the_report_has_measured_rows_and_the_model_beside_them() -> None:
     slow = replace(ADAMW, step_ms=200.0), replace(MUON, step_ms=300.0)
-    each = Compared(Topology(dp=4), ADAMW, MUON, Predicted(0, 0, 0, 0), (OverLinks(90.0, *slow),))
+    each = Compared(
+        Topology(dp=4), ADAMW, MUON, Predicted(0, 0, 0, 0, 0, 0), (OverLinks(90.0, *slow),)
+    )
     page = "\n".join(slow_links.as_markdown([each], None))
     assert "| dp4 | 90 | 200 | 233 | 2.00 | 300 | 310 | 3.00 | 1.50 | 1.33 |" in page
     assert "| dp4 | AdamW at every rate |" not in page
@@ -93,7 +95,7 @@ def test_the_report_has_measured_rows_and_the_model_beside_them() -> None:
 
 
 def test_without_links_the_report_says_that_it_is_a_model() -> None:
-    each = Compared(Topology(dp=4), ADAMW, MUON, Predicted(0, 0, 0, 0))
+    each = Compared(Topology(dp=4), ADAMW, MUON, Predicted(0, 0, 0, 0, 0, 0))
     page = "\n".join(slow_links.as_markdown([each], "there is no program tc"))
     assert "A model, not a measurement: there is no program tc." in page
     assert "Measured" not in page and slow_links.as_json(each)["measured"] is None

@@ -65,6 +65,17 @@ def test_state_is_within_two_percent_of_the_plan(folder: Path) -> None:
         assert each["muon"]["state_bytes"] < each["adamw"]["state_bytes"]
 
 
+def test_the_report_has_the_peak_beside_the_plans(folder: Path) -> None:
+    """How near they are is the claim of ``test_peaks.py``; these sizes are smaller."""
+    page, report = (folder / "report.md").read_text(), report_of(folder)
+    assert "planned for CPUs with" in page and report["run"]["planned_for"].startswith("cpu")
+    for each in report["topologies"]:
+        for name in ("adamw", "muon"):
+            measured, planned = each[name]["peak_bytes"], each["predicted"][f"{name}_peak"]
+            assert each["peak_ratio"][name] == measured / planned
+            assert f"| {measured / 1e6:.3f} | {planned / 1e6:.3f} | " in page
+
+
 def test_both_train(folder: Path) -> None:
     for each in report_of(folder)["topologies"]:
         for name in ("adamw", "muon"):
@@ -76,7 +87,7 @@ def test_both_train(folder: Path) -> None:
 def test_the_page_has_every_topology_in_every_table(folder: Path) -> None:
     page = (folder / "report.md").read_text()
     for name in ("dp3", "tp2", "tp2-pp2-dp2"):
-        assert page.count(f"| {name} |") == 5
+        assert page.count(f"| {name} |") == 6
     assert "AdamW sends none" in page and "1.333 times AdamW's" in page
     assert "A model, not a measurement: --link-mbits names no rate." in page
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")

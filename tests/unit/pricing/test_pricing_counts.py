@@ -74,8 +74,14 @@ def test_the_papers_figures_are_those_of_its_routes(tp: int, dp: int) -> None:
 @pytest.mark.parametrize(("tp", "dp"), SIZES)
 @pytest.mark.parametrize(
     "config",
-    [CONFIG, MuonConfig(round_bytes=1 << 20), MuonConfig(ns_iteration="gram")],
-    ids=["default", "small rounds", "gram"],
+    [
+        CONFIG,
+        MuonConfig(round_bytes=1 << 20),
+        MuonConfig(ns_iteration="gram"),
+        MuonConfig(elementwise="foreach", round_bytes=1 << 20),
+        MuonConfig(elementwise="foreach", nesterov=False),
+    ],
+    ids=["default", "small rounds", "gram", "lists in small rounds", "lists for the update only"],
 )
 def test_the_peak_is_that_of_the_virtual_gpus_allocator(
     tp: int, dp: int, config: MuonConfig

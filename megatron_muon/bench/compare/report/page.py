@@ -6,16 +6,25 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_muon.bench.compare import slow_links
 from megatron_muon.bench.compare.compared import Compared, table
 from megatron_muon.bench.compare.figures import GRADIENTS, PARAMETERS, TRAVELLING, bound
+from megatron_muon.bench.compare.report import slow_links
+from megatron_muon.orthogonalize.iteration import Device
+
+_DEVICES: dict[Device, str] = {
+    "cpu": "CPUs without bf16 instructions",
+    "cpu_bf16": "CPUs with bf16 instructions",
+    "cuda": "GPUs with torch's matmul, fused AdamW and triton",
+    "cuda_symmetric": "GPUs with quack-kernels, fused AdamW and triton",
+}
 
 
 def as_json(run: dict[str, Any], compared: Sequence[Compared]) -> dict[str, Any]:
     """All figures.
 
     Args:
-        run: the command line, model, machine and versions, and why no link was slowed, if so.
+        run: the command line, model, machine and versions, the kind of device that is planned for,
+            and why no link was slowed, if so.
         compared: in the order of the topologies.
     """
     return {
@@ -34,6 +43,7 @@ def as_json(run: dict[str, Any], compared: Sequence[Compared]) -> dict[str, Any]
                 "muon": asdict(each.muon),
                 "byte_ratio": each.byte_ratio,
                 "predicted": asdict(each.predicted),
+                "peak_ratio": each.peak_ratios,
                 "slow_links": slow_links.as_json(each),
             }
             for each in compared
@@ -56,8 +66,9 @@ def as_markdown(run: dict[str, Any], compared: Sequence[Compared]) -> str:
         f"An element has {GRADIENTS} bytes in a gradient's reduction, {PARAMETERS} in the gather "
         f"of parameters and {TRAVELLING} each way in the exchange. With these dtypes the paper's "
         f"own algorithm sends at most {bound():.3f} times AdamW's; its bound of 1.25 holds where "
-        "gradients and parameters travel in fp32. Bytes of tensor and pipeline parallelism are the "
-        "same for both and are left out.",
+        "gradients and parameters travel in fp32. That bound counts a gather over DP. The exchange "
+        "goes over TP, too, and back, so the ratio passes it where most matrices travel. Bytes of "
+        "forward and backward passes are the same for both and are left out.",
         table(
             [
                 "topology",
@@ -70,10 +81,17 @@ def as_markdown(run: dict[str, Any], compared: Sequence[Compared]) -> str:
             [_bytes_row(each) for each in compared],
         ),
         "## Memory\n\nfp32 main parameters and optimizer state of the fullest rank, measured and "
-        "planned; peak of an optimizer step above that.",
+        "planned.",
         table(
-            ["topology", "AdamW, MB", "planned", "Muon, MB", "planned", "peaks, MB"],
-            [_memory_row(each) for each in compared],
+            ["topology", "AdamW, MB", "planned", "Muon, MB", "planned"],
+            [_state_row(each) for each in compared],
+        ),
+        "Peak of Megatron's `optimizer.step()` above everything that was there before it, on the "
+        f"rank that has most, measured and planned for {_DEVICES[run['planned_for']]}. Single "
+        "numbers, such as norms and flags, are not planned.",
+        table(
+            ["topology", "AdamW, MB", "planned", "ratio", "Muon, MB", "planned", "ratio"],
+            [_peak_row(each) for each in compared],
         ),
         f"## Losses\n\nOf a text that repeats itself, {len(compared[0].muon.losses)} steps: they "
         "show that both train, and nothing about which is better.",
@@ -110,7 +128,7 @@ def _bytes_row(each: Compared) -> list[str]:
     ]
 
 
-def _memory_row(each: Compared) -> list[str]:
+def _state_row(each: Compared) -> list[str]:
     planned = each.predicted
     return [
         str(each.topology),
@@ -118,8 +136,20 @@ def _memory_row(each: Compared) -> list[str]:
         _mb(planned.adamw_state),
         _mb(each.muon.state_bytes),
         _mb(planned.muon_state),
-        f"{_mb(each.adamw.peak_bytes)}, {_mb(each.muon.peak_bytes)}",
     ]
+
+
+def _peak_row(each: Compared) -> list[str]:
+    planned, ratios = each.predicted, each.peak_ratios
+    rows = (
+        ("adamw", each.adamw.peak_bytes, planned.adamw_peak),
+        ("muon", each.muon.peak_bytes, planned.muon_peak),
+    )
+    cells = [str(each.topology)]
+    for name, measured, expected in rows:
+        ratio = ratios[name]
+        cells += [_mb(measured), _mb(expected), "" if ratio is None else f"{ratio:.4f}"]
+    return cells
 
 
 def _loss_row(each: Compared) -> list[str]:

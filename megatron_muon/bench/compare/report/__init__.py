@@ -1,0 +1,1 @@
+"""The report of ``megatron-muon compare``: a page, JSON and a figure."""
