@@ -15,8 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import (
     Device,
+    dtype_of,
     held_dtype,
     is_cuda,
+    itemsize_of,
     schedule_of,
     segments,
     takes_gram,
@@ -160,11 +162,11 @@ def of_matrix_on_cpu(matrix: Matrix, config: MuonConfig, device: Device) -> int:
     """
     rows, cols = matrix.unit
     elements, square = rows * cols, min(rows, cols) ** 2
-    kind = held_dtype(config.ns_dtype, device)
-    held, own = _BYTES[kind], _BYTES[config.ns_dtype]
-    rounded = own if kind != config.ns_dtype else 0  # a product's rounded copy
-    travelling = _FP32 if config.ns_dtype == "fp32" else 2
-    has_spare = held == travelling and matrix.units == 1
+    dtype = dtype_of(config, device)
+    kind = held_dtype(dtype, device)
+    held = _BYTES[kind]
+    rounded = _BYTES[dtype] if kind != dtype else 0  # a product's rounded copy
+    has_spare = held == itemsize_of(config) and matrix.units == 1
     is_gram = takes_gram(rows, cols, config, device)
     products = len(segments(config, device)) if is_gram else config.ns_steps
     # Without spare memory the first iterate stays, beside the last one and the one that is made.
@@ -185,12 +187,15 @@ def of_matrix_on_cpu(matrix: Matrix, config: MuonConfig, device: Device) -> int:
 
 
 def _entering(elements: int, config: MuonConfig, device: Device) -> int:
-    """Bytes of the first iterate, of the normalised matrix in fp32, and of that one rounded."""
-    kind = held_dtype(config.ns_dtype, device)
+    """Bytes of the first iterate, of the normalised matrix in fp32, scaled and then rounded."""
+    dtype = dtype_of(config, device)
+    kind = held_dtype(dtype, device)
     of_one = _BYTES[kind] + _FP32
-    if config.ns_dtype != "fp32":
-        of_one += _BYTES[config.ns_dtype]
-    if kind != config.ns_dtype:
+    if dtype == "fp16":
+        of_one += _FP32
+    if dtype != "fp32":
+        of_one += _BYTES[dtype]
+    if kind != dtype:
         of_one += _BYTES[kind]
     return elements * of_one
 
@@ -198,6 +203,6 @@ def _entering(elements: int, config: MuonConfig, device: Device) -> int:
 def _of_strips(elements: int, short: int, config: MuonConfig, device: Device) -> int:
     """Bytes for strips of one matrix: they are entered, or there are two iterates of each, and at
     most seven squares with those of the other homes."""
-    held = _BYTES[held_dtype(config.ns_dtype, device)]
+    held = _BYTES[held_dtype(dtype_of(config, device), device)]
     iterating = 2 * held * elements + 7 * held * short * short
     return max(_entering(elements, config, device), iterating)
