@@ -59,8 +59,9 @@ class MuonConfig:
             added in 16 bits where
             ``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` or its fp16
             counterpart is set, as both are by default. fp16 rounds eight times as finely as bf16,
-            but entries below 2e-10 of a matrix's norm become zero. None: fp16 on a GPU, bf16 on a
-            CPU (``iteration.dtype_of``).
+            but entries below 2e-10 of a matrix's norm become zero. No scale overflows it: a matrix
+            is normalised first and held with norm 128. It needs no loss scale. None: fp16 on a GPU,
+            bf16 on a CPU (``iteration.dtype_of``).
         ns_batch: most matrices of one shape that a home orthogonalizes together, on CUDA and in one
             round; a single small one leaves most of a GPU idle. None: as many as fit into scratch
             memory of 1.5 × the largest matrix, or of 512 MiB in 16 bits if that is more. A batch's
@@ -116,8 +117,8 @@ class MuonConfig:
             (``iteration.split_of``).
         rank_tflops: speed of Newton-Schulz on a rank, 10¹² flop/s. Only homes depend on it. A run
             never measures it, so that every rank and every restart has the same homes;
-            ``megatron-muon bench speeds`` does. 400 is an assumption for an H100 in bf16: 40 % of
-            the 989 that its data sheet has for dense products.
+            ``megatron-muon bench speeds`` does. 400 is an assumption for an H100 in 16 bits: 40 %
+            of the 989 that its data sheet has for dense products.
         link_gbytes: speed of the exchange, 10⁹ bytes/s that a rank sends and as many that it
             receives. As with ``rank_tflops``, only homes depend on it, and no run measures it. 40
             is an assumption for a 400 Gbit/s port (50 GB/s) per rank.
@@ -131,7 +132,8 @@ class MuonConfig:
         checkpoint_digest: write sizes and checksums of a checkpoint's files into its folder. Before
             a load, check them, and that the model is the same (``files.digest``).
         log_interval: steps between two logging steps, which write what the matrices are like
-            (module ``watching``) to ``log_file``; None: no step does.
+            (module ``watching``) to ``log_file``; None: no step does. Shared matrices cannot be
+            logged yet, so ``split_matrices`` must then be None or ``off``.
         log_file: path of the file of JSON lines that the last rank of the world appends to. It is
             given with ``log_interval``, and not without it.
 

@@ -315,7 +315,8 @@ FLAGS = (
         "--muon-log-interval",
         "steps between two logging steps, which write each matrix's update, weight, momentum and "
         "direction in a few numbers to --muon-log-file, TensorBoard and W&B; no effect on the "
-        f"training; megatron-muon watch shows them; {_OURS}; default: never",
+        "training, but that a GPU shares no matrices (--muon-split-matrices off); megatron-muon "
+        f"watch shows them; {_OURS}; default: never",
         type=int,
         metavar="STEPS",
     ),

@@ -2,10 +2,10 @@
 
 A product accumulates in fp32, takes its linear term in the same pass and rounds once. The matmul of
 CUDA does that by itself, and in bf16 that of a CPU with bf16 instructions. (Where CUDA cuts a
-product along its inner dim, the process chooses whether the sums may be added in bf16:
-``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction``.) Elsewhere the operands are
-held and multiplied in fp32, where they are exact: without such instructions torch's kernels are
-tens of times slower.
+product along its inner dim, the process chooses whether the sums may be added in 16 bits:
+``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` and its fp16 counterpart.)
+Elsewhere the operands are held and multiplied in fp32, where they are exact: without such
+instructions torch's kernels are tens of times slower.
 
 Products in fp32 are never TF32 or bf16, even where the process allows that for its others, as some
 container images do: the Gram iteration's restarts are known for fp32 only.
