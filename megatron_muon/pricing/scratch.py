@@ -24,7 +24,7 @@ from megatron_muon.orthogonalize.iteration import (
     takes_gram,
 )
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE, scratch_limit
+from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.planning.segments import Matrix
 from megatron_muon.pricing.kernels import batches
 from megatron_muon.pricing.work import RoundWork

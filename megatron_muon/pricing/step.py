@@ -18,7 +18,7 @@ from functools import partial
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device, is_cuda
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE, scratch_limit
+from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.kernels import (
     Cost,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, split_with_sizes
 
 from megatron_muon.planning.rank_plan import RankPlan
-from megatron_muon.planning.round_table import Alike, RoundTable, round_tables
+from megatron_muon.planning.rounds.table import Alike, RoundTable, round_tables
 from megatron_muon.planning.segments import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group, Pending, Route

@@ -13,8 +13,8 @@ from megatron_muon.orthogonalize.iteration import ns_flops, strip_flops
 from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
-from megatron_muon.planning.round_table import Alike, RoundTable
-from megatron_muon.planning.rounds import scratch_limit
+from megatron_muon.planning.rounds.cut import scratch_limit
+from megatron_muon.planning.rounds.table import Alike, RoundTable
 from megatron_muon.planning.segments import Matrix
 from megatron_muon.runtime.exchange import (
     Gathering,

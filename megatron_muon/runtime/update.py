@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE
+from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE
 
 
 class Elementwise(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, split_with_sizes
 
-from megatron_muon.planning.round_table import RoundTable
+from megatron_muon.planning.rounds.table import RoundTable
 from megatron_muon.planning.segments import Matrix
 from megatron_muon.runtime.exchange import Staged
 from megatron_muon.runtime.optimizer import DistributedMuon

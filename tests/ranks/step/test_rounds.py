@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,10 +16,16 @@ from hypothesis import strategies as st
 from test_meters import counted_collectives
 from torch.profiler import ProfilerActivity, profile
 
+from figures.llama import llama_8b
 from megatron_muon.bench.step.meter import peak_bytes
+from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
-from megatron_muon.planning.round_table import round_tables
-from megatron_muon.planning.rounds import make_rounds
+from megatron_muon.planning import plan as plan_module
+from megatron_muon.planning.grid import RankGrid
+from megatron_muon.planning.plan import make_plan
+from megatron_muon.planning.rounds.cut import make_rounds, smaller_first
+from megatron_muon.planning.rounds.pipeline import Part, pipeline_time
+from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.runtime import collectives
 from support.models.gpt import (
     Case,
@@ -87,6 +95,61 @@ def test_by_default_a_round_has_room_for_the_largest_parameter_three_times() -> 
     assert len(make_rounds([small] * 257, [small] * 257, None)) == 2
     assert make_rounds([large] * 4, [large] * 4, None) == ((0, 1, 2), (3,))
     assert make_rounds([], [], None) == ()
+
+
+@given(
+    st.lists(st.tuples(LOADS, LOADS), max_size=12),
+    st.one_of(st.none(), st.integers(1, 200)),
+    st.integers(1, 4),
+)
+def test_with_small_ones_first_every_parameter_is_in_one_round_within_the_limit(
+    loads: list[tuple[dict[int, int], dict[int, int]]], limit: int | None, least: int
+) -> None:
+    homed, taken = [one for one, _ in loads], [two for _, two in loads]
+    rounds = smaller_first(homed, taken, limit, least)
+    assert sorted(index for round in rounds for index in round) == list(range(len(loads)))
+    assert all(rounds)
+    for round in rounds if limit is not None else ():
+        for rank in range(4):
+            of_rank = sum(taken[i].get(rank, 0) for i in round)
+            there = [i for i in round if rank in taken[i]]
+            assert of_rank <= limit or len(there) == 1
+
+
+def test_small_ones_come_first_in_equal_shares_of_each_home() -> None:
+    loads = [{0: 10}, {0: 2}, {1: 10}, {1: 2}, {2: 7}]
+    assert smaller_first(loads, loads, None, 2) == ((1, 3), (0, 2, 4))
+    alike = [{index // 4: 5} for index in range(8)]
+    assert smaller_first(alike, alike, None, 2) == ((0, 1, 4, 5), (2, 3, 6, 7))
+
+
+def test_the_time_of_rounds_is_that_of_a_pipeline() -> None:
+    """Rank 1 sends all to rank 0. At once: 6 for pieces, 8 of work, 6 for directions. In two: 2 for
+
+    the small one's; the large one's come at 6, when 3 of work are done at 5; 5 more, and 4 back.
+    """
+    small, large = Part({0: 3}, {(1, 0): 2}), Part({0: 5}, {(1, 0): 4})
+    assert pipeline_time([(0, 1)], [small, large], 2) == 20
+    assert pipeline_time([(0,), (1,)], [small, large], 2) == 15
+    assert pipeline_time([], [], 2) == 0
+    beside = [*(small, large), Part({1: 30}, {})]  # another home's own work is waited for by none
+    assert pipeline_time([(0,), (1, 2)], beside, 2) == 30
+
+
+def test_a_plan_takes_the_rounds_with_less_time() -> None:
+    """Llama-3-8B over 8 ranks: small matrices come first; one round stays if it is asked for."""
+    parameters, grid = llama_8b(8)[0], RankGrid(((tuple(range(8)),),))
+    with mock.patch.object(plan_module, "smaller_first", lambda *loads_and_limit: None):
+        with pytest.raises(TypeError):  # it is asked
+            make_plan(parameters, grid, MuonConfig())
+        whole = make_plan(parameters, grid, MuonConfig(round_bytes=1 << 62))
+    cut = make_plan(parameters, grid, MuonConfig())
+    assert len(whole.rounds) == 1 < len(cut.rounds)
+    assert cut.matrices == whole.matrices
+    means = [
+        statistics.fmean(math.prod(parameters[at].shape) for at in round) for round in cut.rounds
+    ]
+    assert means[0] < means[-1]
 
 
 def test_a_limit_of_nothing_is_refused() -> None:
@@ -176,7 +239,7 @@ def test_a_step_needs_two_rounds_and_the_workspace_of_one_matrix(
     for (step, alone, rounds), (without, _, one) in zip(
         run(_peak, 4, case, topology), run(_peak, 4, whole, topology), strict=True
     ):
-        assert rounds > 2 and one == 1
+        assert rounds > 2 and one <= 2
         assert step <= 2 * limit + alone
         assert without > step, "the bound would hold without rounds"
 

@@ -16,7 +16,7 @@ from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_LIMIT, Loads, Price, Work, choose_homes, prices
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
-from megatron_muon.planning.rounds import LEAST_LIMIT, LEAST_SCRATCH
+from megatron_muon.planning.rounds.cut import LEAST_LIMIT, LEAST_SCRATCH
 from megatron_muon.pricing.memory import peaks
 from megatron_muon.pricing.presets import H100
 from megatron_muon.pricing.step import Optimizer, price_step

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.round_table import RoundTable, round_tables
+from megatron_muon.planning.rounds.table import RoundTable, round_tables
 from support.virtual_gpu.plans import small_plan
 
 T = TypeVar("T")

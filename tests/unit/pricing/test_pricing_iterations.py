@@ -18,7 +18,7 @@ from megatron_muon.orthogonalize.iteration import (
     segments,
     takes_gram,
 )
-from megatron_muon.planning.rounds import LEAST_SCRATCH
+from megatron_muon.planning.rounds.cut import LEAST_SCRATCH
 from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.kernels import newton_schulz
 from megatron_muon.pricing.presets import H100

@@ -13,7 +13,7 @@ import torch
 import megatron_muon.runtime.round
 from megatron_muon import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.round_table import round_tables
+from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.runtime.fused import Fused
 from megatron_muon.virtual_gpu.device.nccl import Launcher, Part, Work
 from megatron_muon.virtual_gpu.races import MEMORY, Memory, races

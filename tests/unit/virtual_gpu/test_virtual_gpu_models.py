@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_muon.orthogonalize.iteration import scratch_elements
-from megatron_muon.planning.rounds import ELEMENTS_AT_ONCE, LEAST_SCRATCH
+from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, LEAST_SCRATCH
 from support.virtual_gpu.plans import MODELS
 from support.virtual_gpu.report import MIB, ReportRow, rows_of
 
@@ -20,21 +20,25 @@ def _busiest(name: str, **settings: object) -> ReportRow:
 
 
 @pytest.mark.parametrize(
-    ("name", "largest", "most"),
+    ("name", "largest", "beside", "most"),
     [
-        ("Llama-3-8B TP8 DP8", (28672, 4096), 560),
-        ("Llama-3-70B TP8 PP4 DP16", (57344, 8192), 2253),
+        # of a first round the rank's own matrix goes out, 32 MiB, and directions come, 56.25 MiB
+        ("Llama-3-8B TP8 DP8", (28672, 4096), 88.25, 569),
+        ("Llama-3-70B TP8 PP4 DP16", (57344, 8192), 0, 2253),
     ],
 )
 def test_a_step_takes_its_round_and_the_scratch_of_its_largest_matrix(
-    name: str, largest: tuple[int, int], most: int
+    name: str, largest: tuple[int, int], beside: float, most: int
 ) -> None:
-    """The round is one matrix: it, and its next iterate and squares of its short side."""
+    """The round is one matrix: it, and its next iterate and squares of its short side; and
+
+    ``beside`` MiB that travel meanwhile.
+    """
     row = _busiest(name)
     rows, cols = largest
     scalars = 8 * 512  # flags and norms; a GPU's allocator rounds up
     planned = 2 * (rows * cols + scratch_elements(rows, cols)) + scalars
-    assert row.peak_bytes <= planned <= most * MIB
+    assert row.peak_bytes <= min(planned + beside * MIB, most * MIB)
     assert 2 * scratch_elements(rows, cols) <= 1.5 * 2 * rows * cols
     assert row.host_syncs == 0
 

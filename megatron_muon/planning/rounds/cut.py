@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Protocol
 
 Loads = Mapping[int, int]  # bytes by rank of the stage
@@ -60,22 +61,67 @@ def make_rounds(
     Raises:
         ValueError: ``limit`` is not above 0.
     """
-    if limit is None:
-        largest = max((count for loads in taken for count in loads.values()), default=0)
-        limit = max(_LARGEST_IN_A_ROUND * largest, LEAST_LIMIT)
-    if limit <= 0:
-        raise ValueError(f"a round must be allowed more than {limit} bytes")
+    limit = _limit_of(taken, limit)
     rounds: list[list[int]] = []
     loads_of: list[dict[int, int]] = []
     for index in _in_turn(homed):
         number = _first_with_room(loads_of, taken[index], limit)
-        if number == len(rounds):
-            rounds.append([])
-            loads_of.append({})
-        rounds[number].append(index)
-        for rank, count in taken[index].items():
-            loads_of[number][rank] = loads_of[number].get(rank, 0) + count
+        _put(rounds, loads_of, number, index, taken[index])
     return tuple(tuple(sorted(indices)) for indices in rounds)
+
+
+def smaller_first(
+    homed: Sequence[Loads], taken: Sequence[Loads], limit: int | None, least: int
+) -> tuple[tuple[int, ...], ...]:
+    """Rounds of which each has an equal share of every home's bytes, small matrices first.
+
+    So large matrices travel while small ones are at work, and no home waits for another's share. A
+    parameter comes later than its share where the limit leaves no room.
+
+    Args:
+        homed, taken, limit: see ``make_rounds``.
+        least: number of rounds; more where the limit asks for them.
+    """
+    limit = _limit_of(taken, limit)
+    of_home: dict[int, int] = defaultdict(int)
+    for loads in homed:
+        for rank, count in loads.items():
+            of_home[rank] += count
+    before: dict[int, int] = defaultdict(int)
+    shares = []
+    for index in sorted(range(len(homed)), key=lambda at: (max(homed[at].values(), default=0), at)):
+        own = homed[index].items()
+        middles = [Fraction(2 * before[rank] + count, 2 * of_home[rank]) for rank, count in own]
+        shares.append((max(middles, default=Fraction(0)), index))
+        for rank, count in own:
+            before[rank] += count
+    rounds: list[list[int]] = [[] for _ in range(least)]
+    loads_of: list[dict[int, int]] = [{} for _ in range(least)]
+    for share, index in sorted(shares):
+        first = min(int(share * least), least - 1)
+        number = first + _first_with_room(loads_of[first:], taken[index], limit)
+        _put(rounds, loads_of, number, index, taken[index])
+    return tuple(tuple(sorted(indices)) for indices in rounds if indices)
+
+
+def _limit_of(taken: Sequence[Loads], limit: int | None) -> int:
+    if limit is None:
+        largest = max((count for loads in taken for count in loads.values()), default=0)
+        return max(_LARGEST_IN_A_ROUND * largest, LEAST_LIMIT)
+    if limit <= 0:
+        raise ValueError(f"a round must be allowed more than {limit} bytes")
+    return limit
+
+
+def _put(
+    rounds: list[list[int]], loads_of: list[dict[int, int]], number: int, index: int, more: Loads
+) -> None:
+    if number == len(rounds):
+        rounds.append([])
+        loads_of.append({})
+    rounds[number].append(index)
+    for rank, count in more.items():
+        loads_of[number][rank] = loads_of[number].get(rank, 0) + count
 
 
 def _first_with_room(loads_of: Sequence[Loads], more: Loads, limit: int) -> int:

@@ -1,0 +1,76 @@
+"""The time of a stage's rounds by two speeds: which of several ways to cut them is shortest.
+
+The order is that of a step: pieces of round k + 1 travel while round k is orthogonalized, and its
+directions while round k + 1 is. Plain integers, in the unit of ``homes.Price``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Pairs = Mapping[tuple[int, int], int]  # by (sender, receiver)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a parameter, or a round, has to do.
+
+    Attributes:
+        work: time of Newton-Schulz by home.
+        pieces: time of its pieces on a link, by holder and home; directions take the other way.
+    """
+
+    work: Mapping[int, int]
+    pieces: Pairs
+
+
+def pipeline_time(rounds: Sequence[Sequence[int]], parts: Sequence[Part], size: int) -> int:
+    """The time until the last rank has its directions.
+
+    Args:
+        rounds: indices of parameters per round.
+        parts: of each parameter.
+        size: number of ranks.
+    """
+    every = [_together([parts[index] for index in round]) for round in rounds]
+    link, done = [0] * size, [0] * size  # times at which a rank's link and its work are free
+    arrived = _travelled(every[0].pieces, link, done) if every else {}
+    for number, part in enumerate(every):
+        for rank, time in arrived.items():
+            done[rank] = max(done[rank], time)
+        if number + 1 < len(every):
+            arrived = _travelled(every[number + 1].pieces, link, done)
+        for rank, time in part.work.items():
+            done[rank] += time
+        back = {(home, holder): time for (holder, home), time in part.pieces.items()}
+        _travelled(back, link, done)
+    return max(map(max, link, done), default=0)
+
+
+def _together(parts: Sequence[Part]) -> Part:
+    work: dict[int, int] = {}
+    pieces: dict[tuple[int, int], int] = {}
+    for part in parts:
+        for rank, time in part.work.items():
+            work[rank] = work.get(rank, 0) + time
+        for pair, time in part.pieces.items():
+            pieces[pair] = pieces.get(pair, 0) + time
+    return Part(work, pieces)
+
+
+def _travelled(pairs: Pairs, link: list[int], ready: Sequence[int]) -> dict[int, int]:
+    """Move messages at once; returns when each rank has its own, and links are busy until then."""
+    begin: dict[int, int] = {}
+    out: dict[int, int] = {}
+    into: dict[int, int] = {}
+    for (sender, receiver), time in pairs.items():
+        start = max(link[sender], link[receiver], ready[sender])
+        for rank in (sender, receiver):
+            begin[rank] = max(begin.get(rank, 0), start)
+        out[sender] = out.get(sender, 0) + time
+        into[receiver] = into.get(receiver, 0) + time
+    ends = {rank: at + max(out.get(rank, 0), into.get(rank, 0)) for rank, at in begin.items()}
+    for rank, end in ends.items():
+        link[rank] = end
+    return {rank: ends[rank] for rank in into}
