@@ -26,7 +26,7 @@ from megatron_muon.planning.grid import RankGrid, held_pieces
 from megatron_muon.planning.homes import Loads, Price, Work, busiest_time, choose_homes, prices
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
-from megatron_muon.planning.rounds.cut import make_rounds, smaller_first
+from megatron_muon.planning.rounds.cut import ROUND_PS, make_rounds, smaller_first
 from megatron_muon.planning.rounds.pipeline import Part, pipeline_time
 from megatron_muon.planning.segments import Matrix, Segment
 from megatron_muon.planning.strips import (
@@ -349,7 +349,8 @@ def _rounds(
     two with small matrices first (``rounds.smaller_first``).
     """
     held, itemsize = [work.held for work in draft.works], itemsize_of(config)
-    parts = _parts(draft, prices(config, itemsize))
+    price = prices(config, itemsize)
+    parts = _parts(draft, price)
     owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
     moved = list(zip(owner, matrices, held, strict=True))
     travels = {index for index, matrix, by_rank in moved if set(by_rank) != {matrix.home}}
@@ -377,7 +378,8 @@ def _rounds(
                 pipeline_time(rounds, [parts[index] for index in some], size)
                 for rounds in (made, other)
             )
-            made = other if of_other < time else made
+            more = (len(other) - len(made)) * ROUND_PS * config.rank_tflops * price.flop
+            made = other if of_other + more < time else made
         rounds += [tuple(some[at] for at in round) for round in made]
     return tuple(rounds)
 

@@ -3,8 +3,8 @@
 Prints a table as in docs/time_model.md, of the models whose name has one of the words. Every row is
 one stage of ``megatron-muon plan`` with the flags below: the first one, or where there are several
 the second, which has no embedding. Rounds, launches, Newton-Schulz and what is exposed, of
-the rank that has most of it, are those of ours with ``auto`` and a library's symmetric kernel in
-bf16; beside it is the same in fp16, which takes fewer restarts of the Gram iteration.
+the rank that has most of it, are those of ours with ``auto`` and a library's symmetric kernel;
+beside it is the same in bf16, which takes more restarts of the Gram iteration.
 ``--assume`` prices what no code here does: see ``ASSUMED``.
 """
 
@@ -112,7 +112,7 @@ def assuming(names: Sequence[str]) -> Iterator[None]:
 def print_table(given: argparse.Namespace) -> None:
     """A row for each model whose name has one of ``given.words``."""
     hardware = hardware_of(given.hardware, given.set)
-    print("| ms | AdamW | ours standard | with kernel | ours auto | with kernel | in fp16", end="")
+    print("| ms | AdamW | ours standard | with kernel | ours auto | with kernel | in bf16", end="")
     print(
         " | rounds | launches | NS busiest / mean | exposed | upstream duplicated / distributed |"
     )
@@ -123,10 +123,10 @@ def print_table(given: argparse.Namespace) -> None:
         words = f"{case.words} {OVERLAP} --stage {case.stage} {given.flags}".split()
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            fp16 = {"ns_iteration": "auto", "ns_dtype": "fp16"}
-            (stage,), _ = priced_of(words, hardware, fp16)
-        *ours, _, in_fp16 = stage.ours  # of which the one before is without the kernel
-        steps = [our.step for our in (*ours, in_fp16)]
+            bf16 = {"ns_iteration": "auto", "ns_dtype": "bf16"}
+            (stage,), _ = priced_of(words, hardware, bf16)
+        *ours, _, in_bf16 = stage.ours  # of which the one before is without the kernel
+        steps = [our.step for our in (*ours, in_bf16)]
         last = ours[-1].step
         cells = [case.name, _ms(stage.adamw), *(_ms(step.seconds) for step in steps)]
         cells += ["+".join(map(str, last.rounds)), f"{last.launches:,}"]

@@ -17,6 +17,7 @@ Loads = Mapping[int, int]  # bytes by rank of the stage
 # Llama-3-8B at TP1 x DP8 13 % slower, since ranks wait for each other between rounds; with more
 # than 3 it is hardly faster.
 _LARGEST_IN_A_ROUND = 3
+ROUND_PS = 200_000_000  # picoseconds that one more round takes to start: messages, kernels, Python
 LEAST_LIMIT = 256 << 20  # bytes; on a GPU, smaller rounds take longer to start than to run
 # Elements that one elementwise call may take; its fp32 scratch memory is then 80 MiB. One launch of
 # torch's operations on lists takes 320 blocks of 2^16 elements, so a larger call saves no launch.

@@ -4,8 +4,11 @@
 
 Prices the step of ``figures.priced_models``' stages with the rounds made in other orders:
 
+ours
+    the plan's: of ``turn`` and equal shares with small matrices first, what its own two speeds
+    price less.
 turn
-    ours: the order in which ranks would reach their matrices, each working through its own.
+    the order in which ranks would reach their matrices, each working through its own.
 index
     the order of the parameters in the model.
 busiest
@@ -31,9 +34,12 @@ from collections.abc import Callable, Sequence
 
 from figures.priced_models import CASES
 from figures.priced_stages import priced_of
+from megatron_muon.planning import plan
 from megatron_muon.planning.rounds import cut as rounds
 from megatron_muon.planning.rounds.cut import Loads
+from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.presets import hardware_of
+from megatron_muon.pricing.step import StepTime
 from megatron_muon.runtime.patches import replaced
 from support.virtual_gpu.plans import OVERLAP
 
@@ -117,24 +123,33 @@ def main() -> None:
     given = parser.parse_args()
     hardware = hardware_of(given.hardware, [])
     orders = {**ORDERS, **{f"random {n}": shuffled(n) for n in range(given.worst)}}
-    print(f"| ms | rounds | {' | '.join(orders)} |")
-    print("|---" + "|--:" * (len(orders) + 1) + "|")
+    print(f"| ms | rounds | ours | {' | '.join(orders)} |")
+    print("|---" + "|--:" * (len(orders) + 2) + "|")
     for case in CASES:
         if given.words and not any(word in case.name for word in given.words):
             continue
         words = f"{case.words} {OVERLAP} --stage {case.stage}".split()
-        cells = []
+        ours = _step(words, hardware)
+        steps = [ours]
         for order in orders.values():
-            with (
-                replaced(rounds, _in_turn=order),
-                contextlib.redirect_stdout(sys.stderr),
-                warnings.catch_warnings(),
-            ):
-                warnings.simplefilter("ignore")
-                (stage,), _ = priced_of(words, hardware)
-            step = stage.ours[-1].step
-            cells.append(f"{1e3 * step.seconds:.1f}")
-        print(f"| {case.name} | {'+'.join(map(str, step.rounds))} | {' | '.join(cells)} |")
+            with replaced(rounds, _in_turn=order), replaced(plan, smaller_first=_as_in_turn):
+                steps.append(_step(words, hardware))
+        cells = [case.name, "+".join(map(str, ours.rounds))]
+        cells += [f"{1e3 * step.seconds:.1f}" for step in steps]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _step(words: Sequence[str], hardware: Hardware) -> StepTime:
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (stage,), _ = priced_of(words, hardware)
+    return stage.ours[-1].step
+
+
+def _as_in_turn(
+    homed: Sequence[Loads], taken: Sequence[Loads], limit: int | None, least: int
+) -> tuple[tuple[int, ...], ...]:
+    return rounds.make_rounds(homed, taken, limit)
 
 
 if __name__ == "__main__":
