@@ -258,6 +258,7 @@ def _in_strips(
     shapes = {
         (m.rows, m.cols)
         for parameter in parameters
+        if in_strips(parameter, lambda _: 2) is not parameter
         for m in parameter.matrices
         if ns_flops(*m.unit, config, device) >= least
     }
