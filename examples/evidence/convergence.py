@@ -52,12 +52,10 @@ START = {
 class Question:
     """Flags beside the tuned ones (later ones win), and the factors of the tuned rate to try.
 
-    ``warm_up`` is the factor of each optimizer's tuned warm-up, in steps. ``muon_flags`` are for
-    Muon's runs alone.
+    ``warm_up`` is the factor of each optimizer's tuned warm-up, in steps.
     """
 
     flags: str = ""
-    muon_flags: str = ""
     warm_up: float = 1.0
     adam: tuple[float, ...] = (1.0,)
     muon: tuple[float, ...] = (1.0,)
@@ -68,12 +66,6 @@ _AGAIN = (0.5, 1.0, 2.0)
 _SMALL = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 2 "
 QUESTIONS = {
     "as tuned": Question("--evaluate-other-text"),
-    "Q, K and V as one matrix": Question(
-        "--evaluate-other-text", muon_flags="--muon-no-split-qkv", muon=_AGAIN
-    ),
-    "gate and up apart": Question(
-        "--evaluate-other-text", muon_flags="--muon-split *.linear_fc1.weight=gate-up", muon=_AGAIN
-    ),
     "decay on all parameters": Question("--weight-decay-all-params"),
     "batch x 4, the same tokens": Question(
         "--global-batch-size 128 --train-iters 40 --eval-interval 2 --eval-iters 1",
@@ -170,8 +162,6 @@ def ask(study: Study, question: Question, tuned: dict[str, Any]) -> dict[str, An
         )
         scaled = round(settings["--lr-warmup-iters"] * question.warm_up)
         flags = f"{_words({**settings, '--lr-warmup-iters': scaled})} {question.flags}"
-        if optimizer == "muon" and question.muon_flags:
-            flags += f" {question.muon_flags}"
         tried = study.losses(optimizer, rates, question.seeds[:1], flags)
         rate = best(tried)
         runs = study.losses(optimizer, (rate,), question.seeds, flags)[rate]
