@@ -23,11 +23,10 @@ from megatron_muon.orthogonalize.iteration import (
     sums_of_squares,
 )
 from megatron_muon.planning.grid import RankGrid, held_pieces
-from megatron_muon.planning.homes import Loads, Price, Work, busiest_time, choose_homes, prices
+from megatron_muon.planning.homes import Loads, Work, busiest_time, choose_homes, prices
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
-from megatron_muon.planning.rounds.cut import ROUND_PS, make_rounds, smaller_first
-from megatron_muon.planning.rounds.pipeline import Part, pipeline_time
+from megatron_muon.planning.rounds.stage import stage_rounds
 from megatron_muon.planning.segments import Matrix, Segment
 from megatron_muon.planning.strips import (
     LEAST_SHARED_PS,
@@ -164,6 +163,7 @@ def make_plan(
         for (parameter, shape), home in zip(draft.shapes, draft.homes, strict=True)
     )
     itemsize = itemsize_of(config)
+    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
     plan = ExchangePlan(
         parameters=tuple(parameters),
         matrices=matrices,
@@ -171,7 +171,7 @@ def make_plan(
         grid=grid,
         itemsize=itemsize,
         flops=tuple(_flops_at_homes(draft, matrices, config, device)),
-        rounds=_rounds(parameters, matrices, draft, grid.size, config),
+        rounds=stage_rounds(owner, matrices, draft.works, grid.size, config),
         shared=tuple(_shared(parameters, matrices, config, device)),
     )
     plan.validate()
@@ -324,78 +324,6 @@ def _homed(parameter: Parameter, shape: MatrixShape, home: int) -> Matrix:
         units=shape.units,
         strip=shape.strip,
     )
-
-
-def _rounds(
-    parameters: Sequence[Parameter],
-    matrices: Sequence[Matrix],
-    draft: _Draft,
-    size: int,
-    config: MuonConfig,
-) -> tuple[tuple[int, ...], ...]:
-    """Rounds that keep to ``round_bytes``, where two rounds use memory at a time.
-
-    If all rounds are alike, a home has at most three copies of a matrix: the one that is
-    orthogonalized, the message that it comes in and the one that it goes in. Another rank has two
-    copies of a piece. So in each of two rounds a matrix counts 3/2 at its home, a piece 1.
-
-    Where every matrix lies whole on one rank, as with an expert DP of 1, most stay there. Of a
-    round in which nothing travels there is one copy, and none of its neighbours if nothing travels
-    in them either: a matrix counts 1/2. Those rounds come first, so a rank that has more to do for
-    another optimizer, and gives matrices away for that, is as far as the others when these travel.
-    Beside the last of them there are pieces that come, in 2/3 of what a round may take: if anything
-    travels, a matrix that stays counts 3/4.
-
-    By these two speeds the better of two ways to cut is taken: as few rounds as fit, or at least
-    two with small matrices first (``rounds.smaller_first``).
-    """
-    held, itemsize = [work.held for work in draft.works], itemsize_of(config)
-    price = prices(config, itemsize)
-    parts = _parts(draft, price)
-    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
-    moved = list(zip(owner, matrices, held, strict=True))
-    travels = {index for index, matrix, by_rank in moved if set(by_rank) != {matrix.home}}
-    if any(len(by_rank) > 1 for by_rank in held):
-        travels = set(range(len(parameters)))
-    homed: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
-    taken: list[dict[int, int]] = [defaultdict(int) for _ in parameters]
-    # The homes of a shared matrix wait for each other, so all of them come at once.
-    may_cut = config.round_bytes is None and all(matrix.strip is None for matrix in matrices)
-    for index, matrix, by_rank in moved:
-        homed[index][matrix.home] += matrix.numel * itemsize
-        for rank, elements in by_rank.items():
-            if rank != matrix.home:
-                taken[index][rank] += elements * itemsize
-        quarters = 6 if index in travels else 3 if travels else 2
-        taken[index][matrix.home] += -(-quarters * matrix.numel * itemsize // 4)
-    stay = [index for index in range(len(parameters)) if index not in travels]
-    rounds = []
-    for some in (stay, sorted(travels)):
-        loads = [homed[index] for index in some], [taken[index] for index in some]
-        made = make_rounds(*loads, config.round_bytes)
-        if some != stay and may_cut:
-            other = smaller_first(*loads, None, max(2, len(made)))
-            time, of_other = (
-                pipeline_time(rounds, [parts[index] for index in some], size)
-                for rounds in (made, other)
-            )
-            more = (len(other) - len(made)) * ROUND_PS * config.rank_tflops * price.flop
-            made = other if of_other + more < time else made
-        rounds += [tuple(some[at] for at in round) for round in made]
-    return tuple(rounds)
-
-
-def _parts(draft: _Draft, price: Price) -> list[Part]:
-    """What each parameter costs its homes and their links."""
-    works: list[dict[int, int]] = [defaultdict(int) for _ in draft.parameters]
-    pieces: list[dict[tuple[int, int], int]] = [defaultdict(int) for _ in draft.parameters]
-    owner = [index for index, p in enumerate(draft.parameters) for _ in p.matrices]
-    for index, work, home in zip(owner, draft.works, draft.homes, strict=True):
-        works[index][home] += work.flops * price.flop
-        for rank, elements in work.held.items():
-            if rank != home:
-                pieces[index][rank, home] += elements * price.element
-    return [Part(work, own) for work, own in zip(works, pieces, strict=True)]
 
 
 class _Run(NamedTuple):

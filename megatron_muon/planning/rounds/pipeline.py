@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-Pairs = Mapping[tuple[int, int], int]  # by (sender, receiver)
+Messages = Mapping[tuple[int, int], int]  # time on a link, by (sender, receiver)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What a parameter, or a round, has to do.
+class Demand:
+    """What a parameter, or a round, asks of ranks and links.
 
     Attributes:
         work: time of Newton-Schulz by home.
@@ -22,49 +22,49 @@ class Part:
     """
 
     work: Mapping[int, int]
-    pieces: Pairs
+    pieces: Messages
 
 
-def pipeline_time(rounds: Sequence[Sequence[int]], parts: Sequence[Part], size: int) -> int:
+def pipeline_time(rounds: Sequence[Sequence[int]], demands: Sequence[Demand], size: int) -> int:
     """The time until the last rank has its directions.
 
     Args:
         rounds: indices of parameters per round.
-        parts: of each parameter.
+        demands: of each parameter, in the unit of ``homes.Price``.
         size: number of ranks.
     """
-    every = [_together([parts[index] for index in round]) for round in rounds]
+    every = [_together([demands[index] for index in round]) for round in rounds]
     link, done = [0] * size, [0] * size  # times at which a rank's link and its work are free
     arrived = _travelled(every[0].pieces, link, done) if every else {}
-    for number, part in enumerate(every):
+    for number, demand in enumerate(every):
         for rank, time in arrived.items():
             done[rank] = max(done[rank], time)
         if number + 1 < len(every):
             arrived = _travelled(every[number + 1].pieces, link, done)
-        for rank, time in part.work.items():
+        for rank, time in demand.work.items():
             done[rank] += time
-        back = {(home, holder): time for (holder, home), time in part.pieces.items()}
+        back = {(home, holder): time for (holder, home), time in demand.pieces.items()}
         _travelled(back, link, done)
     return max(map(max, link, done), default=0)
 
 
-def _together(parts: Sequence[Part]) -> Part:
+def _together(demands: Sequence[Demand]) -> Demand:
     work: dict[int, int] = {}
     pieces: dict[tuple[int, int], int] = {}
-    for part in parts:
-        for rank, time in part.work.items():
+    for demand in demands:
+        for rank, time in demand.work.items():
             work[rank] = work.get(rank, 0) + time
-        for pair, time in part.pieces.items():
+        for pair, time in demand.pieces.items():
             pieces[pair] = pieces.get(pair, 0) + time
-    return Part(work, pieces)
+    return Demand(work, pieces)
 
 
-def _travelled(pairs: Pairs, link: list[int], ready: Sequence[int]) -> dict[int, int]:
+def _travelled(messages: Messages, link: list[int], ready: Sequence[int]) -> dict[int, int]:
     """Move messages at once; returns when each rank has its own, and links are busy until then."""
     begin: dict[int, int] = {}
     out: dict[int, int] = {}
     into: dict[int, int] = {}
-    for (sender, receiver), time in pairs.items():
+    for (sender, receiver), time in messages.items():
         start = max(link[sender], link[receiver], ready[sender])
         for rank in (sender, receiver):
             begin[rank] = max(begin.get(rank, 0), start)

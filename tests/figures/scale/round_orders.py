@@ -34,8 +34,8 @@ from collections.abc import Callable, Sequence
 
 from figures.priced_models import CASES
 from figures.priced_stages import priced_of
-from megatron_muon.planning import plan
 from megatron_muon.planning.rounds import cut as rounds
+from megatron_muon.planning.rounds import stage as rounds_of_stage
 from megatron_muon.planning.rounds.cut import Loads
 from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.presets import hardware_of
@@ -132,7 +132,10 @@ def main() -> None:
         ours = _step(words, hardware)
         steps = [ours]
         for order in orders.values():
-            with replaced(rounds, _in_turn=order), replaced(plan, smaller_first=_as_in_turn):
+            with (
+                replaced(rounds, _in_turn=order),
+                replaced(rounds_of_stage, smaller_first=_as_in_turn),
+            ):
                 steps.append(_step(words, hardware))
         cells = [case.name, "+".join(map(str, ours.rounds))]
         cells += [f"{1e3 * step.seconds:.1f}" for step in steps]

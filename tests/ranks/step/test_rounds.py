@@ -20,11 +20,11 @@ from figures.llama import llama_8b
 from megatron_muon.bench.step.meter import peak_bytes
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
-from megatron_muon.planning import plan as plan_module
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.plan import make_plan
+from megatron_muon.planning.rounds import stage as rounds_of_stage
 from megatron_muon.planning.rounds.cut import make_rounds, smaller_first
-from megatron_muon.planning.rounds.pipeline import Part, pipeline_time
+from megatron_muon.planning.rounds.pipeline import Demand, pipeline_time
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.runtime import collectives
 from support.models.gpt import (
@@ -46,6 +46,15 @@ ALONE = replace(CASE, muon=(("round_bytes", 1),))
 LOADS = st.dictionaries(st.integers(0, 3), st.integers(1, 50), min_size=1, max_size=4)
 
 
+def _keep_to(limit: int, rounds: tuple[tuple[int, ...], ...], taken: list[dict[int, int]]) -> None:
+    """No rank takes more in a round, unless one parameter does by itself."""
+    for round in rounds:
+        for rank in range(4):
+            of_rank = sum(taken[i].get(rank, 0) for i in round)
+            there = [i for i in round if rank in taken[i]]
+            assert of_rank <= limit or len(there) == 1
+
+
 @given(st.lists(st.tuples(LOADS, LOADS), max_size=12), st.integers(1, 200))
 def test_every_parameter_is_in_one_round_within_the_limit(
     loads: list[tuple[dict[int, int], dict[int, int]]], limit: int
@@ -53,11 +62,7 @@ def test_every_parameter_is_in_one_round_within_the_limit(
     homed, taken = [one for one, _ in loads], [two for _, two in loads]
     rounds = make_rounds(homed, taken, limit)
     assert sorted(index for round in rounds for index in round) == list(range(len(loads)))
-    for round in rounds:
-        for rank in range(4):
-            of_rank = sum(taken[i].get(rank, 0) for i in round)
-            there = [i for i in round if rank in taken[i]]
-            assert of_rank <= limit or len(there) == 1
+    _keep_to(limit, rounds, taken)
     assert make_rounds(homed, taken, 12 * 200) == ((tuple(range(len(loads))),) if loads else ())
 
 
@@ -109,11 +114,8 @@ def test_with_small_ones_first_every_parameter_is_in_one_round_within_the_limit(
     rounds = smaller_first(homed, taken, limit, least)
     assert sorted(index for round in rounds for index in round) == list(range(len(loads)))
     assert all(rounds)
-    for round in rounds if limit is not None else ():
-        for rank in range(4):
-            of_rank = sum(taken[i].get(rank, 0) for i in round)
-            there = [i for i in round if rank in taken[i]]
-            assert of_rank <= limit or len(there) == 1
+    if limit is not None:
+        _keep_to(limit, rounds, taken)
 
 
 def test_small_ones_come_first_in_equal_shares_of_each_home() -> None:
@@ -128,18 +130,18 @@ def test_the_time_of_rounds_is_that_of_a_pipeline() -> None:
 
     the small one's; the large one's come at 6, when 3 of work are done at 5; 5 more, and 4 back.
     """
-    small, large = Part({0: 3}, {(1, 0): 2}), Part({0: 5}, {(1, 0): 4})
+    small, large = Demand({0: 3}, {(1, 0): 2}), Demand({0: 5}, {(1, 0): 4})
     assert pipeline_time([(0, 1)], [small, large], 2) == 20
     assert pipeline_time([(0,), (1,)], [small, large], 2) == 15
     assert pipeline_time([], [], 2) == 0
-    beside = [*(small, large), Part({1: 30}, {})]  # another home's own work is waited for by none
+    beside = [*(small, large), Demand({1: 30}, {})]  # another home's own work is waited for by none
     assert pipeline_time([(0,), (1, 2)], beside, 2) == 30
 
 
 def test_a_plan_takes_the_rounds_with_less_time() -> None:
     """Llama-3-8B over 8 ranks: small matrices come first; one round stays if it is asked for."""
     parameters, grid = llama_8b(8)[0], RankGrid(((tuple(range(8)),),))
-    with mock.patch.object(plan_module, "smaller_first", lambda *loads_and_limit: None):
+    with mock.patch.object(rounds_of_stage, "smaller_first", lambda *loads_and_limit: None):
         with pytest.raises(TypeError):  # it is asked
             make_plan(parameters, grid, MuonConfig())
         whole = make_plan(parameters, grid, MuonConfig(round_bytes=1 << 62))
