@@ -103,9 +103,9 @@ class Products:
         scaled = x if self.scale == 1.0 else x * self.scale
         return scaled.to(self.dtype).to(self.held)
 
-    def leave(self, more: int) -> float:
-        """The factor of an iterate after which ``more`` come: the last is not scaled."""
-        return 1.0 if more else 1.0 / self.scale
+    def leave(self, *, is_last: bool) -> float:
+        """The factor of a product that makes an iterate: the last one is not scaled."""
+        return 1.0 / self.scale if is_last else 1.0
 
     def rounded(self, x: Tensor) -> Tensor:
         """Round a product to ``dtype`` in place, unless the product has done so itself."""

@@ -301,8 +301,8 @@ def standard_iteration(
         The last iterate, not scaled.
     """
     products, is_tall = products.plain(), x.size(-2) > x.size(-1)
-    for left, (a, b, c) in zip(reversed(range(len(steps))), steps, strict=True):
-        leave = products.leave(left)
+    for step, (a, b, c) in enumerate(steps):
+        leave = products.leave(is_last=step == len(steps) - 1)
         square, alpha = products.short_square(x), b
         if c != 0:
             square, alpha = products.symmetric(square, square, square, beta=b, alpha=c), 1.0
@@ -330,11 +330,11 @@ def gram_iteration(
         The last iterate, not scaled.
     """
     is_tall = x.size(-2) > x.size(-1)
-    for left, part in zip(reversed(range(len(parts))), parts, strict=True):
+    for number, part in enumerate(parts):
         squares = _Squares.of(x, spare, len(part))
         products.of_squares().short_square(x, out=squares.gram)
         factor = _factor(squares, part, products.of_squares())
-        leave = products.leave(left)
+        leave = products.leave(is_last=number == len(parts) - 1)
         made = products.times(factor, x, alpha=leave, is_tall=is_tall, out=spare)
         x, spare = made, None if spare is None else x
         del squares, factor

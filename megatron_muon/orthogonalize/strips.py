@@ -100,10 +100,11 @@ def _gram(
 ) -> list[Tensor]:
     """The Gram iteration (``newton_schulz.gram_iteration``)."""
     of_squares, parts = products.of_squares(), segments(config, plan_device(x[0].device))
-    for left, part in zip(reversed(range(len(parts))), parts, strict=True):
+    for number, part in enumerate(parts):
+        leave = products.leave(is_last=number == len(parts) - 1)
         gram = of_squares.rounded(sharing.add([of_squares.square(one) for one in x]))
         factor = factor_of(gram, part, of_squares)
-        x = [products.times(factor, one, alpha=products.leave(left)) for one in x]
+        x = [products.times(factor, one, alpha=leave) for one in x]
     return x
 
 
@@ -112,8 +113,8 @@ def _standard(
 ) -> list[Tensor]:
     """The standard iteration (``newton_schulz.standard_iteration``)."""
     steps = schedule_of(config)
-    for left, (a, b, c) in zip(reversed(range(len(steps))), steps, strict=True):
-        leave = products.leave(left)
+    for step, (a, b, c) in enumerate(steps):
+        leave = products.leave(is_last=step == len(steps) - 1)
         square = products.rounded(sharing.add([products.square(one) for one in x]))
         alpha = b
         if c != 0:
