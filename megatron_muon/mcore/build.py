@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from megatron_muon.mcore.process_groups import Stage
 from megatron_muon.mcore.seams.rows import check_built, megatron_version
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.mcore.watching.watch import Watch
-from megatron_muon.orthogonalize.iteration import dtype_of, iteration_of
+from megatron_muon.orthogonalize.iteration import dtype_of, iteration_of, layout_free
 from megatron_muon.orthogonalize.matmul import (
     plan_device,
     said_of_products,
@@ -50,6 +50,7 @@ from megatron_muon.planning.describe import (
     connected_line,
     elementwise_line,
     newton_schulz_line,
+    not_shared_lines,
     start_line,
 )
 from megatron_muon.planning.plan import ExchangePlan, make_plan
@@ -93,8 +94,9 @@ def make_muons(
     """
     parts = optimizer.chained_optimizers
     device = device_of(model_chunks)
-    if config.split_matrices is None and torch.are_deterministic_algorithms_enabled():
-        config = replace(config, split_matrices="off")
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    said = not_shared_lines(config, plan_device(device), is_deterministic=is_deterministic)
+    config = layout_free(config, is_deterministic=is_deterministic)
     description = together(
         lambda: _checked(parts, model_chunks, config, pg_collection), None, device
     )
@@ -105,7 +107,7 @@ def make_muons(
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = process_groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
-    lines = [*_active(), *survey(model_chunks, config, stage)]
+    lines = [*_active(), *(said if stage.speaks else []), *survey(model_chunks, config, stage)]
     lines += count_once(parts, stage)
     turn_into(optimizer, MuonChainedOptimizer)
     optimizer.voters = process_groups.voters(parts, stage)

@@ -232,7 +232,7 @@ def _number(args: Namespace, name: str) -> float:
 
 def _split_matrices(args: Namespace) -> SplitMatrices | None:
     asked: SplitMatrices | None = value_given(args, "muon_split_matrices")
-    # With the default the layout decides which matrices are shared, and so their last bits.
+    # A plan knows --deterministic-mode by this alone; a run finds torch in it, too.
     return "off" if asked is None and getattr(args, "deterministic_mode", False) else asked
 
 

@@ -19,6 +19,7 @@ Where ``MuonConfig.ns_iteration`` is None, ``iteration_of`` chooses.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Literal
 
 from megatron_muon.coefficients import NsDtype, Triple, restarts_of, schedule
@@ -116,12 +117,21 @@ def held_dtype(ns_dtype: NsDtype, device: Device) -> NsDtype:
     return "fp32"
 
 
+def layout_free(config: MuonConfig, *, is_deterministic: bool) -> MuonConfig:
+    """The settings of a run; in torch's deterministic mode no bit may depend on the layout.
+
+    By default the layout decides which matrices are shared, so none is.
+    """
+    if is_deterministic and config.split_matrices is None:
+        return replace(config, split_matrices="off")
+    return config
+
+
 def split_of(config: MuonConfig, device: Device) -> SplitMatrices:
     """How many ranks share a long matrix on a device.
 
     It is ``split_matrices``, unless that is None. Then it is ``auto`` on a GPU, where no numbers of
-    matrices are logged, and ``off`` elsewhere. In torch's deterministic mode a run asks for
-    ``off`` itself.
+    matrices are logged, and ``off`` elsewhere. ``layout_free`` has torch's deterministic mode.
     """
     if config.split_matrices is not None:
         return config.split_matrices

@@ -100,6 +100,16 @@ def fused_lines(names: Sequence[str]) -> list[str]:
     ]
 
 
+def not_shared_lines(config: MuonConfig, device: Device, *, is_deterministic: bool) -> list[str]:
+    """A line where a GPU does not take its default for ``split_matrices``, with the reason."""
+    if config.split_matrices is not None or not is_cuda(device):
+        return []
+    if not is_deterministic and config.log_interval is None:
+        return []
+    why = "torch's deterministic mode" if is_deterministic else named("log_interval")
+    return [f"{PREFIX} {named('split_matrices')} is off, not auto, with {why}"]
+
+
 def newton_schulz_line(
     config: MuonConfig, device: Device, products: str, *, in_batches: bool
 ) -> str:

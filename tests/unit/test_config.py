@@ -16,7 +16,14 @@ import megatron_muon
 from megatron_muon import MuonConfig
 from megatron_muon.coefficients import SETS, NsDtype, schedule
 from megatron_muon.megatron_lm.flag_table import FLAGS
-from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
+from megatron_muon.orthogonalize.iteration import (
+    Device,
+    dtype_of,
+    iteration_of,
+    layout_free,
+    split_of,
+)
+from megatron_muon.planning.describe import not_shared_lines
 from megatron_muon.setting_names import FLAG_OF
 from support.megatron_lm.flag_parsers import MEANINGS
 
@@ -205,6 +212,30 @@ def test_a_checkpoint_has_what_the_device_chose(
         assert capsys.readouterr().out.count(told) == lines
     param_groups.check_record({"megatron_muon": before}, asked, device)
     assert capsys.readouterr().out == ""
+
+
+LOGGED = MuonConfig(log_interval=10, log_file="out.jsonl")
+
+
+@pytest.mark.parametrize("device", get_args(Device))
+def test_a_gpu_shares_matrices_where_bits_may_depend_on_the_layout(device: Device) -> None:
+    """What turns that off is told; what is asked for is taken and needs no line."""
+    of_gpu = "auto" if device in CUDAS else "off"
+    assert split_of(MuonConfig(), device) == of_gpu
+    assert split_of(LOGGED, device) == "off"
+    assert split_of(layout_free(MuonConfig(), is_deterministic=True), device) == "off"
+    assert layout_free(MuonConfig(), is_deterministic=False) == MuonConfig()
+    asked = MuonConfig(split_matrices=4)
+    assert layout_free(asked, is_deterministic=True) == asked
+    for config, is_deterministic, why in (
+        (MuonConfig(), False, None),
+        (MuonConfig(), True, "deterministic mode"),
+        (LOGGED, False, "--muon-log-interval"),
+        (asked, True, None),
+    ):
+        lines = not_shared_lines(config, device, is_deterministic=is_deterministic)
+        assert len(lines) == (why is not None and device in CUDAS)
+        assert all(why is not None and why in line for line in lines)
 
 
 def test_another_speed_is_told_when_a_checkpoint_is_loaded_and_no_error(

@@ -171,6 +171,14 @@ def test_a_flag_of_megatrons_own_muon_that_is_not_known_is_refused() -> None:
 
 
 @EVERY
+def test_in_deterministic_mode_no_matrix_is_shared_unless_asked(version: str) -> None:
+    for given, expected in (((), "off"), (("--muon-split-matrices", "auto"), "auto")):
+        args = parsed(version, *given)
+        args.deterministic_mode = True
+        assert muon_config(args).split_matrices == expected
+
+
+@EVERY
 def test_the_defaults_are_moonlights(version: str) -> None:
     assert config_of(version, "--tensor-model-parallel-size", "8") == MuonConfig()
 
