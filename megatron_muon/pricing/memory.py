@@ -97,6 +97,7 @@ class _Sizes:
     Attributes:
         kept: pieces that are home already.
         staged: the matrices that are orthogonalized here.
+        in_place: what is kept lies in the staged buffer from the beginning.
         sent, received: messages of the gather.
         out, back: messages of the scatter.
         scratch: of Newton-Schulz.
@@ -105,6 +106,7 @@ class _Sizes:
 
     kept: int = 0
     staged: int = 0
+    in_place: bool = True
     sent: int = 0
     received: int = 0
     out: int = 0
@@ -135,8 +137,9 @@ def _of_round(
     out, back = _ends(work.scatter, plan.size)
     return [
         _Sizes(
-            kept=(kept := work.leaving[rank] * plan.itemsize - out[rank]),
+            kept=(kept := work.kept[rank] * plan.itemsize),
             staged=kept + work.arriving[rank] * plan.itemsize,
+            in_place=work.in_place(rank),
             sent=sent[rank],
             received=received[rank],
             out=out[rank],
@@ -226,20 +229,24 @@ def _run(rounds: Sequence[_Sizes], live: _Live, last: _Sizes | None, adamw: int)
 
 
 def _start(sizes: _Sizes, live: _Live) -> None:
-    live.take(sizes.kept + sizes.sent)
+    live.take((sizes.staged if sizes.in_place else sizes.kept) + sizes.sent)
     live.pass_through(sizes.momentum)
     live.take(sizes.received)
 
 
 def _assemble(sizes: _Sizes, live: _Live) -> None:
     live.free(sizes.sent)
-    if sizes.received:
+    if sizes.in_place:
+        live.free(sizes.received)
+    elif sizes.received:
         live.take(sizes.staged)
         live.free(sizes.kept + sizes.received)
 
 
 def _leave(sizes: _Sizes, live: _Live) -> None:
-    if sizes.out:
+    if sizes.in_place:
+        live.take(sizes.out)
+    elif sizes.out:
         live.take(sizes.kept + sizes.out)
         live.free(sizes.staged)
     live.take(sizes.back)
@@ -248,4 +255,4 @@ def _leave(sizes: _Sizes, live: _Live) -> None:
 def _finish(sizes: _Sizes, live: _Live) -> None:
     live.free(sizes.out)
     live.pass_through(sizes.update)
-    live.free(sizes.kept + sizes.back)
+    live.free((sizes.staged if sizes.in_place else sizes.kept) + sizes.back)

@@ -273,10 +273,16 @@ class _Steps:
 
     def _received(self, work: RoundWork, rank: int) -> Cost:
         elements, tensors = work.arriving[rank], work.arrivals[rank]
-        return foreach(self._hardware, elements, tensors, 2 * self._itemsize)
+        return self._copied(work, rank, elements, tensors)
 
     def _staged(self, work: RoundWork, rank: int) -> Cost:
         elements, tensors = work.leaving[rank], work.departures[rank]
+        return self._copied(work, rank, elements, tensors)
+
+    def _copied(self, work: RoundWork, rank: int, elements: int, tensors: int) -> Cost:
+        """The cost of a copy of what travels, and of what is kept if it does not stay in place."""
+        if elements and not work.in_place(rank):
+            elements, tensors = elements + work.kept[rank], tensors + work.keeps[rank]
         return foreach(self._hardware, elements, tensors, 2 * self._itemsize)
 
     def _orthogonalized(self, work: RoundWork, rank: int) -> Cost:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.rounds.table import stays_in_place
 from megatron_muon.planning.segments import Matrix
 
 Shape = tuple[int, int]
@@ -53,7 +54,9 @@ class RoundWork:
         pieces: number of these pieces.
         arriving: elements that the rank receives as a home.
         arrivals: number of segments of these elements.
-        leaving: elements of directions that it makes as a home, those of its own pieces too.
+        kept: elements of its matrices that it holds itself.
+        keeps: number of segments of these elements.
+        leaving: elements of directions that it sends as a home.
         departures: number of segments of these elements.
         layouts: number of matrices of each layout that it orthogonalizes.
         gather, scatter: bytes by pair of ranks.
@@ -63,11 +66,17 @@ class RoundWork:
     pieces: list[int]
     arriving: list[int]
     arrivals: list[int]
+    kept: list[int]
+    keeps: list[int]
     leaving: list[int]
     departures: list[int]
     layouts: list[Counter[Layout]]
     gather: Pairs = field(default_factory=lambda: defaultdict(int))
     scatter: Pairs = field(default_factory=lambda: defaultdict(int))
+
+    def in_place(self, rank: int) -> bool:
+        """Whether what the rank holds of its matrices stays where it is written."""
+        return stays_in_place(self.kept[rank], self.arriving[rank], self.leaving[rank])
 
 
 def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
@@ -84,10 +93,12 @@ def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
         if (segment.parameter, rank) not in pieces_seen:
             pieces_seen.add((segment.parameter, rank))
             work.pieces[rank] += 1
+        if home == rank:
+            work.kept[home] += elements
+            work.keeps[home] += 1
+            continue
         work.leaving[home] += elements
         work.departures[home] += 1
-        if home == rank:
-            continue
         work.scatter[home, rank] += elements * plan.itemsize
         if not segment.replica:  # one element more says whether the segment has a gradient
             work.gather[rank, home] += (elements + 1) * plan.itemsize
@@ -119,4 +130,5 @@ def _idle(size: int) -> RoundWork:
         return [0] * size
 
     layouts: list[Counter[Layout]] = [Counter() for _ in range(size)]
-    return RoundWork(zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), layouts)
+    own = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
+    return RoundWork(*own, layouts)

@@ -61,7 +61,8 @@ class Leaving:
         runs: for each run that is held here, the slice of ``kept`` or ``sent`` that takes its
             momentum; None for a replica.
         moves: takes 1 for each moving run that has a gradient, else 0.
-        kept: buffer of the runs that are home already, in staged order.
+        kept: buffer of the runs that are home already, in staged order; the staged buffer itself
+            where the round is ``in_place``.
         sent: the message with the other runs.
     """
 
@@ -91,7 +92,8 @@ class Staged:
     """The matrices of a round whose home this rank is.
 
     Attributes:
-        elements: flat, each matrix in staging order, in the order of ``alike``.
+        elements: flat, each matrix in staging order, in the order of ``alike``. In the dtype of
+            pieces; of directions once they are orthogonalized.
         moves: bool, for each matrix: whether it has a gradient that is not zero in this step.
         alike: the matrices, grouped by layout.
     """
@@ -216,6 +218,8 @@ class RoundExchange:
             index(table.received_flags),
         )
         self._places = index(table.places)
+        own = len(table.kept_sizes) if table.in_place else 0  # these are in their place
+        self._copied = [at for at, part in enumerate(table.staged_from) if part >= own]
         self._like, self._meter, self._sharers = like, meter, sharers
 
     def sharing(self, alike: Alike) -> Sharers:
@@ -225,12 +229,10 @@ class RoundExchange:
     def leaving(self) -> Leaving:
         """New buffers, into which the round's runs must be written before ``start_gather``."""
         table = self.table
-        kept, sent = self._empty(sum(table.kept_sizes)), self._empty(sum(table.sent_sizes))
+        sizes = table.staged_sizes if table.in_place else table.kept_sizes
+        kept, sent = self._empty(sum(sizes)), self._empty(sum(table.sent_sizes))
         sent_parts = split_with_sizes(sent, table.sent_sizes)
-        parts = [
-            *split_with_sizes(kept, table.kept_sizes),
-            *(sent_parts[i] for i in table.sent_parts),
-        ]
+        parts = [*self._kept_runs(kept), *(sent_parts[i] for i in table.sent_parts)]
         runs: list[Tensor | None] = [None] * len(table.matrices)
         for run, part in zip(table.moving, parts, strict=True):
             runs[run] = part
@@ -265,15 +267,20 @@ class RoundExchange:
             counts.index_add_(0, self._places, moves)
         return Staged(elements, counts > 0, table.alike)
 
+    def _kept_runs(self, kept: Tensor) -> Sequence[Tensor]:
+        table = self.table
+        if not table.in_place:
+            return split_with_sizes(kept, table.kept_sizes)
+        places = split_with_sizes(kept, table.staged_sizes)
+        return [places[part] for part in table.kept_parts]
+
     def _assembled(self, kept: Tensor, received: Tensor) -> Tensor:
         table = self.table
-        parts = [
-            *split_with_sizes(kept, table.kept_sizes),
-            *split_with_sizes(received, table.received_sizes),
-        ]
-        staged = self._empty(sum(table.staged_sizes))
+        parts = [*self._kept_runs(kept), *split_with_sizes(received, table.received_sizes)]
+        staged = kept if table.in_place else self._empty(sum(table.staged_sizes))
         places = split_with_sizes(staged, table.staged_sizes)
-        _copy(places, [parts[part] for part in table.staged_from])
+        sources = [parts[table.staged_from[at]] for at in self._copied]
+        _copy([places[at] for at in self._copied], sources)
         return staged
 
     def start_scatter(self, staged: Staged) -> Scattering:
@@ -293,12 +300,17 @@ class RoundExchange:
         table = self.table
         parts = split_with_sizes(staged, table.staged_sizes)
         if not table.directions_to:  # all are held here
-            return list(parts), self._empty(0)
-        kept = list(split_with_sizes(self._empty(sum(table.kept_sizes)), table.kept_sizes))
+            return list(parts), staged.new_empty(0)
         sizes = [table.staged_sizes[part] for part in table.direction_parts]
-        sent = self._empty(sum(sizes))
-        leaving = [parts[part] for part in (*table.kept_parts, *table.direction_parts)]
-        _copy([*kept, *split_with_sizes(sent, sizes)], leaving)
+        own = [parts[part] for part in table.kept_parts]
+        leaving = [parts[part] for part in table.direction_parts]
+        if table.in_place:
+            sent = staged.new_empty(sum(sizes))
+            _copy(split_with_sizes(sent, sizes), leaving)
+            return own, sent
+        kept = list(split_with_sizes(staged.new_empty(sum(table.kept_sizes)), table.kept_sizes))
+        sent = staged.new_empty(sum(sizes))
+        _copy([*kept, *split_with_sizes(sent, sizes)], [*own, *leaving])
         return kept, sent
 
     def finish_scatter(self, scattering: Scattering) -> list[Tensor]:

@@ -38,6 +38,25 @@ class Alike:
         return [strip for strip in self.strips if strip.home == self.like.home]
 
 
+# Where at most this share of a home's elements comes from others, and goes back to them, its own
+# are written where they are staged and stay there.
+_FEW = 8
+
+
+def stays_in_place(kept: int, arriving: int, leaving: int) -> bool:
+    """Whether a home stages a round's matrices where it writes its own runs of them.
+
+    Then it copies only what travels, and the places of what arrives wait empty. Else buffers of
+    its own runs are copied with the rest, so that none is larger than what it holds.
+
+    Args:
+        kept: elements of its matrices that a rank holds itself.
+        arriving: elements that it receives.
+        leaving: elements of directions that it sends.
+    """
+    return _FEW * max(arriving, leaving) <= kept + arriving
+
+
 @dataclass(frozen=True, slots=True)
 class RoundTable:
     """One rank's part of a round.
@@ -61,6 +80,7 @@ class RoundTable:
             of ``received_sizes``.
         places: for each kept run and each one that arrives, the place of its matrix in ``homes``.
         kept_parts: numbers of the staged parts that are kept runs.
+        in_place: kept runs are written where they are staged (``stays_in_place``).
         directions_to: ``(rank of the stage, elements)`` of the ranks that get directions from here.
         direction_parts: numbers of the staged parts that are sent, in the message's order.
         directions_from: the same for the ranks that send directions to this one.
@@ -86,6 +106,7 @@ class RoundTable:
     staged_from: tuple[int, ...]
     places: tuple[int, ...]
     kept_parts: tuple[int, ...]
+    in_place: bool
     directions_to: tuple[tuple[int, int], ...]
     direction_parts: tuple[int, ...]
     directions_from: tuple[tuple[int, int], ...]
@@ -162,6 +183,7 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
         staged_from=tuple(source[id(segment)] for segment in parts),
         places=tuple(place[segment.matrix] for segment in (*kept, *arriving)),
         kept_parts=tuple(part_of[s.matrix, s.start] for s in kept),
+        in_place=stays_in_place(*(sum(_sizes(segments)) for segments in (kept, arriving, back))),
         directions_to=_counts(routes.scatter_to),
         direction_parts=tuple(part_of[s.matrix, s.start] for s in back),
         directions_from=_counts(routes.scatter_from),
