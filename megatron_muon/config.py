@@ -67,9 +67,9 @@ class MuonConfig:
             memory of 1.5 × the largest matrix, or of 512 MiB in 16 bits if that is more. A batch's
             products may round otherwise than one matrix's. So with any value but 1 the last bits
             depend on the layout; torch's deterministic mode takes one at a time. No effect on CPU.
-        elementwise: how momentum and update are computed. ``auto``: one fused kernel each on CUDA
-            where triton is installed, else torch's operations on lists; ``foreach``: always torch's
-            operations. Both make the same bits.
+        elementwise: how momentum, norm and update are computed. ``auto``: by fused kernels on CUDA
+            where triton is installed, else by torch's operations; ``foreach``: always by these.
+            Both make the same bits, but for the order in which a norm's squares are added.
         clip_scope: whose gradients Megatron's clip (``clip_grad``) scales, and whose norm decides:
             ``all``, as in Megatron, or ``adamw``: AdamW's only. Muon's gradients then stay as they
             are; they still must be finite.

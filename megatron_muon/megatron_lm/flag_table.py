@@ -286,8 +286,9 @@ FLAGS = (
     ),
     _flag(
         "--muon-elementwise",
-        "kernels of momentum and update on a GPU: auto (one fused kernel each where triton is "
-        "installed) or foreach (torch's operations on lists), with the same results bit for bit; "
+        "kernels of momentum, norm and update on a GPU: auto (fused ones where triton is "
+        "installed) or foreach (torch's operations), with the same results bit for bit but for the "
+        "order in which a norm's squares are added; "
         f"{_OURS}; default {_MOONLIGHT.elementwise}",
         choices=get_args(ElementwiseBy),
     ),

@@ -52,23 +52,39 @@ _AUTO: dict[Device, tuple[tuple[int, float], ...]] = {
     "cpu": ((0, 0.0), (64, 0.8), (256, 0.85), (384, 0.75)),
     "cpu_bf16": ((0, 0.0), (128, 0.7), (256, 0.8), (384, 0.6), (512, 0.67), (1024, 0.8)),
     "cuda": (
-        *((0, 0.0), (384, 0.41), (448, 0.45), (512, 0.48), (576, 0.54), (640, 0.6), (768, 0.62)),
-        *((896, 0.75), (1024, 0.79), (1536, 0.88), (2560, 0.94)),
+        *((0, 0.0), (384, 0.54), (512, 0.58), (576, 0.61), (640, 0.66), (704, 0.69), (896, 0.79)),
+        *((1024, 0.87), (1536, 0.93), (2560, 0.97), (6144, 1.0)),
     ),
     "cuda_symmetric": (
-        *((0, 0.0), (257, 0.65), (320, 0.68), (384, 0.69), (448, 0.75), (576, 0.81), (640, 0.86)),
-        *((896, 0.93), (1024, 0.95), (1536, 0.98), (1792, 1.0)),
+        *((0, 0.0), (257, 0.67), (384, 0.72), (448, 0.77), (512, 0.8), (576, 0.84), (704, 0.88)),
+        *((896, 0.94), (1024, 1.0)),
     ),
 }
-# The same where standard steps are folded, and so faster (``is_folded``).
+# The same where linear terms are folded (``is_folded``), and where c is 0 in a step, so that only
+# the standard iteration has folded ones.
 _AUTO_FOLDED: dict[Device, tuple[tuple[int, float], ...]] = {
     "cuda": (
-        *((0, 0.0), (384, 0.38), (448, 0.41), (512, 0.46), (576, 0.51), (640, 0.55), (704, 0.6)),
-        *((896, 0.69), (1280, 0.75), (1792, 0.84), (2560, 0.91), (4096, 0.99)),
+        (0, 0.0),
+        (384, 0.64),
+        (448, 0.76),
+        (704, 0.85),
+        (768, 0.92),
+        (2560, 0.97),
+        (4096, 1.0),
     ),
     "cuda_symmetric": (
-        *((0, 0.0), (257, 0.6), (320, 0.61), (448, 0.65), (512, 0.72), (640, 0.76), (896, 0.83)),
-        *((1280, 0.87), (1792, 0.91), (3072, 0.95), (4096, 1.0)),
+        *((0, 0.0), (257, 0.42), (384, 0.48), (448, 0.56), (512, 0.65), (640, 0.72), (768, 0.77)),
+        *((896, 0.84), (1280, 0.92), (2048, 1.0)),
+    ),
+}
+_AUTO_HALF_FOLDED: dict[Device, tuple[tuple[int, float], ...]] = {
+    "cuda": (
+        *((0, 0.0), (384, 0.45), (448, 0.47), (512, 0.51), (576, 0.54), (640, 0.57), (704, 0.62)),
+        *((896, 0.65), (1024, 0.69), (1280, 0.75), (1792, 0.84), (2560, 0.91), (4096, 0.99)),
+    ),
+    "cuda_symmetric": (
+        *((0, 0.0), (257, 0.52), (320, 0.56), (384, 0.58), (448, 0.65), (512, 0.72), (768, 0.77)),
+        *((896, 0.83), (1792, 0.91), (3072, 1.0)),
     ),
 }
 
@@ -139,11 +155,12 @@ def split_of(config: MuonConfig, device: Device) -> SplitMatrices:
 
 
 def is_folded(ns_dtype: NsDtype, device: Device) -> bool:
-    """Whether the standard iteration makes aX + BX as (a + B)X.
+    """Whether the standard iteration makes aX + BX as (a + B)X, and Gram's squares likewise.
 
     CUDA's matmul copies a linear term into its result: a pass over X in each step, and B is
     smaller. It rounds a + B, so that where the plain step is nearly exact the error is up to 64
-    units of the dtype: as much as 8 of bf16's in fp16, too much in bf16.
+    units of the dtype: as much as 8 of bf16's in fp16, too much in bf16. The Gram iteration's
+    error grows with no list of restarts.
     """
     return is_cuda(device) and ns_dtype == "fp16"
 
@@ -177,8 +194,11 @@ def takes_gram(rows: int, cols: int, config: MuonConfig, device: Device) -> bool
     short, kind = min(rows, cols), _kind(config, device)
     if kind == "cuda_symmetric" and not fits_kernel(short, short):
         kind = "cuda"
-    table = (_AUTO_FOLDED if is_folded(dtype_of(config, device), device) else _AUTO)[kind]
-    limit = max(entry for entry in table if entry[0] <= short)[1]
+    table = _AUTO
+    if is_folded(dtype_of(config, device), device):
+        all_squared = all(c != 0 for _, _, c in schedule_of(config))
+        table = _AUTO_FOLDED if all_squared else _AUTO_HALF_FOLDED
+    limit = max(entry for entry in table[kind] if entry[0] <= short)[1]
     gram = _gram_flops(short, max(rows, cols), segments(config, device), kind)
     return gram <= limit * _standard_flops(short, max(rows, cols), config, kind)
 

@@ -13,7 +13,7 @@ container images do: the Gram iteration's restarts are known for fp32 only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import NsDtype
+from megatron_muon.coefficients import NsDtype, Triple
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.orthogonalize.iteration import (
     Device,
+    dtype_of,
     fits_kernel,
     held_dtype,
     is_cuda,
@@ -58,8 +59,16 @@ def scale_of(ns_dtype: NsDtype) -> float:
 
 
 def travel_dtype(config: MuonConfig) -> torch.dtype:
-    """The dtype of pieces and directions: bf16, whose exponents are fp32's, or fp32 itself."""
+    """The dtype of pieces: bf16, whose exponents are fp32's, or fp32 itself."""
     return torch.float32 if config.ns_dtype == "fp32" else torch.bfloat16
+
+
+def direction_dtype(config: MuonConfig, device: torch.device) -> torch.dtype:
+    """The dtype of directions, whose entries are of at most the singular values' size.
+
+    It is Newton-Schulz's, so that an iterate is a direction as it is.
+    """
+    return torch_dtype(dtype_of(config, plan_device(device)))
 
 
 class KernelError(RuntimeError):
@@ -141,6 +150,13 @@ class Products:
             out = left.new_empty((*left.shape[:-1], right.size(-1)))
         # With beta 0 torch neither reads nor copies the linear term.
         return self.rounded(added(out, left, right, beta=0.0, alpha=alpha, out=out))
+
+    def folds(self, steps: Sequence[Triple]) -> bool:
+        """Whether the Gram iteration's steps have their linear terms on a diagonal, too.
+
+        Where c is 0, P is R itself, and H would be a copy of it.
+        """
+        return self.folded and all(c != 0 for _, _, c in steps)
 
     def fold(self, square: Tensor, beta: float, alpha: float) -> float | None:
         """Make ``beta·X + alpha·SX`` a product alone where it is ``folded``.

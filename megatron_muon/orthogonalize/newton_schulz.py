@@ -30,14 +30,12 @@ from megatron_muon.orthogonalize.iteration import (
 )
 from megatron_muon.orthogonalize.matmul import (
     Products,
+    direction_dtype,
     fp32_is_fp32,
     plan_device,
     products_on,
-    travel_dtype,
 )
-
-_EXPONENT = 0x7F800000  # exponent bits of an fp32 number
-_SMALLEST = 2.0**-126  # smallest normal fp32 number
+from megatron_muon.orthogonalize.normalization import enter
 
 
 def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
@@ -49,7 +47,7 @@ def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
         config: the settings whose names begin with ``ns_`` are read.
 
     Returns:
-        ``(rows, cols)`` in ``matmul.travel_dtype``.
+        ``(rows, cols)`` in ``matmul.direction_dtype``.
 
     Raises:
         ValueError: ``matrix`` is not 2-D.
@@ -68,7 +66,7 @@ def orthogonalize_at_once(matrices: Sequence[Tensor], config: MuonConfig) -> lis
         config: see ``orthogonalize``.
 
     Returns:
-        Directions, each ``(rows, cols)`` in ``matmul.travel_dtype``.
+        Directions, each ``(rows, cols)`` in ``matmul.direction_dtype``.
 
     Raises:
         ValueError: there are none, or they are not 2-D or not of one shape.
@@ -79,7 +77,7 @@ def orthogonalize_at_once(matrices: Sequence[Tensor], config: MuonConfig) -> lis
     if len(shapes) != 1:
         raise ValueError(f"a batch is of 2-D matrices of one shape, got {sorted(shapes)}")
     batch = torch.stack(list(matrices))
-    directions = batch.new_empty(batch.shape, dtype=travel_dtype(config))
+    directions = batch.new_empty(batch.shape, dtype=direction_dtype(config, batch.device))
     _orthogonalize_into(directions, batch, config, None)
     return list(directions)
 
@@ -94,7 +92,7 @@ def orthogonalize_staged(
     column_parts: int = 1,
     column_blocks: int = 1,
     apart: bool = False,
-) -> None:
+) -> Tensor:
     """Turn matrices of one shape in staging order into their directions, in place.
 
     The iterates alternate between two places. The matrices' own memory is one of them, so only one
@@ -107,17 +105,22 @@ def orthogonalize_staged(
         config: the settings whose names begin with ``ns_`` are read.
         rows, cols, column_parts, column_blocks: layout of each matrix (``segments.Matrix``).
         apart: each column block is orthogonalized as a matrix of its own.
+
+    Returns:
+        ``staged``'s memory in ``matmul.direction_dtype``, whose elements are of the same size.
     """
     width = cols // (column_parts * column_blocks)
     cut = staged.view(-1, column_parts, rows, column_blocks, width)
     in_rows = cut.permute(0, 2, 3, 1, 4)
+    directions = staged.view(direction_dtype(config, staged.device))
+    out = directions.view(cut.shape).permute(0, 2, 3, 1, 4)
     if apart:
         for block in range(column_blocks):
-            of_block = in_rows[:, :, block]
-            _orthogonalize_into(of_block, of_block, config, moves)
-        return
+            _orthogonalize_into(out[:, :, block], in_rows[:, :, block], config, moves)
+        return directions
     is_direct = column_parts == 1
-    _orthogonalize_into(in_rows, in_rows, config, moves, memory=staged, is_direct=is_direct)
+    _orthogonalize_into(out, in_rows, config, moves, memory=staged, is_direct=is_direct)
+    return directions
 
 
 def takes_batches(device: torch.device) -> bool:
@@ -158,7 +161,7 @@ def _orthogonalize_into(
 
     Args:
         out: ``(k, rows, ...)``, whose last dims are a matrix's columns; takes the directions.
-        source: the matrices, in the same shape; may be ``out``.
+        source: the matrices, in the same shape; may have the memory of ``out``.
         config: see ``orthogonalize``.
         moves: see ``orthogonalize_staged``.
         memory: flat memory that may be overwritten once ``source`` is read.
@@ -185,11 +188,9 @@ def _orthogonalize_into(
     if starts_in_memory and second is not None:
         first, second = second, first
     into = source.view(products.held) if starts_in_memory else like_source(first)
-    _enter(first, into, source, moves, products)
+    enter(first, into, source, moves, products, config)
     x = _iterated(first, second, config)
-    if is_direct and memory is not None:  # x is in it
-        if memory.dtype != x.dtype:  # each element is read before it is written
-            memory.copy_(x.view(-1))
+    if is_direct:  # x is in the memory of source, which is that of out
         return
     if second is not None and iterates % 2 == 1:
         x = first.copy_(x)
@@ -210,77 +211,8 @@ def _iterated(x: Tensor, spare: Tensor | None, config: MuonConfig) -> Tensor:
     return x[None] if alone else x
 
 
-def _enter(
-    x: Tensor,
-    into: Tensor,
-    source: Tensor,
-    moves: Tensor | None,
-    products: Products,
-) -> None:
-    """Fill ``x`` with the matrices of ``source``, each divided by its norm, as products hold them.
-
-    Where ``moves`` is False the norm is taken as infinite, so the matrix becomes zero.
-
-    Args:
-        x: ``(k, m, n)`` in ``products.held``.
-        into: ``x`` in the shape of ``source``; ``source`` itself, where both share memory.
-        source, moves: see ``_orthogonalize_into``.
-        products: products of x's device.
-    """
-    if _is_cpu(source.device):
-        whole = torch.empty_like(x, dtype=torch.float32)
-        torch.as_strided(whole, into.shape, into.stride()).copy_(source)
-        for number, matrix in enumerate(whole):
-            normalize_(matrix, None if moves is None else moves[number])
-        x.copy_(products.enter(whole))
-        return
-    dims = tuple(range(1, source.dim()))
-    largest = torch.linalg.vector_norm(source, math.inf, dim=dims, keepdim=True).float()
-    # Dividing by it rounds nothing, so the matrix stays in its own dtype, and squares of its
-    # entries neither over- nor underflow.
-    source.div_(power_of_two(largest))
-    dtype = torch.promote_types(source.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(source, dim=dims, keepdim=True, dtype=dtype)
-    if products.scale != 1.0:
-        norm.div_(products.scale)
-    moving = norm > 0
-    if moves is not None:
-        moving &= moves.view(norm.shape)
-    torch.div(source, torch.where(moving, norm, math.inf), out=into)
-    products.rounded(x)
-
-
-def power_of_two(largest: Tensor) -> Tensor:
-    """The power of two below each entry of an fp32 tensor, the smallest normal one at least."""
-    return (largest.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_min(_SMALLEST)
-
-
 def _is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
-
-
-def normalize(x: Tensor) -> Tensor:
-    """A new fp32 matrix: ``x`` divided by its Frobenius norm; zero stays zero."""
-    return normalize_(x.to(torch.float32, copy=True))
-
-
-def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
-    """Divide an fp32 matrix by its Frobenius norm, in place; zero stays zero.
-
-    The largest entry is divided out first. Then squares of entries neither over- nor underflow, and
-    the norm is at least 1, so no epsilon is needed, below which small gradients would vanish.
-
-    Args:
-        x: ``(m, n)``.
-        moves: bool scalar; where it is False ``x`` becomes zero.
-    """
-    smallest, largest = torch.aminmax(x)
-    largest = torch.maximum(-smallest, largest)
-    x.div_(torch.where(largest == 0, torch.ones_like(largest), largest))
-    norm: Tensor = torch.linalg.vector_norm(x).clamp_min(1.0)
-    if moves is not None:
-        norm = torch.where(moves, norm, torch.inf)
-    return x.div_(norm)
 
 
 def standard_iteration(
@@ -331,7 +263,7 @@ def gram_iteration(
     """
     is_tall = x.size(-2) > x.size(-1)
     for number, part in enumerate(parts):
-        squares = _Squares.of(x, spare, len(part))
+        squares = _Squares.of(x, spare, len(part), folded=products.folds(part))
         products.of_squares().short_square(x, out=squares.gram)
         factor = _factor(squares, part, products.of_squares())
         leave = products.leave(is_last=number == len(parts) - 1)
@@ -347,7 +279,7 @@ class _Squares:
 
     Attributes:
         gram: R.
-        power: P = bR + cR².
+        power: P = bR + cR²; H = a + P where linear terms are folded, and so the first Q.
         factor: Q.
         other: Q's next value, then R(a + Z).
     """
@@ -358,18 +290,22 @@ class _Squares:
     other: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, spare: Tensor | None, steps: int) -> _Squares:
+    def of(cls, x: Tensor, spare: Tensor | None, steps: int, *, folded: bool) -> _Squares:
         """As many as fit are in ``spare``, which is free until X ← QX is written to it.
 
-        That product reads Q, so after the last of ``steps`` Q is outside of ``spare``.
+        That product reads Q, so after the last of ``steps`` Q is outside of ``spare``: after an
+        even number in ``other``, after an odd one where the first step writes it.
         """
         shape = (*x.shape[:-2], min(x.shape[-2:]), min(x.shape[-2:]))
         numel = math.prod(shape)
         free = [] if spare is None else list(torch.split(spare.view(-1), numel))
         inside = [part.view(shape) for part in free[:3] if part.numel() == numel]
         last, one, two, three = [x.new_empty(shape) for _ in range(4 - len(inside))] + inside
-        first, second = (last, three) if steps % 2 == 1 else (three, last)
-        return cls(gram=one, power=two, factor=first, other=second)
+        if steps % 2 == 0:
+            return cls(gram=one, power=two, factor=three, other=last)
+        if folded:
+            return cls(gram=one, power=last, factor=two, other=three)
+        return cls(gram=one, power=two, factor=last, other=three)
 
 
 def factor_of(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
@@ -386,6 +322,8 @@ def factor_of(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Te
 
 def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) -> Tensor:
     """Q of one segment, given R = XXᵀ in ``squares.gram``: QX is the result of ``steps`` on X."""
+    if products.folds(steps):
+        return _folded_factor(squares, steps, products)
 
     def plus(
         linear: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float, out: Tensor
@@ -409,4 +347,25 @@ def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) ->
             plus(half, p, half, a, alpha, into)
             if into is not gram:
                 squares.power, gram = gram, into
+    return factor
+
+
+def _folded_factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) -> Tensor:
+    """``_factor`` with the linear terms on the diagonal of H = a + Z: Q ← HQ and R ← HRH.
+
+    The first Q is H itself, so that no product copies a linear term but that of Z.
+    """
+    gram, power, factor, other = squares.gram, squares.power, squares.factor, squares.other
+    for step, (a, b, c) in enumerate(steps):
+        products.symmetric(gram, gram, gram, beta=b, alpha=c, out=power)
+        power.diagonal(dim1=-2, dim2=-1).add_(a)
+        products.rounded(power)
+        if step < len(steps) - 1:
+            products.symmetric(power, gram, out=other)
+            products.symmetric(other, power, out=gram)
+        if step == 0:
+            factor, power = power, factor
+        else:
+            products.symmetric(power, factor, out=other)
+            factor, other = other, factor
     return factor

@@ -18,8 +18,15 @@ from torch import Tensor
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import dtype_of, schedule_of, segments, takes_gram
-from megatron_muon.orthogonalize.matmul import Products, fp32_is_fp32, plan_device, products_on
-from megatron_muon.orthogonalize.newton_schulz import factor_of, power_of_two
+from megatron_muon.orthogonalize.matmul import (
+    Products,
+    direction_dtype,
+    fp32_is_fp32,
+    plan_device,
+    products_on,
+)
+from megatron_muon.orthogonalize.newton_schulz import factor_of
+from megatron_muon.orthogonalize.normalization import power_of_two
 
 
 class Sharing(Protocol):
@@ -54,7 +61,8 @@ def orthogonalize_strips(
 
     Args:
         strips: each a view whose first dim is the matrix's rows or a range of them, and whose other
-            dims are its columns or a range of them, in ``matmul.travel_dtype``.
+            dims are its columns or a range of them, in ``matmul.travel_dtype``. Their memory takes
+            the directions, in ``matmul.direction_dtype``.
         whole: rows and columns of the matrix.
         moves: ``(len(strips),)`` bool: whether a strip has a gradient. Without any, the direction
             is zero.
@@ -74,7 +82,8 @@ def orthogonalize_strips(
         else:
             x = _standard(x, config, products.plain(), sharing)
     for strip, direction in zip(strips, x, strict=True):
-        strip.copy_((direction.mT if is_tall else direction).reshape(strip.shape))
+        made = (direction.mT if is_tall else direction).reshape(strip.shape)
+        strip.view(direction_dtype(config, device)).copy_(made)
 
 
 def _entered(

@@ -154,8 +154,8 @@ def _iteration(config: MuonConfig, device: Device) -> str:
 
 
 def elementwise_line(by: str) -> str:
-    """One line about the operations that do momentum and update."""
-    return f"{PREFIX} momentum and update: {by}"
+    """One line about the operations that do momentum, norm and update."""
+    return f"{PREFIX} momentum, norm and update: {by}"
 
 
 def connected_line(*, stage: int, peers: int, seconds: float) -> str:

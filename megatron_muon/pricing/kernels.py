@@ -28,8 +28,9 @@ from megatron_muon.orthogonalize.iteration import (
 from megatron_muon.pricing.hardware import MICRO, TERA, Hardware
 
 _FP32 = 4  # bytes
-_NORMALISING = 11  # kernels, most of them on one number per matrix
-_TO_BF16 = 2 + 2  # bytes per element: directions of fp16 travel in bf16; norms are scaled, too
+# Kernels that divide a batch by its norms, and reads and writes of an element: fused, and torch's.
+_NORMALISING_FUSED, _FUSED_PASSES = 3, 3
+_NORMALISING, _PASSES = 11, 6
 # Bytes per element of a strip in 16 bits: largest entry, fp32 copy divided, its norm, division and
 # cast, copy back. And per byte of a square: copies into and out of messages, and sums in fp32.
 _STRIP_BYTES = 2 + (2 + 4) + 4 + (4 + 4) + (4 + 2) + 4
@@ -132,10 +133,7 @@ def newton_schulz(
     On ``cuda_symmetric`` a library's kernel makes the symmetric products that it takes. On a CPU
     the time is that of the flops at the device's rate, one matrix at a time.
     """
-    itemsize = itemsize_of(config)
-    cost = _normalisation(hardware, batch * rows * cols, itemsize)
-    if is_cuda(device) and dtype_of(config, device) == "fp16":
-        cost += stream(hardware, _TO_BF16 * batch * rows * cols, 2)
+    cost = _normalisation(hardware, batch * rows * cols, config, device)
     if not is_cuda(device):
         rate = hardware.dense_tflops * TERA * hardware.gemm_efficiency
         flops = ns_flops(rows, cols, config, device)
@@ -204,9 +202,17 @@ def _are_near(hardware: Hardware, homes: int) -> bool:
     return hardware.gpus_per_node % homes == 0
 
 
-def _normalisation(hardware: Hardware, elements: int, itemsize: int) -> Cost:
-    """Largest entry, division by a power of two, norm, division by the norm; small kernels too."""
-    return stream(hardware, 6 * itemsize * elements, _NORMALISING)
+def _normalisation(hardware: Hardware, elements: int, config: MuonConfig, device: Device) -> Cost:
+    """Norm and division by triton's kernels, as if it were installed on every GPU.
+
+    Torch's operations also look for the largest entry and divide by a power of two, and in fp16
+    divide the norm by its scale.
+    """
+    nbytes = itemsize_of(config) * elements
+    if is_cuda(device) and config.elementwise == "auto":
+        return stream(hardware, _FUSED_PASSES * nbytes, _NORMALISING_FUSED)
+    is_scaled = dtype_of(config, device) == "fp16"
+    return stream(hardware, _PASSES * nbytes, _NORMALISING + int(is_scaled))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +257,11 @@ class _Products:
         short, long = self.short, self.long
         cost = self._symmetric(long, linear=False) + self._product(short, long, short)
         plus = self._symmetric(short, linear=True)
+        if self.is_folded and all(squares):  # on the diagonal of H, which is the first Q
+            diagonals = stream(self.hardware, 0).times(len(squares))
+            others = 3 * (len(squares) - 1)
+            alone = self._symmetric(short, linear=False)
+            return cost + diagonals + plus.times(len(squares)) + alone.times(others)
         for step, squared in enumerate(squares):
             cost += plus.times(int(squared))
             if step == 0:  # Q = a + Z: a multiplication, and a is added to the diagonal

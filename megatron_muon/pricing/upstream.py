@@ -100,7 +100,12 @@ def price_layer_wise(
         hardware: the hardware of every rank.
         mode: the work of TP ranks that share a matrix.
     """
-    settings = replace(config, ns_iteration="standard", ns_dtype=config.ns_dtype or "bf16")
+    settings = replace(
+        config,
+        ns_iteration="standard",
+        ns_dtype=config.ns_dtype or "bf16",
+        elementwise="foreach",  # its norms are torch's, too
+    )
     seconds = exposed = mean_flops = mean_sent = 0.0
     busiest = _Load()
     for optimizer in optimizers:

@@ -11,10 +11,8 @@ foreach, bit by bit, before a run's first step.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -22,12 +20,16 @@ import torch
 from torch import Tensor, split_with_sizes
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize import normalization
 from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.orthogonalize.normalization import device_index, takes_kernels
 from megatron_muon.runtime.update import Elementwise, Foreach
 from megatron_muon.setting_names import named
 
 _BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs triton
-_KNOWN = (torch.float32, torch.bfloat16)
+_FP32 = (torch.float32,)
+_PIECES = (torch.float32, torch.bfloat16)  # and gradients
+_DIRECTIONS = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "advance_momentum(Tensor(a!)[] buffers, Tensor[] grads, Tensor(b!)[] into, Tensor(c!) moves, "
@@ -51,7 +53,7 @@ def _advance_momentum(
 ) -> None:
     from megatron_muon.runtime.fused_kernels import launch_momentum
 
-    with torch.cuda.device(_index(rows)):  # triton launches on the current one
+    with torch.cuda.device(device_index(rows)):  # triton launches on the current one
         launch_momentum(
             rows,
             run_of_block,
@@ -72,13 +74,8 @@ def _apply_updates(
 ) -> None:
     from megatron_muon.runtime.fused_kernels import launch_update
 
-    with torch.cuda.device(_index(rows)):
+    with torch.cuda.device(device_index(rows)):
         launch_update(rows, run_of_block, factors, direction=directions[0].dtype)
-
-
-def _index(tensor: Tensor) -> int:
-    """The number of the tensor's CUDA device; on a CPU -1, which selects no device."""
-    return tensor.get_device() if tensor.is_cuda else -1
 
 
 def _nothing(*args: object) -> None:
@@ -120,7 +117,7 @@ class Fused:
         for place, run in enumerate(moving):
             places[run] = place
         table, run_of_block = self._momentum.on_device(
-            [buffers, grads, into], places, rounded=(False, True, True)
+            [buffers, grads, into], places, allowed=(_FP32, _PIECES, _PIECES)
         )
         if run_of_block.numel():
             torch.ops.megatron_muon.advance_momentum(
@@ -137,7 +134,9 @@ class Fused:
         """See ``update.Elementwise``; directions in fp32 are not overwritten."""
         if not params:
             return
-        table, run_of_block = self._update.on_device([params, directions], rounded=(False, True))
+        table, run_of_block = self._update.on_device(
+            [params, directions], allowed=(_FP32, _DIRECTIONS)
+        )
         scalars = [*factors, *(1.0 - decay for decay in decays)]
         if self._factors is None or self._factors[0] != scalars:
             made = torch.tensor(scalars, dtype=torch.float32)
@@ -162,14 +161,14 @@ class _Table:
         lists: Sequence[Sequence[Tensor | None]],
         places: list[int] | None = None,
         *,
-        rounded: Sequence[bool],
+        allowed: Sequence[tuple[torch.dtype, ...]],
     ) -> tuple[Tensor, Tensor]:
         """``(rows, run of each block)``.
 
         Args:
             lists: parallel lists of tensors; the first has no None.
             places: numbers for a row between the first blocks and the addresses; None for no row.
-            rounded: for each list, whether it may be in bf16.
+            allowed: for each list, the dtypes that it may have.
 
         Raises:
             ValueError: a list has several dtypes or one that is not allowed, a tensor's size
@@ -180,8 +179,8 @@ class _Table:
         numbers += [[0 if x is None else x.data_ptr() for x in tensors] for tensors in lists]
         if sizes == self._sizes and numbers == self._numbers:
             return self._rows, self._run_of_block
-        for tensors, in_bf16 in zip(lists, rounded, strict=True):
-            _check(tensors, sizes, in_bf16)
+        for tensors, dtypes in zip(lists, allowed, strict=True):
+            _check(tensors, sizes, dtypes)
         device = next((x.device for x in lists[0] if x is not None), torch.device("cpu"))
         if sizes != self._sizes:
             blocks = [-(-size // _BLOCK) for size in sizes]
@@ -195,9 +194,10 @@ class _Table:
         return self._rows, self._run_of_block
 
 
-def _check(tensors: Sequence[Tensor | None], sizes: Sequence[int], in_bf16: bool) -> None:
+def _check(
+    tensors: Sequence[Tensor | None], sizes: Sequence[int], allowed: tuple[torch.dtype, ...]
+) -> None:
     dtypes = {x.dtype for x in tensors if x is not None}
-    allowed = _KNOWN if in_bf16 else _KNOWN[:1]
     if len(dtypes) > 1 or not dtypes.issubset(allowed):
         raise ValueError(
             f"a fused kernel takes tensors of one dtype of {', '.join(map(str, allowed))}, got "
@@ -225,14 +225,7 @@ _WAY_OUT = f"set {named('elementwise')} foreach: torch's operations on lists tak
 
 def elementwise_on(device: torch.device, config: MuonConfig) -> Callable[[], Elementwise]:
     """``Fused`` on CUDA where triton is installed and ``elementwise`` is auto; else ``Foreach``."""
-    wanted = config.elementwise == "auto" and device.type == "cuda"
-    return Fused if wanted and has_triton() else Foreach
-
-
-@cache
-def has_triton() -> bool:
-    """Whether triton is installed; ``try_elementwise`` finds out whether it works."""
-    return importlib.util.find_spec("triton") is not None
+    return Fused if takes_kernels(device, config) else Foreach
 
 
 def said_of_elementwise(device: torch.device, config: MuonConfig) -> str:
@@ -256,19 +249,23 @@ def try_elementwise(device: torch.device, config: MuonConfig) -> None:
         differ = not all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
     except Exception as error:  # of any type: triton calls two compilers
         raise RuntimeError(
-            "the fused kernels of momentum and update do not run: "
+            "the fused kernels of momentum, norm and update do not run: "
             f"{type(error).__name__}: {error}. Install a release of triton that fits this GPU and "
             f"torch, and a C compiler, or {_WAY_OUT}"
         ) from error
     if differ:
         raise RuntimeError(
-            "the fused kernels of momentum and update round otherwise than torch's operations "
-            f"here, so that results would depend on them: {_WAY_OUT}. Please report it"
+            "the fused kernels of momentum, norm and update round otherwise than torch's "
+            f"operations here, so that results would depend on them: {_WAY_OUT}. Please report it"
         )
 
 
 def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[Tensor]:
-    """All results of two steps, with runs at odd offsets, whole blocks and a gradient of zeros."""
+    """All results of two steps, with runs at odd offsets, whole blocks and a gradient of zeros.
+
+    Directions are in the dtype of pieces in the first and in fp16 in the second. The last results
+    are those of ``normalization.trial``.
+    """
     sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
     elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)
     values = [torch.sin(factor * elements).float().to(device) for factor in (1, 3, 5)]
@@ -277,7 +274,7 @@ def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[T
     sent = torch.zeros(sum(sizes), dtype=travel_dtype(config), device=device)
     targets: list[Tensor | None] = [None, *split_with_sizes(sent, sizes)[1:]]
     moves = torch.zeros(3, dtype=sent.dtype, device=device)
-    for _ in range(2):
+    for dtype in (sent.dtype, torch.float16):
         kind.advance_momentum(
             buffers,
             grads,
@@ -287,6 +284,7 @@ def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[T
             momentum=config.momentum,
             nesterov=config.nesterov,
         )
-        directions = list(split_with_sizes(sent.clone(), sizes))
+        directions = list(split_with_sizes(sent.to(dtype, copy=True), sizes))
         kind.apply_updates(params, directions, [0.3, 0.007, 0.1, 1e-4], [0.0, 1e-3, 0.1, 0.0])
-    return [values[0], values[2], sent, moves]
+    by_kernels = isinstance(kind, Fused)
+    return [values[0], values[2], sent, moves, normalization.trial(device, by_kernels=by_kernels)]

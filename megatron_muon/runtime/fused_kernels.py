@@ -27,6 +27,7 @@ LAUNCH: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
 OF_TORCH = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
 }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, split_with_sizes
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import ns_flops, strip_flops
-from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.orthogonalize.matmul import direction_dtype, plan_device
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.rounds.cut import scratch_limit
@@ -137,6 +137,8 @@ class Round:
                     orthogonalize = self._orthogonalize_shared
                 orthogonalize(alike, staged.elements, staged.moves[first:stop])
                 first = stop
+            dtype = direction_dtype(self._work.config, staged.elements.device)
+            staged.elements = staged.elements.view(dtype)
         if self.observer is not None:
             self.observer.after_newton_schulz(staged)
 

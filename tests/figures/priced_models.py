@@ -21,7 +21,6 @@ from figures.priced_stages import priced_of
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import iteration
 from megatron_muon.pricing import kernels
-from megatron_muon.pricing.hardware import Hardware
 from megatron_muon.pricing.presets import hardware_of
 from megatron_muon.runtime.patches import replaced
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
@@ -38,7 +37,6 @@ DEEPSEEK_V3 = (
 )
 ASSUMED = {
     "one-restart": "one restart of the Gram iteration in bf16, where fp16 has one",
-    "small-norm": "the norm in 3 launches and 6 bytes an element: one pass that also scales",
     "no-copies": "linear terms that are added without a copy",
 }
 TP = "--tensor-model-parallel-size"
@@ -92,12 +90,8 @@ def assuming(names: Sequence[str]) -> Iterator[None]:
         lists = iteration.restarts_of(config.ns_coefficients, config.ns_steps)
         return lists.fp16 if iteration.dtype_of(config, device) == "bf16" else known(config, device)
 
-    def small_norm(hardware: Hardware, elements: int, itemsize: int) -> kernels.Cost:
-        return kernels.stream(hardware, 3 * itemsize * elements, 3)
-
     changes = {
         "one-restart": (iteration, {"_restarts": one_restart}),
-        "small-norm": (kernels, {"_normalisation": small_norm}),
         "no-copies": (kernels._Products, {"_copy": lambda products, elements: kernels.Cost()}),
     }
     with contextlib.ExitStack() as stack:

@@ -31,7 +31,7 @@ EDGES = (
 _convert_float = interpreter._convert_float
 
 
-def _as_torch_casts(data: Any, source: Any, target: Any, mode: Any) -> Any:
+def as_torch_casts(data: Any, source: Any, target: Any, mode: Any) -> Any:
     if (source, target) == (tl.float32, tl.bfloat16):
         made = torch.from_numpy(np.array(data, dtype=np.float32, copy=True)).to(torch.bfloat16)
         return made.view(torch.int16).numpy().view(np.uint16)
@@ -100,7 +100,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def main() -> None:
-    interpreter._convert_float = _as_torch_casts
+    interpreter._convert_float = as_torch_casts
     dtypes = (torch.float32, torch.bfloat16)
     cases = 0
     for grad, travels, nesterov in itertools.product(dtypes, dtypes, (True, False)):

@@ -50,7 +50,8 @@ from megatron_muon.coefficients import (
     schedule,
 )
 from megatron_muon.orthogonalize.matmul import Products, scale_of, torch_dtype
-from megatron_muon.orthogonalize.newton_schulz import gram_iteration, normalize, standard_iteration
+from megatron_muon.orthogonalize.newton_schulz import gram_iteration, standard_iteration
+from megatron_muon.orthogonalize.normalization import normalize
 
 _SHAPES = ((96, 96), (64, 256), (40, 120))
 # In bf16 and fp32 16 units of the dtype's rounding: a fifth of what simple leaves to a polar

@@ -170,11 +170,10 @@ class PaperMuon(DistributedMuon):
                 pieces = self._moved(elementwise, shards, runs)
             staged = self._gather(bucket, pieces)
             with self._phase("muon/newton_schulz"):
-                for index, elements in staged.items():
-                    self._direct(index, elements)
+                directions = {index: self._direct(index, x) for index, x in staged.items()}
             with self._phase("muon/update"):
-                directions = [_part(staged, segment) for segment in runs]
-                self._update_runs(elementwise, shards, runs, directions)
+                of_runs = [_part(directions, segment) for segment in runs]
+                self._update_runs(elementwise, shards, runs, of_runs)
 
     def _moved(
         self, elementwise: Elementwise, shards: Shards, runs: Sequence[Segment]
@@ -194,9 +193,9 @@ class PaperMuon(DistributedMuon):
         )
         return pieces
 
-    def _direct(self, index: int, elements: Tensor) -> None:
+    def _direct(self, index: int, elements: Tensor) -> Tensor:
         matrix, one = self.plan.matrices[index], torch.ones(1, dtype=torch.bool, device=self.device)
-        orthogonalize_staged(
+        directions = orthogonalize_staged(
             elements,
             one,
             self.config,
@@ -209,6 +208,7 @@ class PaperMuon(DistributedMuon):
         self.meter.matrices += matrix.units
         kind = plan_device(self.device)
         self.meter.ns_flops += matrix.units * ns_flops(*matrix.unit, self.config, kind)
+        return directions
 
     def _update_runs(
         self,

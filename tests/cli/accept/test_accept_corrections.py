@@ -155,8 +155,8 @@ def test_what_a_gpu_alone_runs_makes_no_error_of_its_own_on_the_virtual_one(
     own = cost.with_measured(H100, figures)
     assert own.launch_us == figures[2].value
     assert {part.name for part in parts} >= {
-        "momentum and update: foreach",
-        "momentum and update: fused kernels",
+        "momentum, norm and update: foreach",
+        "momentum, norm and update: fused kernels",
     }
     ranks = [measured_on(expected, H100)]
     assert cost.times(expected.price, ranks, H100, figures).figures

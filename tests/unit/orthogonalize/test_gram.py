@@ -31,15 +31,16 @@ from megatron_muon.orthogonalize.matmul import (
     products_on,
     said_of_products,
     scale_of,
+    torch_dtype,
     travel_dtype,
     try_products,
 )
 from megatron_muon.orthogonalize.newton_schulz import (
     gram_iteration,
-    normalize,
     orthogonalize,
     standard_iteration,
 )
+from megatron_muon.orthogonalize.normalization import normalize
 from megatron_muon.pricing.presets import H100
 from support.expected.oracle import newton_schulz
 
@@ -220,17 +221,17 @@ def test_auto_in_fp32_takes_gram_only_for_fewer_flops(
 def test_what_comes_out_and_what_it_costs(
     shape: tuple[int, int], dtype: Any, iteration: Any
 ) -> None:
-    """Zero gives zero, directions are in what travels, twice is the same, flops are torch's."""
+    """Zero gives zero, directions are in its dtype, twice is the same, flops are torch's."""
     config = _config("simple", 5, dtype, iteration)
     zero = orthogonalize(torch.zeros(shape), config)
-    assert torch.equal(zero, torch.zeros(shape, dtype=travel_dtype(config)))
+    assert torch.equal(zero, torch.zeros(shape, dtype=torch_dtype(dtype)))
     matrix = _matrix(*shape).to(travel_dtype(config))
     with FlopCounterMode(display=False) as counter:
         once = orthogonalize(matrix, config)
     assert counter.get_total_flops() == ns_flops(*shape, config, CPU)
     strided = matrix.mT.contiguous().mT
     assert torch.equal(orthogonalize(strided, config), once)
-    assert once.dtype == (torch.float32 if dtype == "fp32" else torch.bfloat16)
+    assert once.dtype == torch_dtype(dtype)
 
 
 @pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
@@ -242,7 +243,7 @@ def test_the_scale_of_a_matrix_does_not_matter(dtype: Any, iteration: Any, scale
 
 
 def test_fp16_is_more_accurate_than_bf16() -> None:
-    """By its three more digits; but directions travel in bf16, so the last rounding is left out."""
+    """By its three more digits."""
     errors = {}
     for dtype in ("bf16", "fp16"):
         products = products_on(CPU_DEVICE, dtype)

@@ -11,7 +11,7 @@ import torch
 
 from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
-from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.orthogonalize.matmul import direction_dtype, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from support.expected.oracle import newton_schulz
@@ -40,7 +40,7 @@ def _in_strips(matrix: Tensor, count: int, config: MuonConfig, moves: object = T
     strips = [made.narrow(long, start, stop - start) for start, stop in pairwise(edges)]
     flags = torch.tensor([moves] * count if isinstance(moves, bool) else moves)
     orthogonalize_strips(strips, tuple(made.shape), flags, config, Here())
-    return made
+    return made.view(direction_dtype(config, made.device))
 
 
 def _matrix(rows: int, cols: int, seed: int = 0) -> Tensor:

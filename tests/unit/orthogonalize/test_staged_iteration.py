@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize import newton_schulz
+from megatron_muon.orthogonalize import newton_schulz, normalization
 from megatron_muon.orthogonalize.matmul import Products, scale_of, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_staged
 
@@ -27,9 +27,14 @@ ONE = torch.ones(1, dtype=torch.bool)
 BOUND = 486 * 2.0**-24
 
 
+def _takes_a_cpus_way(patch: pytest.MonkeyPatch, takes: bool) -> None:
+    for module in (newton_schulz, normalization):
+        patch.setattr(module, "_is_cpu", lambda device: takes)
+
+
 @pytest.fixture
 def as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newton_schulz, "_is_cpu", lambda device: False)
+    _takes_a_cpus_way(monkeypatch, False)
 
 
 def _matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
@@ -42,8 +47,9 @@ def _in_place(matrices: list[Tensor], config: MuonConfig, **layout: int) -> list
     staged = torch.stack([_staged(matrix, **layout) for matrix in matrices])
     staged = staged.to(travel_dtype(config)).view(-1)
     moves = torch.ones(len(matrices), dtype=torch.bool)
-    orthogonalize_staged(staged, moves, config, rows=rows, cols=cols, **layout)
-    return [_in_rows(x, rows, cols, **layout) for x in staged.view(len(matrices), -1)]
+    made = orthogonalize_staged(staged, moves, config, rows=rows, cols=cols, **layout)
+    assert made.data_ptr() == staged.data_ptr()
+    return [_in_rows(x, rows, cols, **layout) for x in made.view(len(matrices), -1)]
 
 
 def _staged(matrix: Tensor, column_parts: int = 1, column_blocks: int = 1) -> Tensor:
@@ -114,7 +120,7 @@ def test_a_gpus_way_is_a_cpus(
         config = MuonConfig(ns_dtype="fp32", ns_iteration="gram")
     matrices = [_matrix(*shape, seed=seed) for seed in range(3)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(newton_schulz, "_is_cpu", lambda device: True)
+        _takes_a_cpus_way(patch, True)
         wanted = [orthogonalize(matrix, config) for matrix in matrices]
     for layout in ({}, {"column_parts": shape[1]}):
         for made, direction in zip(_in_place(matrices, config, **layout), wanted, strict=True):
@@ -141,7 +147,7 @@ def test_a_gpus_way_does_not_depend_on_the_scale(
 def test_what_is_zero_or_does_not_move_is_zero(
     gpu: bool, config: MuonConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newton_schulz, "_is_cpu", lambda device: not gpu)
+    _takes_a_cpus_way(monkeypatch, not gpu)
     matrices = torch.stack([_matrix(6, 10), torch.zeros(6, 10), _matrix(6, 10, seed=1)])
     staged = matrices.to(travel_dtype(config)).view(-1)
     moves = torch.tensor([True, True, False])

@@ -45,17 +45,17 @@ def run(settings: Settings) -> list[Part]:
 
 
 def elementwise(device: torch.device) -> Iterator[Part]:
-    """Momentum, update and casts in every way of doing them, against torch's on the CPU."""
+    """Momentum, norm, update and casts in every way of doing them, against torch's on the CPU."""
     ways: dict[str, Callable[[], Elementwise]] = {"foreach": Foreach}
     config = MuonConfig()
     if elementwise_on(device, config) is Fused:
         ways["fused kernels"] = Fused
     else:
         why = "no GPU" if device.type == "cpu" else "triton is not installed"
-        yield Part("momentum and update: fused kernels", "not run", why)
+        yield Part("momentum, norm and update: fused kernels", "not run", why)
     expected = trial(Foreach(), _CPU, config)
     for name, make in ways.items():
-        title = f"momentum and update: {name}"
+        title = f"momentum, norm and update: {name}"
         if device.type == "cpu":
             yield Part(title, "not run", "no GPU whose bits a CPU's could be compared with")
             continue
@@ -69,7 +69,13 @@ def elementwise(device: torch.device) -> Iterator[Part]:
         )
 
 
-_TRIAL = ("momentum", "weights", "messages", "flags")  # what ``trial`` returns
+_TRIAL = (
+    "momentum",
+    "weights",
+    "messages",
+    "flags",
+    "matrices over their norms",
+)  # what ``trial`` returns
 
 
 def newton_schulz(device: torch.device, config: MuonConfig) -> Part:

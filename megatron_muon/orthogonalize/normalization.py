@@ -1,0 +1,198 @@
+"""X = U/‖U‖: how a matrix enters Newton-Schulz, of any scale.
+
+Squares of entries of any scale leave fp32's range. So a power of two below the largest entry is
+divided out before they are added, which rounds nothing. Torch's operations find that entry in a
+pass of their own, and divide in another: 12 bytes per element of 16 bits. With triton two kernels
+read 6 (``normalization_kernels``). The two differ in the order of the norm's sums only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.matmul import Products
+
+_EXPONENT = 0x7F800000  # exponent bits of an fp32 number
+_SMALLEST = 2.0**-126  # smallest normal fp32 number
+_KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+_LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("divisors(Tensor source, Tensor? moves, float scale) -> Tensor")
+_LIBRARY.define("divide(Tensor source, Tensor(a!) into, Tensor divisors) -> ()")
+
+
+def enter(
+    x: Tensor,
+    into: Tensor,
+    source: Tensor,
+    moves: Tensor | None,
+    products: Products,
+    config: MuonConfig,
+) -> None:
+    """Fill ``x`` with the matrices of ``source``, each divided by its norm, as products hold them.
+
+    Where ``moves`` is False the norm is taken as infinite, so the matrix becomes zero.
+
+    Args:
+        x: ``(k, m, n)`` in ``products.held``.
+        into: ``x`` in the shape of ``source``; ``source`` itself, where both share memory.
+        source: ``(k, rows, ...)``, at most three dims of columns; may be overwritten.
+        moves: ``(k,)`` bool, or None.
+        products: products of x's device.
+        config: says whether kernels are used.
+    """
+    if _is_cpu(source.device):
+        whole = torch.empty_like(x, dtype=torch.float32)
+        torch.as_strided(whole, into.shape, into.stride()).copy_(source)
+        for number, matrix in enumerate(whole):
+            normalize_(matrix, None if moves is None else moves[number])
+        x.copy_(products.enter(whole))
+        return
+    if source.dtype in _KERNEL_DTYPES and takes_kernels(source.device, config):
+        enter_by_kernels(into, source, moves, products.scale)
+    else:
+        enter_by_torch(into, source, moves, products.scale)
+    products.rounded(x)
+
+
+def enter_by_torch(into: Tensor, source: Tensor, moves: Tensor | None, scale: float) -> None:
+    """``enter`` by torch's operations; ``source`` is overwritten.
+
+    Args:
+        into, source, moves: see ``enter``.
+        scale: the norm of what is written.
+    """
+    dims = tuple(range(1, source.dim()))
+    largest = torch.linalg.vector_norm(source, math.inf, dim=dims, keepdim=True).float()
+    source.div_(power_of_two(largest))
+    dtype = torch.promote_types(source.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(source, dim=dims, keepdim=True, dtype=dtype)
+    if scale != 1.0:
+        norm.div_(scale)
+    moving = norm > 0
+    if moves is not None:
+        moving &= moves.view(norm.shape)
+    torch.div(source, torch.where(moving, norm, math.inf), out=into)
+
+
+def enter_by_kernels(into: Tensor, source: Tensor, moves: Tensor | None, scale: float) -> None:
+    """``enter`` by triton's kernels; see ``enter_by_torch``.
+
+    Each row of the divisors, ``(k, 2)`` fp32, has a power of two and the norm in units of it.
+    """
+    source, into = _in_five_dims(source), _in_five_dims(into)
+    divisors = torch.ops.megatron_muon.divisors(source, moves, 1.0 / scale)
+    torch.ops.megatron_muon.divide(source, into, divisors)
+
+
+def _in_five_dims(x: Tensor) -> Tensor:
+    """As ``(k, rows, blocks, parts, width)``, of which blocks or both may be missing."""
+    while x.dim() < 5:
+        x = x.unsqueeze(2)
+    return x
+
+
+def power_of_two(largest: Tensor) -> Tensor:
+    """The power of two below each entry of an fp32 tensor, the smallest normal one at least."""
+    return (largest.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_min(_SMALLEST)
+
+
+def normalize(x: Tensor) -> Tensor:
+    """A new fp32 matrix: ``x`` divided by its Frobenius norm; zero stays zero."""
+    return normalize_(x.to(torch.float32, copy=True))
+
+
+def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
+    """Divide an fp32 matrix by its Frobenius norm, in place; zero stays zero.
+
+    The largest entry is divided out first. Then squares of entries neither over- nor underflow, and
+    the norm is at least 1, so no epsilon is needed, below which small gradients would vanish.
+
+    Args:
+        x: ``(m, n)``.
+        moves: bool scalar; where it is False ``x`` becomes zero.
+    """
+    smallest, largest = torch.aminmax(x)
+    largest = torch.maximum(-smallest, largest)
+    x.div_(torch.where(largest == 0, torch.ones_like(largest), largest))
+    norm: Tensor = torch.linalg.vector_norm(x).clamp_min(1.0)
+    if moves is not None:
+        norm = torch.where(moves, norm, torch.inf)
+    return x.div_(norm)
+
+
+def _is_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+# --- the kernels ----------------------------------------------------------------------------------
+
+
+def _divisors(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
+    from megatron_muon.orthogonalize.normalization_kernels import launch_norms
+
+    with torch.cuda.device(device_index(source)):
+        return launch_norms(source, moves, scale)
+
+
+def _divide(source: Tensor, into: Tensor, divisors: Tensor) -> None:
+    from megatron_muon.orthogonalize.normalization_kernels import launch_divide
+
+    with torch.cuda.device(device_index(source)):
+        launch_divide(source, into, divisors)
+
+
+def _no_divisors(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
+    """The kernels on the meta device."""
+    return source.new_empty((source.size(0), 2), dtype=torch.float32)
+
+
+def _nothing(*args: object) -> None:
+    """The kernel on the meta device."""
+
+
+for _name, _kernel, _shape in (
+    ("divisors", _divisors, _no_divisors),
+    ("divide", _divide, _nothing),
+):
+    _LIBRARY.impl(_name, _kernel, "CUDA")
+    _LIBRARY.impl(_name, _kernel, "CPU")  # triton's interpreter
+    _LIBRARY.impl(_name, _shape, "Meta")
+
+
+def device_index(tensor: Tensor) -> int:
+    """The number of the tensor's CUDA device; on a CPU -1, which selects no device."""
+    return tensor.get_device() if tensor.is_cuda else -1
+
+
+def takes_kernels(device: torch.device, config: MuonConfig) -> bool:
+    """Whether triton's kernels do what is not a product; else torch's operations do it."""
+    return config.elementwise == "auto" and device.type == "cuda" and has_triton()
+
+
+@cache
+def has_triton() -> bool:
+    """Whether triton is installed; ``runtime.fused.try_elementwise`` finds out if it works."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def trial(device: torch.device, *, by_kernels: bool) -> Tensor:
+    """Matrices over their norms, of several tiles; their sums are exact in any order.
+
+    Of four matrices the second has a scale whose squares are none of fp32, the third is zero, and
+    the fourth does not move.
+    """
+    rows, cols = 20, 1030
+    numbers = torch.arange(rows * cols, dtype=torch.float64).mul(7).remainder(5).sub(2)
+    scales = torch.tensor([1.0, 2.0**100, 0.0, 1.0], dtype=torch.float64)
+    source = (scales[:, None] * numbers).view(4, rows, 1, 1, cols).to(device, torch.bfloat16)
+    into = torch.empty_like(source, dtype=torch.float16)
+    moves = torch.tensor([True, True, True, False], device=device)
+    (enter_by_kernels if by_kernels else enter_by_torch)(into, source, moves, 128.0)
+    return into
