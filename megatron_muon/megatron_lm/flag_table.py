@@ -256,7 +256,7 @@ FLAGS = (
     ),
     _flag(
         "--muon-ns-dtype",
-        f"dtype that matrices are orthogonalized in; auto: {AUTO_NS_DTYPE}; they travel in bf16, "
+        f"dtype that matrices are orthogonalized in; auto: {AUTO_NS_DTYPE}; pieces travel in bf16, "
         f"or in fp32 with fp32; {_OURS} ({_PAPER} has bf16); default auto",
         choices=("auto", *get_args(NsDtype)),
     ),
