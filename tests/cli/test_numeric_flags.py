@@ -60,7 +60,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def numeric(command: str) -> list[str]:
     """The first name of each flag whose value is a number, by what its kind makes of "1"."""
-    found = []
+    flags = []
     for action in parser_of(command)._actions:
         if action.option_strings and action.nargs != 0 and callable(action.type):
             try:
@@ -68,8 +68,8 @@ def numeric(command: str) -> list[str]:
             except Exception:
                 continue
             if type(value) in (int, float):
-                found.append(action.option_strings[0])
-    return found
+                flags.append(action.option_strings[0])
+    return flags
 
 
 CASES = [(command, flag) for command in LINES for flag in numeric(command)]

@@ -215,15 +215,17 @@ def machine(tmp_path: Path) -> Path:
 
 @needs_checkout
 def test_megatron_knows_every_flag_and_value(standin: Path, machine: Path) -> None:
-    found = []
+    command_lines = []
     for name in SCENARIOS:
         for given in ({}, {"SMOKE": 1}, {"OPTIMIZER": "adam"}, {"SAVE": "x", "DATA_PATH": "x"}):
             words = asked(standin, name, **given)
-            found.append(words[words.index(f"{standin}/pretrain_gpt.py") + 1 :])
+            command_lines.append(words[words.index(f"{standin}/pretrain_gpt.py") + 1 :])
     env = environment(machine)
     env["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     command = [sys.executable, "-c", PARSE, str(CHECKOUT)]
-    done = subprocess.run(command, input=json.dumps(found), env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        command, input=json.dumps(command_lines), env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -279,9 +279,11 @@ def test_gram_without_tested_restarts_is_refused(
 def test_a_gpu_takes_auto_where_restarts_are_known(dtype: NsDtype, device: Device) -> None:
     """What is asked for is taken, on a CPU nothing but standard, and where auto is the default it
     may be asked for, too."""
-    for name, found in SETS.items():
-        for steps in {5, 7, *found.restarts} - ({7} if found.after == "refuse" else set()):
-            lists = found.restarts.get(steps)
+    for name, coefficients in SETS.items():
+        for steps in {5, 7, *coefficients.restarts} - (
+            {7} if coefficients.after == "refuse" else set()
+        ):
+            lists = coefficients.restarts.get(steps)
             known = lists is not None and getattr(lists, dtype) is not None
             config = MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype=dtype)
             assert iteration_of(config, device) == ("auto" if known else "standard")

@@ -148,13 +148,13 @@ def _enable_cpu(launched: bool) -> None:
 
 
 def _of_world(topologies: Sequence[Topology], world: int) -> list[Topology]:
-    found = [each for each in topologies if each.world == world]
-    if not found:
+    fitting = [each for each in topologies if each.world == world]
+    if not fitting:
         raise ValueError(
             f"the launcher has started {world} ranks, and no topology of "
             f"{', '.join(map(str, topologies))} has as many: see --topologies"
         )
-    return found
+    return fitting
 
 
 def _compare(
@@ -181,7 +181,7 @@ def _compare(
             )
             for topology, both in jobs.items()
         }
-    trained, agreed = _launched_ranks() if launched else (_own_ranks(given), lambda found: found)
+    trained, agreed = _launched_ranks() if launched else (_own_ranks(given), lambda each: each)
     where = _where()
 
     def both_over(topology: Topology, mbits: float | None) -> dict[str, Any]:
@@ -245,16 +245,16 @@ def _measured(
     from megatron_muon.bench.compare.store import digest, read, write
 
     known = digest(job, where)
-    found = agreed(read(path, known))
-    if found is not None:
-        return found
+    ranks = agreed(read(path, known))
+    if ranks is not None:
+        return ranks
     is_first = int(os.environ.get("RANK", "0")) == 0
     if is_first:
         print(f"training {path.stem}", file=sys.stderr, flush=True)
-    found = trained(job)
+    ranks = trained(job)
     if is_first:
-        write(path, known, found)
-    return found
+        write(path, known, ranks)
+    return ranks
 
 
 def _own_ranks(given: Namespace) -> Callable[[Any], Any]:

@@ -132,10 +132,10 @@ def _end_of_link(ip: str, tc: str, rank: int, mbits: float) -> list[list[str]]:
 
 
 def _program(name: str) -> str:
-    found = shutil.which(name) or shutil.which(name, path=_PATH)
-    if found is None:
+    program = shutil.which(name) or shutil.which(name, path=_PATH)
+    if program is None:
         raise LinkError(f"there is no program {name}, which iproute2 has")
-    return found
+    return program
 
 
 def _new_namespace() -> int:

@@ -211,9 +211,9 @@ def train_in_launched_world(job: Job) -> list[Trained]:
     return [Trained(**json.loads(text)) for text in every]
 
 
-def first_ranks(found: list[Trained] | None) -> list[Trained] | None:
+def first_ranks(trained: list[Trained] | None) -> list[Trained] | None:
     """What rank 0 has read, on every rank of a launcher's world."""
-    mine = "" if found is None else json.dumps([asdict(each) for each in found])
+    mine = "" if trained is None else json.dumps([asdict(each) for each in trained])
     text = collectives.all_gather_texts(mine, None)[0]
     return [Trained(**each) for each in json.loads(text)] if text else None
 

@@ -26,21 +26,21 @@ def _measured(arguments: str) -> dict[str, Measured]:
     from megatron_muon.bench.step.rows import rows
 
     chosen = rows(MuonConfig(), ["upstream-layerwise", "muon-contiguous"], [], "duplicated")
-    found = measure(StepJob(model_and_ranks(arguments), tuple(chosen), 1))
-    return {row.name: one for row, one in zip(chosen, found, strict=True)}
+    measured = measure(StepJob(model_and_ranks(arguments), tuple(chosen), 1))
+    return {row.name: one for row, one in zip(chosen, measured, strict=True)}
 
 
 @pytest.mark.usefixtures("importable")
 def test_megatrons_own_muon_orthogonalizes_on_every_tp_rank() -> None:
     ranks = run(_measured, 4, "--tp 2 --dp 2")
     ours, theirs = (
-        sum(found[name].counted.flops for found in ranks)
+        sum(rank[name].counted.flops for rank in ranks)
         for name in ("muon-contiguous", "upstream-layerwise")
     )
     assert theirs == 2 * ours > 0
-    for found in ranks:
+    for rank in ranks:
         kinds = {"tp_gather", "param_gather", "grad_reduce", "norm"}
-        assert found["upstream-layerwise"].counted.sent_bytes.keys() == kinds
+        assert rank["upstream-layerwise"].counted.sent_bytes.keys() == kinds
 
 
 def _directions(name: str) -> dict[str, torch.Tensor]:

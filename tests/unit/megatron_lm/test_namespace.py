@@ -143,6 +143,6 @@ def test_options_of_muons_are_found_on_a_line() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--muon-new", type=int)
     line = "--lr 1 --optimizer muon --muon-new 3 --muon-momentum=0.9 --weight-decay-all-params"
-    found = ["--optimizer muon", "--muon-new", "--muon-momentum=0.9", "--weight-decay-all-params"]
-    assert given_on(parser, line.split()) == found
+    options = ["--optimizer muon", "--muon-new", "--muon-momentum=0.9", "--weight-decay-all-params"]
+    assert given_on(parser, line.split()) == options
     assert given_on(parser, ["--optimizer", "adam", "muon"]) == []

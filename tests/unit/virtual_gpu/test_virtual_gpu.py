@@ -336,8 +336,8 @@ def updated_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
 def test_a_fused_update_that_nothing_orders_races(monkeypatch: pytest.MonkeyPatch) -> None:
     config = MuonConfig(round_bytes=SIZES["some"])
     updated_on_a_wrong_stream(monkeypatch)
-    found = races(record_step(small_plan(config), 0, config, steps=2).trace, "stash")
-    assert any("apply_updates" in race.operation + race.other for race in found)
+    unordered = races(record_step(small_plan(config), 0, config, steps=2).trace, "stash")
+    assert any("apply_updates" in race.operation + race.other for race in unordered)
 
 
 def test_state_is_main_parameter_gradient_and_momentum() -> None:
