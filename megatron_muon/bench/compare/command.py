@@ -166,7 +166,7 @@ def _compare(
 ) -> int:
     from megatron_muon.bench.compare.compared import Compared, OverLinks
     from megatron_muon.bench.compare.figures import figures
-    from megatron_muon.bench.compare.predicted import Run, predicted
+    from megatron_muon.bench.compare.predicted import TrainingRun, predicted
     from megatron_muon.bench.compare.report import page
     from megatron_muon.bench.compare.training import leave_launched_world
     from megatron_muon.cli.model_flags import megatron_is_quiet
@@ -175,8 +175,8 @@ def _compare(
     with megatron_is_quiet():  # it makes groups of its own, so it comes before the launcher's
         planned = {
             topology: predicted(
-                Run(both["muon"].flags, both["muon"].row.config),
-                Run(both["adamw"].flags, both["adamw"].row.config),
+                TrainingRun(both["muon"].flags, both["muon"].row.config),
+                TrainingRun(both["adamw"].flags, both["adamw"].row.config),
                 device,
             )
             for topology, both in jobs.items()

@@ -39,7 +39,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRun:
     """A training: flags of the model and its ranks, and Muon's settings.
 
     AdamW has its layout of buffers from the settings.
@@ -49,7 +49,7 @@ class Run:
     config: MuonConfig
 
 
-def predicted(muon: Run, adamw: Run, device: Device) -> Predicted:
+def predicted(muon: TrainingRun, adamw: TrainingRun, device: Device) -> Predicted:
     """Plan every stage; no process group is needed.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from megatron_muon import MuonConfig
 from megatron_muon.bench.step.build import build
 from megatron_muon.bench.step.measure import Measured, StepJob, checksums_agree, measure
-from megatron_muon.bench.step.meter import Stopwatch
+from megatron_muon.bench.step.meter import StepTimers
 from megatron_muon.bench.step.rows import rows
 from support.benching import OURS, model_and_ranks
 from support.installed import VERSION
@@ -28,7 +28,7 @@ def _measured(arguments: str, names: list[str]) -> dict[str, Any]:
     chosen = rows(MuonConfig(), names, [], "duplicated")
     measured = measure(StepJob(flags, tuple(chosen), 1))
     row = next(row for row in chosen if row.name == "muon-paper")
-    built = build(row, flags, Stopwatch(torch.device("cpu")))
+    built = build(row, flags, StepTimers(torch.device("cpu")))
     parts = [part for part in built.optimizer.chained_optimizers if part.muon is not None]
     return {
         "rows": {row.name: one for row, one in zip(chosen, measured, strict=True)},
@@ -140,7 +140,7 @@ def _planned_bytes(aligned: bool) -> list[int]:
     (row, *_) = rows(MuonConfig(homes="local"), ["muon-contiguous"], [], "duplicated")
     row = replace(row, config=replace(row.config, align_shards=aligned and row.config.align_shards))
     measure(StepJob(flags, (), 0))  # Megatron's groups
-    built = build(row, flags, Stopwatch(torch.device("cpu")))
+    built = build(row, flags, StepTimers(torch.device("cpu")))
     return [sum(part.muon.plan.sent_bytes()) for part in built.optimizer.chained_optimizers]
 
 

@@ -47,14 +47,14 @@ def _directions(name: str) -> dict[str, torch.Tensor]:
     """On one rank, by parameter: what a first step makes of Muon's main parameters."""
     from megatron_muon.bench.step import measure
     from megatron_muon.bench.step.build import build
-    from megatron_muon.bench.step.meter import Stopwatch
+    from megatron_muon.bench.step.meter import StepTimers
     from megatron_muon.bench.step.rows import rows
 
     (row, *_) = rows(MuonConfig(), [name], [], "duplicated")
     flags = model_and_ranks("--tp 1 --dp 1")
     device = measure._start_megatron(flags)
     noise = torch.randn(measure.NOISE, generator=torch.Generator().manual_seed(1)) / 50
-    watch = Stopwatch(device)
+    watch = StepTimers(device)
     contender: Any = measure._Contender(build(row, flags, watch), watch, noise)
     contender.park()
     contender.wake()

@@ -17,8 +17,8 @@ from megatron_muon.cli.certify.kinds import stage_kinds
 from megatron_muon.cli.model_flags import Settled
 from megatron_muon.mcore import build
 from megatron_muon.runtime.optimizer import DistributedMuon
-from megatron_muon.virtual_gpu.device.nccl import Launcher, Part, Work
-from megatron_muon.virtual_gpu.megatron import Training
+from megatron_muon.virtual_gpu.device.nccl import Handle, Launcher, Operation
+from megatron_muon.virtual_gpu.megatron import OptimizerSettings
 from support.virtual_gpu.plans import settled_flags
 from support.virtual_gpu.runs import Run
 
@@ -43,7 +43,7 @@ def certificate(
 ) -> Certificate:
     flags, settled = settled_run(run, *words)
     kinds = stage_kinds(flags, settled, count)
-    return certify(flags, settled, kinds, Training(clip_grad=clip_grad))
+    return certify(flags, settled, kinds, OptimizerSettings(clip_grad=clip_grad))
 
 
 def failed(certificate: Certificate) -> list[str]:
@@ -77,15 +77,15 @@ def test_all_claims_hold_for_the_step_as_it_is(run: Run) -> None:
 
 # --- mutants: one rank, or all of them, broken on the way -----------------------------------------
 
-Launch = Callable[..., Work | None]
+Launch = Callable[..., Handle | None]
 Patch = pytest.MonkeyPatch
 ODD = 2  # the rank that does otherwise
 
 
-def _with_launch(patch: Patch, change: Callable[..., Work | None]) -> None:
+def _with_launch(patch: Patch, change: Callable[..., Handle | None]) -> None:
     original: Launch = Launcher.launch
 
-    def launch(self: Launcher, parts: list[Part], *args: Any) -> Work | None:
+    def launch(self: Launcher, parts: list[Operation], *args: Any) -> Handle | None:
         return change(self, original, parts, *args)
 
     patch.setattr(Launcher, "launch", launch)
@@ -122,7 +122,7 @@ def other_plan(patch: Patch) -> None:
 def early_read(patch: Patch) -> None:
     """What is received is read before the wait."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
         work = launch(nccl, parts, *args)
         for part in parts:
             for received in part.writes:
@@ -135,7 +135,7 @@ def early_read(patch: Patch) -> None:
 def early_free(patch: Patch) -> None:
     """What is received goes to memory that is given back at once."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
         elsewhere = [
             dataclasses.replace(part, writes=[torch.empty_like(x) for x in part.writes])
             for part in parts
@@ -236,7 +236,7 @@ def test_stages_alike_are_looked_at_once() -> None:
         ("middle", (1, 2)),
         ("last", (3,)),
     ]
-    verdict = certify(flags, settled, kinds, Training())
+    verdict = certify(flags, settled, kinds, OptimizerSettings())
     assert verdict.holds
     assert [report.rank for of_kind in verdict.reports for report in of_kind] == [0, 1, 2, 3, 6, 7]
 

@@ -15,7 +15,7 @@ from megatron_muon import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.runtime.fused import Fused
-from megatron_muon.virtual_gpu.device.nccl import Launcher, Part, Work
+from megatron_muon.virtual_gpu.device.nccl import Handle, Launcher, Operation
 from megatron_muon.virtual_gpu.races import MEMORY, Memory, races
 from megatron_muon.virtual_gpu.recording import Recording
 from megatron_muon.virtual_gpu.stage import check_stage
@@ -69,14 +69,14 @@ def test_sent_bytes_are_the_plans() -> None:
 
 # --- mutants: the exchange's calls of torch.distributed, broken on the way -----------------------
 
-Launch = Callable[..., Work | None]
+Launch = Callable[..., Handle | None]
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
-def _with_launch(patch: pytest.MonkeyPatch, change: Callable[..., Work | None]) -> None:
+def _with_launch(patch: pytest.MonkeyPatch, change: Callable[..., Handle | None]) -> None:
     original: Launch = Launcher.launch
 
-    def launch(self: Launcher, parts: list[Part], *args: Any) -> Work | None:
+    def launch(self: Launcher, parts: list[Operation], *args: Any) -> Handle | None:
         return change(self, original, parts, *args)
 
     patch.setattr(Launcher, "launch", launch)
@@ -84,13 +84,13 @@ def _with_launch(patch: pytest.MonkeyPatch, change: Callable[..., Work | None]) 
 
 def no_wait(patch: pytest.MonkeyPatch) -> None:
     """The exchange goes on without waiting for its messages."""
-    patch.setattr(Work, "wait", lambda self, timeout=None: True)
+    patch.setattr(Handle, "wait", lambda self, timeout=None: True)
 
 
 def dropped_message(patch: pytest.MonkeyPatch) -> None:
     """What is sent is a copy that no one keeps until it has gone."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
         copies = [dataclasses.replace(p, reads=[x.clone() for x in p.reads]) for p in parts]
         return launch(nccl, copies, *args)
 
@@ -100,7 +100,7 @@ def dropped_message(patch: pytest.MonkeyPatch) -> None:
 def early_free(patch: pytest.MonkeyPatch) -> None:
     """What is received goes to memory that is given back at once."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
         new = [
             dataclasses.replace(p, writes=[torch.empty_like(x) for x in p.writes]) for p in parts
         ]
@@ -112,7 +112,7 @@ def early_free(patch: pytest.MonkeyPatch) -> None:
 def early_read(patch: pytest.MonkeyPatch) -> None:
     """What is received is read before the wait."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
         work = launch(nccl, parts, *args)
         for part in parts:
             for received in part.writes:
@@ -125,7 +125,7 @@ def early_read(patch: pytest.MonkeyPatch) -> None:
 def overwritten_message(patch: pytest.MonkeyPatch) -> None:
     """What is sent is written to before it has gone."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
         work = launch(nccl, parts, *args)
         for part in parts:
             for sent in part.reads:
@@ -138,7 +138,7 @@ def overwritten_message(patch: pytest.MonkeyPatch) -> None:
 def launched_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
     """NCCL waits for another stream than the one that made the message."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
         with torch.cuda.Stream():
             return launch(nccl, parts, *args)
 
