@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from megatron_muon.coefficients import SETS, CoefficientSet  # noqa: E402 after the path is set
 from megatron_muon.config import MuonConfig  # noqa: E402
-from megatron_muon.megatron_lm.flag_table import FLAGS, Flag  # noqa: E402
+from megatron_muon.megatron_lm.flags.table import FLAGS, Flag  # noqa: E402
 from megatron_muon.setting_names import FLAG_OF  # noqa: E402
 
 WRITTEN = "<!-- Written by docs/generate.py from {source}; change that. -->\n\n"

@@ -11,8 +11,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_muon.megatron_lm.flag_values import value_given
-from megatron_muon.megatron_lm.flags import muon_config
+from megatron_muon.megatron_lm.flags.settings import muon_config
+from megatron_muon.megatron_lm.flags.values import value_given
 from megatron_muon.planning.buckets.count import (
     Buffer,
     LocalParameter,

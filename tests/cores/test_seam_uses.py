@@ -14,7 +14,7 @@ import torch
 
 from megatron_muon.mcore.seams import rows
 from megatron_muon.mcore.seams.training import ARGUMENTS, UNCHECKED_ARGUMENTS
-from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flags.table import FLAGS
 from support import ROOT
 from support.megatron_uses import Use, own_names, uses_in, uses_in_text
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flags.table import FLAGS
 from support import PYTHON311, ROOT, TESTS, te_on_cpu
 
 EXAMPLES = ROOT / "examples"
@@ -197,7 +197,7 @@ PARSE = """
 import argparse, json, sys
 sys.path.insert(0, sys.argv[1])
 from megatron.training.arguments import add_megatron_arguments
-from megatron_muon.megatron_lm.flags import add_flags
+from megatron_muon.megatron_lm.flags.parser import add_flags
 for words in json.load(sys.stdin):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)

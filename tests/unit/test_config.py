@@ -15,7 +15,7 @@ import pytest
 import megatron_muon
 from megatron_muon import MuonConfig
 from megatron_muon.coefficients import SETS, NsDtype, schedule
-from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flags.table import FLAGS
 from megatron_muon.orthogonalize.iteration import (
     Device,
     dtype_of,

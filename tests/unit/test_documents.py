@@ -15,7 +15,7 @@ import pytest
 
 import megatron_muon
 from megatron_muon.cli import main
-from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flags.table import FLAGS
 from support import documents
 from support.documents import PAGES, ROOT
 

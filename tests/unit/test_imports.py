@@ -38,7 +38,8 @@ WITHOUT_TORCH = {"version", "presence", "setting_names", "coefficients", "config
 WITHOUT_TORCH |= {"pricing", "orthogonalize.iteration", "watching.line_format", "traces", "curves"}
 # Of a checkpoint's files, those that hold no tensor.
 WITHOUT_TORCH |= {f"files.{name}" for name in ("claim", "digest", "digest_parts", "digest_text")}
-WITHOUT_TORCH |= {f"files.{name}" for name in ("durable", "pickles", "regular")}
+WITHOUT_TORCH |= {f"files.{name}" for name in ("durable", "regular")}
+WITHOUT_TORCH |= {f"files.pickles.{name}" for name in ("makers", "objects", "reader")}
 
 
 def dotted(path: Path) -> str:

@@ -12,7 +12,7 @@ import torch
 from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_muon.files import archive
-from megatron_muon.files.pickles import Unknown
+from megatron_muon.files.pickles.objects import Unknown
 from megatron_muon.files.regular import entries
 from megatron_muon.files.torch_dist import METADATA, Metadata, Shards, common, read_metadata
 from megatron_muon.mcore.checkpoint import foreign

@@ -8,8 +8,9 @@ import json
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.megatron_lm.flag_table import FLAGS, OF_ANY
-from megatron_muon.megatron_lm.flags import add_flags, muon_backend, muon_config
+from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend
+from megatron_muon.megatron_lm.flags.settings import muon_config
+from megatron_muon.megatron_lm.flags.table import FLAGS, OF_ANY
 from megatron_muon.megatron_lm.install import asks_for_muon
 from megatron_muon.megatron_lm.namespace import given_on, leave_to_megatron, put_in_force
 from support.megatron_lm.flag_parsers import EVERY, MEANINGS, WITH_MUON, parsed, parser_of
