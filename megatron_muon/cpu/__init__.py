@@ -53,8 +53,8 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
             handed to ``torch.compile`` meanwhile runs uncompiled, as everything else does.
 
     Raises:
-        RuntimeError: ``megatron.core`` is already imported (it has bound what would be replaced)
-            and ``late`` is not set, or a GPU is available and ``allow_cuda`` is not set.
+        RuntimeError: ``megatron.core`` is already imported, has bound what would be replaced, and
+            ``late`` is not set. Or a GPU is available and ``allow_cuda`` is not set.
         CoreNotFoundError: there is no megatron.core.
     """
     global _patches

@@ -1,8 +1,8 @@
 """Megatron's whole training step with Muon inside, of one rank, on a virtual GPU.
 
 Real: Megatron's model, its DDP with buffers and overlaps, DistributedOptimizer, ChainedOptimizer,
-clipping, and the package. Not real: forward and backward, which here only read parameters and
-write gradients; Transformer Engine's fused kernels (``fused``); and what other ranks say while the
+clipping, and the package. Not real: forward and backward, which here only read parameters and write
+gradients, and Transformer Engine's fused kernels (``fused``). Nor is what other ranks say while the
 optimizer is built.
 """
 

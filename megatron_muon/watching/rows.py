@@ -21,9 +21,9 @@ from megatron_muon.runtime.update import update_scale
 
 Kind = Literal["muon", "adamw", "layers", "logits"]
 
-# The sums of a row. Squares are of elements, but of ``spectral_squares`` and
-# ``orthogonality_squares``, which are of matrices; ``home_elements`` are those of whole matrices at
-# their homes, ``moved`` ones those of matrices with a gradient.
+# The sums of a row. Squares are of elements; ``spectral_squares`` and ``orthogonality_squares`` are
+# of matrices. ``home_elements`` are those of whole matrices at their homes, ``moved`` ones those of
+# matrices with a gradient.
 SUMS: Mapping[Kind, tuple[str, ...]] = {
     "muon": (
         *("elements", "update_squares", "weight_squares", "momentum_squares"),

@@ -1,8 +1,8 @@
 """Slow links on this machine: a network namespace for each rank, whose sending tc slows down.
 
-Nothing here has a name in the file system. A namespace is held open by a descriptor of this process
-and by the ranks in it, so the kernel removes it, with its interfaces, once they have ended, however
-they end. The host's own interfaces stay as they are.
+Nothing here has a name in the file system. A descriptor of this process and the ranks in it hold a
+namespace open. The kernel removes it, with its interfaces, once they have ended, however they end.
+The host's own interfaces stay as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rank's part in ``megatron-muon bench step``: in each round every row takes one step.
 
-Memory holds one row at a time. Before its turn a row's storage is allocated and filled: weights and
-gradients with noise that is the same for every row, optimizer state with zeros. After its turn the
+Memory holds one row at a time. Before its turn a row's storage is allocated and filled. Weights and
+gradients get noise that is the same for every row, optimizer state zeros. After its turn the
 storage is freed. So every step is a first step from the same weights. All rows of our Muon with the
 same iteration must end it with the same bits.
 """

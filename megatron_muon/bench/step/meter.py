@@ -52,8 +52,8 @@ class Times:
 class StepTimers:
     """Stands in for Megatron's ``Timers``: optimizers call ``watch(name).start()`` and ``.stop()``.
 
-    On a GPU begins and ends are CUDA events of the current stream, which are read after the step:
-    nothing waits for them, and a part's time is the time of its kernels on that stream.
+    On a GPU begins and ends are CUDA events of the current stream, which are read after the step.
+    Nothing waits for them, and a part's time is the time of its kernels on that stream.
     """
 
     def __init__(self, device: torch.device) -> None:

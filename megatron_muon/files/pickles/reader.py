@@ -5,7 +5,7 @@ becomes a ``Name``, an object of a class becomes an ``Unknown`` with its argumen
 Only the makers that the caller passes are called, and each checks its arguments. The opcodes are
 those that torch and Megatron write in protocols 2 to 5: no LONG4, no EXT and no out-of-band buffer.
 
-Python's unpickler also fails in ways that no caller can catch: a nested tuple as a key overflows
+Python's unpickler also fails in ways that no caller can catch. A nested tuple as a key overflows
 the C stack, and one opcode makes it allocate 64 GB. Here keys are checked and the memo is a dict.
 
 Source: the comments on opcodes in CPython's ``pickletools``.

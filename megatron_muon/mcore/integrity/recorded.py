@@ -1,6 +1,6 @@
 """The digest of a checkpoint in Megatron-LM's format ``torch``, which only ``torch.save`` writes.
 
-Ranks also vote at Megatron's barriers: if this package's work or ``torch.save`` fails on one rank
+Ranks also vote at Megatron's barriers. If this package's work or ``torch.save`` fails on one rank
 between two barriers, all ranks raise at the next one.
 """
 

@@ -2,7 +2,7 @@
 
 A split is the choice of a weight's matrices: ``--muon-split PATTERN=KIND``. The class that holds a
 weight says how its rows lie, by its own settings. Only where a class is not Megatron's does the
-name say it. A weight that is not known yet gets a function in ``_FAMILIES``; ``matrices`` makes the
+name say it. A weight that is not known yet gets a function in ``_FAMILIES``. ``matrices`` makes the
 matrices of the split, ``planning.sections`` what TP ranks hold of them.
 """
 

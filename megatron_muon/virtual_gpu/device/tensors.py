@@ -1,6 +1,6 @@
 """Tensors on a ``cuda`` device that has no memory.
 
-A ``VirtualTensor`` says ``cuda`` to everyone who asks and computes nothing: each operation runs on
+A ``VirtualTensor`` says ``cuda`` to everyone who asks and computes nothing. Each operation runs on
 tensors of torch's meta device, which have shapes and strides and no elements.
 """
 

@@ -24,8 +24,8 @@ from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.runtime.fused import Fused, elementwise_on, trial
 from megatron_muon.runtime.update import Elementwise, Foreach
 
-# Errors of the same iteration on two devices differ by the order of sums alone; between the two
-# iterations, which differ by more, the largest factor seen is 3 (``newton_schulz``).
+# Errors of the same iteration on two devices differ by the order of sums alone. The two iterations
+# differ by more: the largest factor seen is 3 (``newton_schulz``).
 _FACTOR = 3.0
 _SHAPES = ((256, 1024), (512, 512))
 _FP32 = 1e-4  # a CPU's is below 2e-6; TF32, which has 10 bits, gives more than 1e-3
