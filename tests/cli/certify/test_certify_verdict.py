@@ -17,8 +17,8 @@ from megatron_muon.cli.certify.kinds import stage_kinds
 from megatron_muon.cli.model_flags import Settled
 from megatron_muon.mcore import build
 from megatron_muon.runtime.optimizer import DistributedMuon
-from megatron_muon.virtual_gpu.device.nccl import Handle, Launcher, Operation
 from megatron_muon.virtual_gpu.megatron import OptimizerSettings
+from support.virtual_gpu.mutants import early_free, early_read
 from support.virtual_gpu.plans import settled_flags
 from support.virtual_gpu.runs import Run
 
@@ -77,18 +77,8 @@ def test_all_claims_hold_for_the_step_as_it_is(run: Run) -> None:
 
 # --- mutants: one rank, or all of them, broken on the way -----------------------------------------
 
-Launch = Callable[..., Handle | None]
 Patch = pytest.MonkeyPatch
 ODD = 2  # the rank that does otherwise
-
-
-def _with_launch(patch: Patch, change: Callable[..., Handle | None]) -> None:
-    original: Launch = Launcher.launch
-
-    def launch(self: Launcher, parts: list[Operation], *args: Any) -> Handle | None:
-        return change(self, original, parts, *args)
-
-    patch.setattr(Launcher, "launch", launch)
 
 
 def _before_step(patch: Patch, action: Callable[[DistributedMuon], object]) -> None:
@@ -117,32 +107,6 @@ def other_plan(patch: Patch) -> None:
         return original(parameters, grid, config, *args)
 
     patch.setattr(build, "make_plan", make_plan)
-
-
-def early_read(patch: Patch) -> None:
-    """What is received is read before the wait."""
-
-    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
-        work = launch(nccl, parts, *args)
-        for part in parts:
-            for received in part.writes:
-                received.clone()
-        return work
-
-    _with_launch(patch, change)
-
-
-def early_free(patch: Patch) -> None:
-    """What is received goes to memory that is given back at once."""
-
-    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
-        elsewhere = [
-            dataclasses.replace(part, writes=[torch.empty_like(x) for x in part.writes])
-            for part in parts
-        ]
-        return launch(nccl, elsewhere, *args)
-
-    _with_launch(patch, change)
 
 
 def lost_message(patch: Patch) -> None:

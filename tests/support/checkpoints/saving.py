@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from support.installed import VERSION
 from support.models.gpt import Built, Case, Topology, distributed_optimizers, held, start, take_step
+from support.ranks import error_of
 
 
 def formats() -> list[str]:
@@ -290,11 +291,7 @@ def error_of_load(case: Case, topology: Topology, format: str, folder: str) -> s
 def error_of_save(case: Case, topology: Topology, format: str, folder: str) -> str:
     """What saving raises, as text."""
     built = start(case, topology)
-    try:
-        save(built, folder, format)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(lambda: save(built, folder, format))
 
 
 def unequal(one: dict[str, Any], two: dict[str, Any], where: str, log: bool = True) -> list[str]:

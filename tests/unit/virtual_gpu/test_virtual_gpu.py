@@ -21,6 +21,7 @@ from megatron_muon.virtual_gpu.recording import Recording
 from megatron_muon.virtual_gpu.stage import check_stage
 from megatron_muon.virtual_gpu.step import record_step
 from megatron_muon.virtual_gpu.trace import Kernel
+from support.virtual_gpu.mutants import Launch, early_free, early_read, with_launch
 from support.virtual_gpu.plans import small_plan
 
 SIZES = {"one round": 1 << 30, "some": 60_000, "a round each": 1}  # a fc1 has 160 kB
@@ -69,17 +70,7 @@ def test_sent_bytes_are_the_plans() -> None:
 
 # --- mutants: the exchange's calls of torch.distributed, broken on the way -----------------------
 
-Launch = Callable[..., Handle | None]
 Mutant = Callable[[pytest.MonkeyPatch], None]
-
-
-def _with_launch(patch: pytest.MonkeyPatch, change: Callable[..., Handle | None]) -> None:
-    original: Launch = Launcher.launch
-
-    def launch(self: Launcher, parts: list[Operation], *args: Any) -> Handle | None:
-        return change(self, original, parts, *args)
-
-    patch.setattr(Launcher, "launch", launch)
 
 
 def no_wait(patch: pytest.MonkeyPatch) -> None:
@@ -94,32 +85,7 @@ def dropped_message(patch: pytest.MonkeyPatch) -> None:
         copies = [dataclasses.replace(p, reads=[x.clone() for x in p.reads]) for p in parts]
         return launch(nccl, copies, *args)
 
-    _with_launch(patch, change)
-
-
-def early_free(patch: pytest.MonkeyPatch) -> None:
-    """What is received goes to memory that is given back at once."""
-
-    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
-        new = [
-            dataclasses.replace(p, writes=[torch.empty_like(x) for x in p.writes]) for p in parts
-        ]
-        return launch(nccl, new, *args)
-
-    _with_launch(patch, change)
-
-
-def early_read(patch: pytest.MonkeyPatch) -> None:
-    """What is received is read before the wait."""
-
-    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
-        work = launch(nccl, parts, *args)
-        for part in parts:
-            for received in part.writes:
-                received.clone()
-        return work
-
-    _with_launch(patch, change)
+    with_launch(patch, change)
 
 
 def overwritten_message(patch: pytest.MonkeyPatch) -> None:
@@ -132,7 +98,7 @@ def overwritten_message(patch: pytest.MonkeyPatch) -> None:
                 sent.zero_()
         return work
 
-    _with_launch(patch, change)
+    with_launch(patch, change)
 
 
 def launched_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
@@ -142,7 +108,7 @@ def launched_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
         with torch.cuda.Stream():
             return launch(nccl, parts, *args)
 
-    _with_launch(patch, change)
+    with_launch(patch, change)
 
 
 def newton_schulz_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
