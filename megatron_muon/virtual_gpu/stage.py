@@ -73,7 +73,7 @@ def check_calls(calls: Calls) -> Faults:
 
     1. Over a group every rank calls the same collectives in one order, with the same dtype, size,
        reduction and root.
-    2. What rank i sends to rank j in an all-to-all is what j receives from i: dtype and bytes.
+    2. In an all-to-all rank j receives what rank i sends to it: dtype and bytes.
     3. The sends from i to j are the receives of j from i in number, order, dtype and bytes.
     4. All of them end, where each waits for what its stream has before it and for its partners;
        looked at where the first three hold.

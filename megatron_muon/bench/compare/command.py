@@ -291,7 +291,7 @@ def _launched_ranks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 
 def _where() -> dict[str, str]:
-    """What a measurement depends on beside its flags."""
+    """Versions and devices: a measurement depends on them beside its flags."""
     import torch
 
     from megatron_muon.mcore.seams.rows import megatron_version

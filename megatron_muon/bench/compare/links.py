@@ -51,7 +51,7 @@ def why_not() -> str | None:
 def shaped(world: int, mbits: float) -> Iterator[tuple[str, ...]]:
     """A namespace for each rank, joined by a bridge; what a rank sends is slowed to the rate.
 
-    What a rank receives is slowed by its senders only.
+    Only its senders slow what a rank receives.
 
     Args:
         world: number of ranks, at most 62 500.

@@ -1,4 +1,4 @@
-"""What a topology is predicted to hold and send, by its exchange plan."""
+"""Bytes that a topology is predicted to hold and send, by its exchange plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATE = (MAIN, MOMENTS, MOMENTUM)
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Of all pipeline stages.
+    """Bytes of all pipeline stages.
 
     Attributes:
         exchange: bytes that all ranks send in Muon's exchange.

@@ -50,7 +50,7 @@ def write(path: Path, known: str, ranks: Sequence[Trained]) -> None:
 
 
 def read(path: Path, known: str) -> list[Trained] | None:
-    """What ``write`` has written with the same digest; None where there is no such file."""
+    """The ranks that ``write`` wrote with the same digest; None where there is no such file."""
     try:
         stored = json.loads(path.read_text())
     except FileNotFoundError:

@@ -212,7 +212,7 @@ def train_in_launched_world(job: Job) -> list[Trained]:
 
 
 def first_ranks(trained: list[Trained] | None) -> list[Trained] | None:
-    """What rank 0 has read, on every rank of a launcher's world."""
+    """The measurements that rank 0 has read, on every rank of a launcher's world."""
     mine = "" if trained is None else json.dumps([asdict(each) for each in trained])
     text = collectives.all_gather_texts(mine, None)[0]
     return [Trained(**each) for each in json.loads(text)] if text else None

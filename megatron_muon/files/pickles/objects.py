@@ -1,4 +1,4 @@
-"""What a pickle as data is made of beside plain values: names, and objects of unknown classes."""
+"""Parts of a pickle as data beside plain values: names, and objects of unknown classes."""
 
 from __future__ import annotations
 
