@@ -127,12 +127,12 @@ def _texts(path: Path) -> Iterator[str]:
             yield str(node.value)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
-def test_no_text_names_a_setting_without_its_flag(path: Path) -> None:
+def test_no_text_names_a_setting_without_its_flag() -> None:
     """``named`` puts it there; a single word is no sentence."""
-    for text in _texts(path):
-        for field in NAMES.findall(text) if " " in text else []:
-            assert FLAG_OF[field] in text, text
+    for path in MODULES:
+        for text in _texts(path):
+            for field in NAMES.findall(text) if " " in text else []:
+                assert FLAG_OF[field] in text, f"{path}: {text}"
 
 
 def test_the_defaults_are_moonlights() -> None:
