@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from megatron_muon.coefficients import SETS, CoefficientSet  # noqa: E402 after the path is set
 from megatron_muon.config import MuonConfig  # noqa: E402
-from megatron_muon.megatron_lm.flag_table import FLAGS, Flag  # noqa: E402
+from megatron_muon.megatron_lm.flags.table import FLAGS, Flag  # noqa: E402
 from megatron_muon.setting_names import FLAG_OF  # noqa: E402
 
 WRITTEN = "<!-- Written by docs/generate.py from {source}; change that. -->\n\n"
@@ -55,18 +55,20 @@ def coefficients_page() -> str:
         "`standard`.\n\n",
         _table(
             ["set", "steps", "interval", "band", "beyond", "gram, bf16", "fp16", "fp32"],
-            [_set_row(name, found) for name, found in SETS.items()],
+            [_set_row(name, coefficients) for name, coefficients in SETS.items()],
         ),
         "\nYour own numbers: `--muon-ns-coefficients 'a,b,c'` for every step, or "
         "`'a,b,c;a,b,c;…'` one after the other; in Python a tuple of three numbers, or a tuple of "
         f"such. The default is `{MuonConfig().ns_coefficients}` with {MuonConfig().ns_steps} "
         "steps.\n",
     ]
-    for name, found in SETS.items():
-        rows = [[str(step), *map(repr, triple)] for step, triple in enumerate(found.triples, 1)]
-        parts.append(f"\n## {name}\n\nSource: {_linked(found.source)}.\n\n")
-        if found.headroom != 1:
-            parts.append(f"In bf16 and fp16 arguments are divided by {found.headroom}.\n\n")
+    for name, coefficients in SETS.items():
+        rows = [
+            [str(step), *map(repr, triple)] for step, triple in enumerate(coefficients.triples, 1)
+        ]
+        parts.append(f"\n## {name}\n\nSource: {_linked(coefficients.source)}.\n\n")
+        if coefficients.headroom != 1:
+            parts.append(f"In bf16 and fp16 arguments are divided by {coefficients.headroom}.\n\n")
         parts.append(_table(["step", "a", "b", "c"], rows))
     return "".join(parts)
 
@@ -117,20 +119,22 @@ def _setting(flag: Flag, fields: dict[str, str]) -> str:
     return f"`{fields[flag.option]}`" if flag.option in fields else ""
 
 
-def _set_row(name: str, found: CoefficientSet) -> list[str]:
+def _set_row(name: str, coefficients: CoefficientSet) -> list[str]:
     after = {"cycle": "from the start", "repeat_last": "the last again", "refuse": "refused"}
     grams = [
         ", ".join(
-            str(steps) for steps, at in found.restarts.items() if getattr(at, dtype) is not None
+            str(steps)
+            for steps, at in coefficients.restarts.items()
+            if getattr(at, dtype) is not None
         )
         for dtype in ("bf16", "fp16", "fp32")
     ]
     return [
         f"[`{name}`](#{name})",
-        str(found.steps),
-        f"{found.interval[0]:g} to {found.interval[1]:g}",
-        f"{found.band[0]:g} to {found.band[1]:g}",
-        after[found.after],
+        str(coefficients.steps),
+        f"{coefficients.interval[0]:g} to {coefficients.interval[1]:g}",
+        f"{coefficients.band[0]:g} to {coefficients.band[1]:g}",
+        after[coefficients.after],
         *grams,
     ]
 
@@ -155,9 +159,9 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 def main(arguments: list[str]) -> int:
     """Write the pages, or with ``--check`` only compare: 1 where one is stale."""
     if arguments == ["--check"]:
-        if found := stale():
-            print(f"docs: {', '.join(found)} are stale: run python docs/generate.py")
-        return int(bool(found))
+        if outdated := stale():
+            print(f"docs: {', '.join(outdated)} are stale: run python docs/generate.py")
+        return int(bool(outdated))
     for name, page in PAGES.items():
         (HERE / name).write_text(page())
     return 0

@@ -34,8 +34,8 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
 
 
 def _elsewhere() -> list[Path]:
-    found = {path for pattern in ELSEWHERE for path in ROOT.glob(pattern)}
-    return sorted(path for path in found if "out" not in path.parts and path != ROOT / "README.md")
+    pages = {path for pattern in ELSEWHERE for path in ROOT.glob(pattern)}
+    return sorted(path for path in pages if "out" not in path.parts and path != ROOT / "README.md")
 
 
 def _rewritten(link: re.Match[str], here: str, files: Any) -> str:

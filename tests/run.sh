@@ -4,8 +4,9 @@
 # `bash tests/run.sh te` runs the lines of te.txt, over the Python of Transformer Engine.
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
 # with another core (or with a checkout, by its path), and `TE=2.12.0 bash tests/run.sh ARGS` over the
-# Python of that Transformer Engine. Where it chooses the tests itself, two files run side by side: many
-# wait for one of their ranks, or have one process only. WORKERS=4 takes four; 0 runs one after another.
+# Python of that Transformer Engine. Two files run side by side where it chooses the tests itself, and
+# where the first of ARGS is a folder: many wait for one of their ranks, or have one process only. No
+# file's tests are parted. WORKERS=4 takes four; 0 runs one after another, as --pdb and -s want it.
 # Makes .venv-tests/ at the first call (Python 3.10 or newer, about 450 MB of downloads with a CPU
 # build of torch); pip's own environment variables and configuration are honoured.
 set -euo pipefail
@@ -82,6 +83,9 @@ export OMP_NUM_THREADS=1
 SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile)
 if [[ $* == te ]]; then
     over_te
+    exit
+elif [[ -d ${1:-} ]]; then
+    run "${CORE:-}" "${SIDE_BY_SIDE[@]}" "$@"
     exit
 elif (($#)); then
     run "${CORE:-}" "$@"

@@ -10,13 +10,10 @@ best rate. Runs that are already in the work folder with the same flags are not 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-from pathlib import Path
 from typing import Any
 
-from sweep import HERE, run_all
+from sweep import measure_and_print, run_all
 
 CLIPS, SCOPES, SEEDS = (1.0, 0.1, 0.01), ("all", "adamw"), (1, 2, 3)
 RATE, STEPS = 2e-2, 160
@@ -57,24 +54,5 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument(
-        "--work", type=Path, default=HERE / "out" / "clip_scope", help="single runs"
-    )
-    parser.add_argument("--figures", type=Path, default=HERE / "figures", help="the results")
-    args, extra = parser.parse_known_args()  # the rest goes to train.py
-    path = args.figures / "clip_scope.json"
-    if not args.table:
-        report = measure(args, extra)
-        args.figures.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(json.loads(path.read_text())))
-
-
 if __name__ == "__main__":
-    main()
+    measure_and_print("clip_scope", __doc__, measure, table)

@@ -11,13 +11,10 @@ in the work folder with the same flags are not repeated.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-from pathlib import Path
 from typing import Any
 
-from sweep import HERE, run_all
+from sweep import measure_and_print, run_all
 
 RATES, SEEDS, STEPS = (5e-3, 1e-2, 2e-2, 4e-2), (1, 2, 3), 160
 QKV, FC1 = "*.linear_qkv.weight", "*.linear_fc1.weight"
@@ -80,22 +77,5 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--work", type=Path, default=HERE / "out" / "splits", help="single runs")
-    parser.add_argument("--figures", type=Path, default=HERE / "figures", help="the results")
-    args, extra = parser.parse_known_args()  # the rest goes to train.py
-    path = args.figures / "splits.json"
-    if not args.table:
-        report = measure(args, extra)
-        args.figures.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(json.loads(path.read_text())))
-
-
 if __name__ == "__main__":
-    main()
+    measure_and_print("splits", __doc__, measure, table)

@@ -19,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +175,29 @@ def _cells(run: dict[str, Any] | None) -> str:
         return "diverged | "
     first, median, last = run["update_rms"]
     return f"{run['val_loss']:.3f} | {first:.2f}, {median:.2f}, {last:.2f}"
+
+
+def measure_and_print(
+    name: str,
+    description: str | None,
+    measure: Callable[[argparse.Namespace, list[str]], dict[str, Any]],
+    table: Callable[[dict[str, Any]], str],
+) -> None:
+    """The command line of a script that writes ``figures/NAME.json`` and prints its table."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--work", type=Path, default=HERE / "out" / name, help="single runs")
+    parser.add_argument("--figures", type=Path, default=HERE / "figures", help="the results")
+    args, extra = parser.parse_known_args()  # the rest goes to train.py
+    path = args.figures / f"{name}.json"
+    if not args.table:
+        report = measure(args, extra)
+        args.figures.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(json.loads(path.read_text())))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.cli import patch_tree
-from megatron_muon.cli.doctor_rows import Check, examine
+from megatron_muon.cli.doctor_rows import Examined, examine
 from megatron_muon.cli.patch_lines import PatchError
 
 _DESCRIPTION = """\
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(row.fault for row in rows) else 0
 
 
-def as_text(rows: Sequence[Check]) -> str:
+def as_text(rows: Sequence[Examined]) -> str:
     """The checks as text: a line per row, then the verdict."""
     width = max(len(row.name) for row in rows)
     lines = [f"{row.name:{width}}  {row.value}" for row in rows]
@@ -56,7 +56,7 @@ def as_text(rows: Sequence[Check]) -> str:
     return "\n".join([*lines, "", *verdict])
 
 
-def as_json(rows: Sequence[Check]) -> str:
+def as_json(rows: Sequence[Examined]) -> str:
     """The checks as one JSON object; ``faults`` is empty where Muon would run."""
     faults = [row.fault for row in rows if row.fault]
     values = {row.name: row.value for row in rows}

@@ -40,7 +40,7 @@ _OLDEST_TORCH = (2, 4)
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Examined:
     """One row of the report.
 
     Attributes:
@@ -54,7 +54,7 @@ class Check:
     fault: str = ""
 
 
-def examine(checkout: Path | None) -> list[Check]:
+def examine(checkout: Path | None) -> list[Examined]:
     """Make all checks; of those that import Megatron, the first with a fault is the last.
 
     Args:
@@ -72,39 +72,41 @@ def examine(checkout: Path | None) -> list[Check]:
     return rows
 
 
-def _environment() -> Iterator[Check]:
-    yield Check("python", f"{platform.python_version()} ({sys.executable})")
-    yield Check("megatron_muon", f"{megatron_muon.__version__} ({_folder(megatron_muon.__file__)})")
+def _environment() -> Iterator[Examined]:
+    yield Examined("python", f"{platform.python_version()} ({sys.executable})")
+    yield Examined(
+        "megatron_muon", f"{megatron_muon.__version__} ({_folder(megatron_muon.__file__)})"
+    )
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
-        yield Check("torch", "none", f"torch cannot be imported ({error}): install torch")
+        yield Examined("torch", "none", f"torch cannot be imported ({error}): install torch")
         return
     version = torch.__version__
     old = tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH
-    yield Check(
+    yield Examined(
         "torch", version, f"torch {version} is too old: install 2.4 or newer" if old else ""
     )
     if torch.cuda.is_available():
         device = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
     else:
         device = "no GPU: the CPU runtime would be on"
-    yield Check("device", device)
+    yield Examined("device", device)
     for name, distribution, module in (
         ("transformer-engine", "transformer-engine", "transformer_engine"),
         ("apex", "apex", "apex.optimizers"),  # PyPI's package of that name is another
         ("emerging_optimizers", "emerging-optimizers", "emerging_optimizers"),
     ):
-        yield Check(name, _installed(distribution, module))
+        yield Examined(name, _installed(distribution, module))
     if importlib.util.find_spec("psutil") is None:
-        yield Check("psutil", "none: saves in torch_dist hang without it; pip install psutil")
+        yield Examined("psutil", "none: saves in torch_dist hang without it; pip install psutil")
 
 
-def _megatron(checkout: Path | None) -> Iterator[Check]:
+def _megatron(checkout: Path | None) -> Iterator[Examined]:
     """Checks that import Megatron, without a GPU under the CPU runtime."""
     where = _location("megatron.core")
     if where is None:
-        yield Check(
+        yield Examined(
             "megatron-core",
             "none",
             f"there is no megatron.core: {WAY_OUT}, or name one to this command",
@@ -115,36 +117,36 @@ def _megatron(checkout: Path | None) -> Iterator[Check]:
         yield from _checkout(folder)
     yield _core(where)
     yield _hooks()
-    yield Check("hooks of commands", _those_there(*_OF_COMMANDS))
+    yield Examined("hooks of commands", _those_there(*_OF_COMMANDS))
     yield _hooks_on_the_cpu()
     if folder is not None:
         yield _plain_command(folder)
         row = _training_hooks(folder)
         # The megatron.training of an installed core (0.19 and later) runs no script: not a fault.
-        yield row if checkout is not None else Check(row.name, row.fault or row.value)
+        yield row if checkout is not None else Examined(row.name, row.fault or row.value)
         yield _refused_flags()
     yield _adam()
     yield _grad_norm()
     yield _refused()
 
 
-def _checkout(checkout: Path) -> Iterator[Check]:
+def _checkout(checkout: Path) -> Iterator[Examined]:
     try:
         version = patch_tree.version_of(checkout)
         check_installation(checkout)
     except (PatchError, MixedInstallationError) as error:
-        yield Check("megatron-lm", str(checkout), str(error))
+        yield Examined("megatron-lm", str(checkout), str(error))
         return
-    yield Check("megatron-lm", f"core {version} ({checkout})")
+    yield Examined("megatron-lm", f"core {version} ({checkout})")
     try:
         patch = patch_tree.look(checkout)
         way = "" if patch.state == "patched" else "; use the launcher, or megatron-muon patch apply"
-        yield Check("patch", f"{patch.state}: {describe(patch)}{way}")
+        yield Examined("patch", f"{patch.state}: {describe(patch)}{way}")
     except (PatchError, OSError) as error:
-        yield Check("patch", f"cannot be patched, use the launcher: {error}")
+        yield Examined("patch", f"cannot be patched, use the launcher: {error}")
 
 
-def _core(where: Path) -> Check:
+def _core(where: Path) -> Examined:
     torch = importlib.import_module("torch")
     try:
         if not torch.cuda.is_available():
@@ -152,17 +154,17 @@ def _core(where: Path) -> Check:
         importlib.import_module("megatron.core.optimizer")
         version, _ = megatron_version()
     except Exception as error:  # whatever a foreign package raises
-        return Check("megatron-core", f"({where})", _not_imported("megatron.core", where, error))
-    return Check("megatron-core", f"{version} ({where})")
+        return Examined("megatron-core", f"({where})", _not_imported("megatron.core", where, error))
+    return Examined("megatron-core", f"{version} ({where})")
 
 
-def _hooks() -> Check:
+def _hooks() -> Examined:
     count = _those_there(*_OF_RUNS)
     try:
         check_hooks()
     except (SeamError, ImportError) as error:
-        return Check("hooks", count, str(error))
-    return Check("hooks", count)
+        return Examined("hooks", count, str(error))
+    return Examined("hooks", count)
 
 
 # Parts of the seam table: those that a run needs, and those that it can do without.
@@ -184,7 +186,7 @@ def _those_there(*parts: Part) -> str:
     return ", ".join([count, *(f"not {name}" for name in missing)])
 
 
-def _hooks_on_the_cpu() -> Check:
+def _hooks_on_the_cpu() -> Examined:
     """The hooks of the CPU runtime, which a run without a GPU needs."""
     count, fault = _those_there("cpu"), ""
     if megatron_muon.cpu.enabled():
@@ -192,17 +194,17 @@ def _hooks_on_the_cpu() -> Check:
             check_part("cpu")
         except (SeamError, ImportError) as error:
             fault = str(error)
-    return Check("hooks without a GPU", count, fault)
+    return Examined("hooks without a GPU", count, fault)
 
 
-def _plain_command(checkout: Path) -> Check:
+def _plain_command(checkout: Path) -> Examined:
     """The Muon that plain `torchrun pretrain_gpt.py --optimizer muon ...` would start."""
     patched = False
     with contextlib.suppress(PatchError, OSError):
         patched = patch_tree.look(checkout, any_version=True).state == "patched"
     core = importlib.import_module("megatron.core.optimizer")
     emerging = getattr(core, "HAVE_EMERGING_OPTIMIZERS", False)  # since core 0.17
-    return Check("plain command", whose_muon(megatron_version()[1], patched, emerging))
+    return Examined("plain command", whose_muon(megatron_version()[1], patched, emerging))
 
 
 def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
@@ -228,15 +230,15 @@ def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
     )
 
 
-def _training_hooks(checkout: Path) -> Check:
+def _training_hooks(checkout: Path) -> Examined:
     try:
         importlib.import_module("megatron_muon.megatron_lm.install").install_training()
     except SeamError as error:
-        return Check("training hooks", "not all", str(error))
+        return Examined("training hooks", "not all", str(error))
     except Exception as error:  # whatever a checkout raises where it is imported
         fault = _not_imported("megatron.training", checkout / "megatron" / "core", error)
-        return Check("training hooks", "none", fault)
-    return Check("training hooks", "all")
+        return Examined("training hooks", "none", fault)
+    return Examined("training hooks", "all")
 
 
 def _not_imported(module: str, core: Path, error: Exception) -> str:
@@ -250,17 +252,17 @@ def _not_imported(module: str, core: Path, error: Exception) -> str:
     return f"{why} ({what})" if why else f"{module} cannot be imported: {what}"
 
 
-def _adam() -> Check:
+def _adam() -> Examined:
     """The Adam class that Megatron picked, or the CPU runtime's stand-in."""
     adam = importlib.import_module("megatron.core.optimizer").Adam
-    return Check("adam", f"{adam.__module__}.{adam.__qualname__}")
+    return Examined("adam", f"{adam.__module__}.{adam.__qualname__}")
 
 
-def _grad_norm() -> Check:
+def _grad_norm() -> Examined:
     """Weights that Megatron's norm, and with it AdamW's clip, counts wrongly where TP splits."""
     installed = _installed("transformer-engine", "transformer_engine")
     version = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
-    return Check("gradient norm", counted_wrongly(megatron_version()[1], version))
+    return Examined("gradient norm", counted_wrongly(megatron_version()[1], version))
 
 
 def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
@@ -283,15 +285,15 @@ def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
     )
 
 
-def _refused() -> Check:
+def _refused() -> Examined:
     refused = importlib.import_module("megatron_muon.cli.doctor_options").refused_options()
-    return Check("refused options", ", ".join(refused) or "none")
+    return Examined("refused options", ", ".join(refused) or "none")
 
 
-def _refused_flags() -> Check:
+def _refused_flags() -> Examined:
     """The flags that ``install.REFUSED`` refuses and that this Megatron-LM has."""
     flags = importlib.import_module("megatron_muon.megatron_lm.install").REFUSED
-    return Check("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
+    return Examined("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
 
 
 def _location(module: str) -> Path | None:

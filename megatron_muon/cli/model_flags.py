@@ -18,7 +18,8 @@ import megatron_muon
 from megatron_muon.config import MuonConfig
 from megatron_muon.dry_run.flags import add_megatron_flags
 from megatron_muon.dry_run.hybrid.settings import settle
-from megatron_muon.megatron_lm.flags import add_flags, muon_config
+from megatron_muon.megatron_lm.flags.parser import add_flags
+from megatron_muon.megatron_lm.flags.settings import muon_config
 from megatron_muon.presence import CoreNotFoundError
 
 if TYPE_CHECKING:

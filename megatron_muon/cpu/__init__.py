@@ -49,12 +49,12 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
 
     Args:
         allow_cuda: go ahead although this machine has a GPU, which is then not used.
-        late: ``megatron.core`` may be imported already, but has made nothing yet. What it has
-            handed to ``torch.compile`` meanwhile runs uncompiled, as everything else does.
+        late: ``megatron.core`` may be imported already, but has made nothing yet. Functions that it
+            has handed to ``torch.compile`` meanwhile run uncompiled, as everything else does.
 
     Raises:
-        RuntimeError: ``megatron.core`` is already imported (it has bound what would be replaced)
-            and ``late`` is not set, or a GPU is available and ``allow_cuda`` is not set.
+        RuntimeError: ``megatron.core`` is already imported, has bound what would be replaced, and
+            ``late`` is not set. Or a GPU is available and ``allow_cuda`` is not set.
         CoreNotFoundError: there is no megatron.core.
     """
     global _patches

@@ -125,7 +125,7 @@ def multi_latent(patches: Patches) -> None:
 def context_parallel(patches: Patches) -> None:
     """Each rank's queries attend to the keys and values of all ranks, gathered before the product.
 
-    Transformer Engine passes them around instead; the result is the same but for rounding, and the
+    Transformer Engine passes them around instead. The result is the same but for rounding. The
     memory for keys and values is that of one rank without context parallelism.
     """
     module = importlib.import_module("megatron.core.transformer.dot_product_attention")

@@ -1,7 +1,7 @@
 """Megatron's model chunks in their DDP, as Megatron-LM builds them from settings.
 
 Sources: ``get_model`` (megatron/training/training.py) and gpt_builders.py, which is part of
-pretrain_gpt.py before 0.15; at core_v0.12.3 to core_v0.19.0 and main, which agree but where it is
+pretrain_gpt.py before 0.15; at core_v0.12.3 to core_v0.19.0 and main. They agree but where it is
 said. The hybrid model's layers are in ``hybrid.layers``.
 """
 

@@ -1,8 +1,8 @@
 """Megatron-LM's flags, as far as they say which parameters a model has and where they lie.
 
 A field of TransformerConfig is the flag of its name with dashes, or the one that Megatron's own
-metadata on the field names, as Megatron-LM's parser has it (megatron/training/argument_utils.py);
-before 0.16 that metadata is not there, and ``_UNMARKED`` stands in for it. ``_add_others`` has the
+metadata on the field names. Megatron-LM's parser has it so (megatron/training/argument_utils.py).
+Before 0.16 that metadata is not there, and ``_UNMARKED`` stands in for it. ``_add_others`` has the
 flags that are no field or whose default is another one (megatron/training/arguments.py). Checked
 with the parsers of core_v0.12.3 to core_v0.19.0 and of main; ``versions`` has what only some have.
 

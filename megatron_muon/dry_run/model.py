@@ -3,7 +3,7 @@
 Sources: ``validate_args`` and ``core_transformer_config_from_args`` of
 megatron/training/arguments.py, and ``_vocab_size_with_padding`` of
 megatron/training/tokenizer/tokenizer.py (since 0.17 of
-megatron/core/tokenizers/utils/build_tokenizer.py), at core_v0.12.3 to core_v0.19.0 and main, which
+megatron/core/tokenizers/utils/build_tokenizer.py), at core_v0.12.3 to core_v0.19.0 and main. They
 agree but where it is said.
 """
 

@@ -1,7 +1,7 @@
 """Flags of models and modules that ``megatron-muon routes`` does not build, and why.
 
-Each would change which parameters there are, or which of them are trained. Of Megatron-LM's parsers
-at core_v0.12.3 to core_v0.19.0 and main, of pretrain_vlm.py and examples/multimodal, and of
+Each would change which parameters there are, or which of them are trained. Sources: Megatron-LM's
+parsers at core_v0.12.3 to core_v0.19.0 and main, pretrain_vlm.py and examples/multimodal, and
 megatron/post_training.
 """
 

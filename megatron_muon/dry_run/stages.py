@@ -66,7 +66,7 @@ class RoutedParameter:
     Attributes:
         name: Megatron's, with layers and experts numbered over all ranks.
         shape: one TP rank's.
-        tp: the parts of a matrix that TP ranks hold: ranges of rows or of columns, replicas, or all
+        tp: the parts of a matrix that TP ranks hold: ranges of rows or of columns, or replicas. All
             of it where there is one TP rank.
         ep_rank: the EP rank of an expert's parameter, where there are several; None for others.
         reason: why AdamW has it; None where Muon does.

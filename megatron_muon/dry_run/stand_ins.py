@@ -1,7 +1,7 @@
 """Stand-ins for packages of kernels, so that Megatron's layers can be made where they are missing.
 
-mamba_ssm, flash-linear-attention and Transformer Engine run on a GPU; to know which parameters a
-layer has, nothing of theirs is run, nor of einops, which the layers' forward passes call.
+mamba_ssm, flash-linear-attention and Transformer Engine run on a GPU. To know which parameters a
+layer has, nothing of theirs is run. Nor is einops, which the layers' forward passes call.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def without_memory() -> Iterator[None]:
 def without_inference_layers() -> Iterator[None]:
     """No linear is one of Transformer Engine's for inference, as is so in a local model.
 
-    The MTP layer of megatron-core 0.20 asks, which fails where Transformer Engine is not installed:
+    The MTP layer of megatron-core 0.20 asks. Where Transformer Engine is not installed that fails:
     classes derived from a stand-in for its own are no classes.
     """
     with replaced(multi_token_prediction, is_inference_column_parallel_linear=lambda module: False):

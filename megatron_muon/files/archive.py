@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from megatron_muon.files import pickles
-from megatron_muon.files.pickles import Name
+from megatron_muon.files.pickles import reader
+from megatron_muon.files.pickles.makers import PLAIN, Makers
+from megatron_muon.files.pickles.objects import Name, Unknown
 from megatron_muon.files.regular import NotRegularError, open_regular
 
 _IS_LINUX = sys.platform == "linux"
@@ -62,12 +63,12 @@ class ArchiveError(ValueError):
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """The value that ``torch.save`` wrote into a file; unknown objects are ``pickles.Unknown``.
+    """The value that ``torch.save`` wrote into a file; unknown objects are ``Unknown``.
 
     Raises:
         OSError: it cannot be read.
         ArchiveError: it is no regular file, or no archive of ``torch.save``.
-        pickles.PickleError: the objects in it are damaged.
+        PickleError: the objects in it are damaged.
     """
     return load_view(mapped(path))
 
@@ -105,7 +106,7 @@ def load_view(view: memoryview) -> Any:
     if order.decode("ascii", "replace") != sys.byteorder:
         raise ArchiveError(f"its byte order is {order[:16]!r}, this machine's {sys.byteorder}")
     storages = _Storages(records, f"{root}/data/")
-    return pickles.load(bytes(pickled), _MAKERS, DTYPES, storages.persistent)
+    return reader.load(bytes(pickled), _MAKERS, DTYPES, storages.persistent)
 
 
 # --- the archive ---------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ def _rebuild_v3(
 
 
 def _rebuild_parameter(data: Any, *_: Any) -> Any:
-    if not isinstance(data, (torch.Tensor, pickles.Unknown)):
+    if not isinstance(data, (torch.Tensor, Unknown)):
         raise ArchiveError(f"a parameter is made of a {type(data).__name__}")
     return data
 
@@ -274,7 +275,7 @@ def _rebuild_from_type(make: Any, _: Any, args: Any, *__: Any) -> Any:
     """The plain part of a tensor that has attributes or is of a subclass."""
     maker = _TENSORS.get(make) if isinstance(make, Name) else None
     if maker is None or not isinstance(args, tuple):
-        return pickles.Unknown(make if isinstance(make, Name) else Name("", ""))
+        return Unknown(make if isinstance(make, Name) else Name("", ""))
     return maker(*args)
 
 
@@ -282,15 +283,15 @@ def _torch_size(size: Any = ()) -> tuple[int, ...]:
     return _sizes(size)
 
 
-_TENSORS: pickles.Makers = {
+_TENSORS: Makers = {
     ("torch._utils", "_rebuild_tensor"): _rebuild_v2,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
 }
-MAKERS: pickles.Makers = {**pickles.PLAIN, ("torch", "Size"): _torch_size}
-_MAKERS: pickles.Makers = {
+MAKERS: Makers = {**PLAIN, ("torch", "Size"): _torch_size}
+_MAKERS: Makers = {
     **MAKERS,
     **_TENSORS,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,

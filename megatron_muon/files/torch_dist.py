@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from megatron_muon.files import archive, pickles
-from megatron_muon.files.pickles import Name, Unknown
+from megatron_muon.files import archive
+from megatron_muon.files.pickles import reader
+from megatron_muon.files.pickles.objects import Name, Unknown
 
 METADATA = ".metadata"
 # Everything that is not sharded: a file of its own, from core 0.19 an object among the tensors.
@@ -75,10 +76,10 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises:
         OSError: it cannot be read, or is not there.
-        MetadataError, archive.ArchiveError, pickles.PickleError: it is damaged, or not torch's.
+        MetadataError, archive.ArchiveError, PickleError: it is damaged, or not torch's.
     """
     data = bytes(archive.mapped(folder / METADATA))
-    saved = pickles.load(data, archive.MAKERS, archive.DTYPES)
+    saved = reader.load(data, archive.MAKERS, archive.DTYPES)
     state = _state(saved, "Metadata")
     entries = {
         _text(key): _entry(entry) for key, entry in _dict(state, "state_dict_metadata").items()
@@ -179,7 +180,7 @@ class Shards:
         Raises:
             KeyError: the metadata have no place for it.
             OSError: the file cannot be read.
-            archive.ArchiveError, pickles.PickleError: it is damaged.
+            archive.ArchiveError, PickleError: it is damaged.
         """
         place = self.metadata.places[key, offsets]
         if place.file not in self._mapped:

@@ -29,7 +29,7 @@ class SharedGradScaler:
     def __init__(self, scaler: Any, optimizers: int) -> None:
         self._scaler = scaler
         self._optimizers = optimizers
-        self._found: list[bool] = []
+        self._overflows: list[bool] = []
 
     @property
     def scale(self) -> torch.Tensor:
@@ -43,10 +43,10 @@ class SharedGradScaler:
 
     def update(self, found_inf: bool) -> None:
         """Note whether one optimizer found an overflow; the last one's call updates the scale."""
-        self._found.append(found_inf)
-        if len(self._found) == self._optimizers:
-            self._scaler.update(any(self._found))
-            self._found.clear()
+        self._overflows.append(found_inf)
+        if len(self._overflows) == self._optimizers:
+            self._scaler.update(any(self._overflows))
+            self._overflows.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of Megatron's scaler."""

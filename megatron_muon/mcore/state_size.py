@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_muon.mcore.integrity.registry import Trained, every_trained
+from megatron_muon.mcore.integrity.registry import TrainedModel, every_trained
 from megatron_muon.mcore.params.param_routing import weights, why_adamw
 
 
@@ -14,7 +14,7 @@ def muon_elements() -> float:
     return sum(_elements(trained) for trained in every_trained())
 
 
-def _elements(trained: Trained) -> float:
+def _elements(trained: TrainedModel) -> float:
     stage = trained.stage
     sizes, ranks = stage.sizes, stage.group.size()
     dense, experts = ranks / sizes.tp, ranks / (sizes.expert_tp * sizes.ep)

@@ -11,8 +11,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_muon.megatron_lm.flag_values import value_given
-from megatron_muon.megatron_lm.flags import muon_config
+from megatron_muon.megatron_lm.flags.settings import muon_config
+from megatron_muon.megatron_lm.flags.values import value_given
 from megatron_muon.planning.buckets.count import (
     Buffer,
     LocalParameter,
@@ -25,7 +25,7 @@ from megatron_muon.planning.buckets.order import UNPLACED
 from megatron_muon.planning.layout import Parameter, whole_matrix
 from megatron_muon.planning.sections import repeated, sectioned
 
-# The number of buckets must not depend on the number of ranks: a run may start from an AdamW
+# The number of buckets must not depend on the number of ranks. A run may start from an AdamW
 # checkpoint in dp_reshardable, which loads at another DP size, but not into other buckets. A small
 # size is taken since the exchange costs most with few ranks.
 REFERENCE_DP_SIZE = 8
@@ -122,7 +122,7 @@ def _dp_sizes(args: Namespace) -> tuple[int, int]:
 def buffers(args: Namespace, dp_size: int, expert_dp_size: int) -> list[Buffer]:
     """A rank's grad buffers of the first model chunk on the first pipeline stage, approximately.
 
-    Norms, biases, routers and the layers of multi-token prediction are left out: the buffers only
+    Norms, biases, routers and the layers of multi-token prediction are left out. The buffers only
     serve to choose the number of buckets and to print the reason.
 
     Args:

@@ -19,8 +19,11 @@ from megatron_muon.mcore.seams.rows import (
     megatron_version,
     training_hooks_of,
 )
-from megatron_muon.megatron_lm import bucketing, checkpointing, flags, namespace, tracker
-from megatron_muon.megatron_lm.flag_values import KEPT
+from megatron_muon.megatron_lm import bucketing, checkpointing, namespace, tracker
+from megatron_muon.megatron_lm.flags.differences import differences
+from megatron_muon.megatron_lm.flags.parser import add_flags, mend_help, muon_backend
+from megatron_muon.megatron_lm.flags.settings import muon_config, qk_clip_alpha
+from megatron_muon.megatron_lm.flags.values import KEPT
 from megatron_muon.megatron_lm.loop import memory, step_traces
 from megatron_muon.megatron_lm.watching import writers
 from megatron_muon.runtime.patches import Patches, around
@@ -85,9 +88,9 @@ def asks_for_muon(args: Any) -> bool:
     """Whether parsed arguments ask for this package's Muon, not for Megatron's own.
 
     Raises:
-        ValueError: see ``flags.muon_backend``.
+        ValueError: see ``muon_backend``.
     """
-    return getattr(args, "optimizer", None) == "muon" and flags.muon_backend(args) == "plugin"
+    return getattr(args, "optimizer", None) == "muon" and muon_backend(args) == "plugin"
 
 
 # --- the wrappers ----------------------------------------------------------------------------
@@ -104,8 +107,8 @@ def _parse_args(
 
     def provide(parser: Any) -> Any:
         parser = parser if extra_args_provider is None else extra_args_provider(parser)
-        flags.add_flags(parser)
-        flags.mend_help(parser)
+        add_flags(parser)
+        mend_help(parser)
         given.extend(namespace.given_on(parser, sys.argv[1:]))
         if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             _refuse_yaml(None, given)  # before the YAML reader of Megatron main, which fails
@@ -192,7 +195,7 @@ def _leave_out(args: Any) -> list[str]:
     """
     again = not hasattr(args, KEPT)
     if args.optimizer == "adam":
-        alpha = flags.qk_clip_alpha(args)
+        alpha = qk_clip_alpha(args)
     namespace.leave_to_megatron(args)
     if args.optimizer != "adam":
         return []
@@ -244,10 +247,10 @@ def _turn_on(args: Any) -> list[str]:
     from megatron_muon.mcore.install import install
 
     _check(args)
-    config = flags.muon_config(args)
+    config = muon_config(args)
     if bucketing.aligns_shards(args):
         config = dataclasses.replace(config, align_shards=True)
-    told = flags.differences(args)
+    told = differences(args)
     install(config)
     if config.log_interval is not None:
         writers.connect()

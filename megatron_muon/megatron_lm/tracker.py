@@ -126,9 +126,9 @@ def naming(checkpointing: Any, load_dir: str | None, step: int | None) -> Iterat
     """Within it Megatron reads ``step`` from the tracker in ``load_dir``.
 
     With ``--ckpt-step`` and ``--ckpt-format torch`` Megatron loads the model and the parameter
-    groups of that step. The rest of a distributed optimizer's state, also AdamW's, it loads from
-    the checkpoint that the tracker names (``load_checkpoint`` of core_v0.16.1: "NOTE: this is a
-    manual read of the tracker file").
+    groups of that step. It loads the rest of a distributed optimizer's state, also AdamW's, from
+    the checkpoint that the tracker names. Source: ``load_checkpoint`` of core_v0.16.1 ("NOTE: this
+    is a manual read of the tracker file").
 
     Args:
         checkpointing: the module ``megatron.training.checkpointing``.

@@ -13,7 +13,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.runtime.exchange import Exchange, Meter, Staged
-from megatron_muon.runtime.round import Observer, Round, Shard, Shards, Work
+from megatron_muon.runtime.round import Observer, Round, Shard, Shards, StepTools
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, Foreach
 
@@ -72,7 +72,7 @@ class DistributedMuon:
         self.meter = meter
         self.main_params = dict(main_params)
         self.elementwise = elementwise
-        self._work = Work.of(plan.matrices, config, meter, phase)
+        self._work = StepTools.of(plan.matrices, config, meter, phase)
         self.rounds = [Round(each, self._work, elementwise()) for each in exchange.rounds]
         self.start_next: Callable[[], None] | None = None
         self._turns = _turns(self.rounds)

@@ -43,7 +43,7 @@ Shards = Mapping[int, Shard]  # by the parameter's index in the plan
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepTools:
     """Settings and tools that all rounds of a rank share.
 
     Attributes:
@@ -61,10 +61,10 @@ class Work:
     phase: Phase
 
     @staticmethod
-    def of(matrices: Sequence[Matrix], config: MuonConfig, meter: Meter, phase: Phase) -> Work:
+    def of(matrices: Sequence[Matrix], config: MuonConfig, meter: Meter, phase: Phase) -> StepTools:
         """For the stage's matrices."""
         scales = [update_scale(*matrix.whole, config) for matrix in matrices]
-        return Work(config, scales, scratch_limit(matrices), meter, phase)
+        return StepTools(config, scales, scratch_limit(matrices), meter, phase)
 
 
 class Observer(Protocol):
@@ -97,7 +97,7 @@ class Round:
         observer: sees this step's matrices and updates; None except in a logging step.
     """
 
-    def __init__(self, exchange: RoundExchange, work: Work, elementwise: Elementwise) -> None:
+    def __init__(self, exchange: RoundExchange, work: StepTools, elementwise: Elementwise) -> None:
         self._exchange, self._work, self._elementwise = exchange, work, elementwise
         self._table = exchange.table
         self.observer: Observer | None = None

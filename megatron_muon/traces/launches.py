@@ -16,7 +16,7 @@ _ENDS = ("/collective", "/wait")  # of the names of this package's own collectiv
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Annotation:
     """An annotation: its name, interval and thread."""
 
     name: str
@@ -74,9 +74,9 @@ def external_id(args: dict[str, Any]) -> int | None:
     return value if isinstance(value, int) and value else None
 
 
-def annotate(launches: Sequence[Launch], spans: Sequence[Span]) -> None:
+def annotate(launches: Sequence[Launch], spans: Sequence[Annotation]) -> None:
     """Set the place of each launch. Annotations of a thread nest."""
-    by_thread: dict[str, list[Span]] = defaultdict(list)
+    by_thread: dict[str, list[Annotation]] = defaultdict(list)
     for span in spans:
         if not span.name.startswith(_NO_PLACE):
             by_thread[span.thread].append(span)
@@ -89,8 +89,8 @@ def annotate(launches: Sequence[Launch], spans: Sequence[Span]) -> None:
         _annotate(sorted(started, key=lambda launch: launch.interval), by_thread[thread])
 
 
-def _annotate(launches: Sequence[Launch], spans: Sequence[Span]) -> None:
-    inside: list[Span] = []
+def _annotate(launches: Sequence[Launch], spans: Sequence[Annotation]) -> None:
+    inside: list[Annotation] = []
     coming = deque(spans)
     for launch in launches:
         start = launch.interval[0]

@@ -20,7 +20,7 @@ _PROCESSES = 1000  # of a rank: the host, its GPUs, and what torch adds for its 
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RankFile:
     """A rank's file, and what a merge needs to know of it before it reads the events again.
 
     Attributes:
@@ -62,7 +62,7 @@ def merge(folder: Path) -> list[Merged]:
         TraceError: a file is no trace, or the files are not of the same steps.
         OSError: a file cannot be written.
     """
-    by_stage: dict[int | None, list[Source]] = defaultdict(list)
+    by_stage: dict[int | None, list[RankFile]] = defaultdict(list)
     for number, path in enumerate(files_of(folder)):
         source = _source(path, number)
         by_stage[source.stage].append(source)
@@ -82,7 +82,7 @@ def merge(folder: Path) -> list[Merged]:
     return written
 
 
-def _source(path: Path, number: int) -> Source:
+def _source(path: Path, number: int) -> RankFile:
     file = TraceFile(path)
     meetings = []
     for at, event in enumerate(file.events()):
@@ -100,7 +100,7 @@ def _source(path: Path, number: int) -> Source:
     stage, boot = own.get("stage"), own.get("boot")
     rank = rank_of(path, file.metadata, number)
     absolute = [(start + base / 1e3, stop + base / 1e3) for start, stop in sorted(meetings)]
-    return Source(
+    return RankFile(
         path,
         rank,
         stage if isinstance(stage, int) and not isinstance(stage, bool) and stage >= 0 else None,
@@ -109,7 +109,7 @@ def _source(path: Path, number: int) -> Source:
     )
 
 
-def _write(path: Path, sources: Sequence[Source], aligned: Sequence[Clock]) -> None:
+def _write(path: Path, sources: Sequence[RankFile], aligned: Sequence[Clock]) -> None:
     part = path.with_name(f".{path.name}")
     try:
         with gzip.open(part, "wt", encoding="utf-8", compresslevel=6) as out:
@@ -131,13 +131,13 @@ def _separated(events: Iterable[dict[str, Any]]) -> Iterator[str]:
         separator = ",\n"
 
 
-def _all_events(sources: Sequence[Source], aligned: Sequence[Clock]) -> Iterator[dict[str, Any]]:
+def _all_events(sources: Sequence[RankFile], aligned: Sequence[Clock]) -> Iterator[dict[str, Any]]:
     for source, clock in zip(sources, aligned, strict=True):
         shift = (source.base_ns - sources[0].base_ns) / 1e3 - clock.offset_us
         yield from _moved(source, shift)
 
 
-def _moved(source: Source, shift: float) -> Iterator[dict[str, Any]]:
+def _moved(source: RankFile, shift: float) -> Iterator[dict[str, Any]]:
     """A rank's events with processes, flows and times of their own."""
     processes: dict[str, int] = {}
     for at, event in enumerate(TraceFile(source.path).events()):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from megatron_muon.traces import names
 from megatron_muon.traces.intervals import Interval, Union, union
-from megatron_muon.traces.launches import Launch, Span, annotate, assign, external_id
+from megatron_muon.traces.launches import Annotation, Launch, annotate, assign, external_id
 from megatron_muon.traces.stream import TraceError, TraceFile
 
 OPTIMIZER = "optimizer/step"  # the recorder's own mark around Megatron's whole optimizer step
@@ -111,7 +111,7 @@ class _Reading:
     kernels: list[tuple[str, Interval, dict[str, Any]]] = field(default_factory=list)
     gloo: list[tuple[str, Interval, dict[str, Any]]] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Annotation] = field(default_factory=list)
     on_device: dict[str, Union] = field(default_factory=lambda: defaultdict(Union))
 
     def add(self, event: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ class _Reading:
             if name.startswith("gloo:"):
                 self.gloo.append((names.operation(name[5:]) or name[5:], interval, args))
             elif not name.startswith("nccl:"):
-                self.spans.append(Span(name, interval, _thread(event)))
+                self.spans.append(Annotation(name, interval, _thread(event)))
         elif name.startswith("c10d::") or name == "record_param_comms":
             self.launches.append(Launch.of(name, interval, args, _thread(event)))
         elif not self.has_device and "::" in name and not name.startswith(_NO_WORK):

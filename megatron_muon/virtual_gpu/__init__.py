@@ -1,15 +1,15 @@
 """A GPU that is not there: the real step of any rank, recorded op by op, without a GPU.
 
-``step.record_step`` runs the package's ``DistributedMuon.step`` for one rank of any exchange plan,
-``megatron.record_training`` Megatron's whole ``optimizer.step()``; each gives a ``Recording`` with
-``launches``, ``host_syncs``, ``peak_bytes``, ``collectives`` and ``races``. ``stage.check_stage``
-compares ranks. ``megatron-muon certify`` prints all of it for a user's model.
+``step.record_step`` runs the package's ``DistributedMuon.step`` for one rank of any exchange plan.
+``megatron.record_training`` runs Megatron's whole ``optimizer.step()``. Each gives a ``Recording``
+with ``launches``, ``host_syncs``, ``peak_bytes``, ``collectives`` and ``races``.
+``stage.check_stage`` compares ranks. ``megatron-muon certify`` prints all of it for a user's model.
 
 How: tensors say that they are on ``cuda``. Both the package and Megatron name that device, so every
 branch that a run on GPUs takes is taken here. The tensors compute on torch's meta device: a rank of
 512 costs milliseconds. ``device.guard`` keeps torch's C++ from asking a driver, so a machine's real
-GPU is never touched. A PrivateUse1 device in pure Python would need no guard, but has another name:
-each ``device="cuda"``, ``Tensor.type()`` and ``is_cuda`` of Megatron would be replaced, and that
+GPU is never touched. A PrivateUse1 device in pure Python would need no guard, but has another name.
+Each ``device="cuda"``, ``Tensor.type()`` and ``is_cuda`` of Megatron would be replaced, and that
 code would go untested. Torch's FakeTensor needs the guard as well, does not follow ``.data`` and
 takes five to ten times as long.
 

@@ -1,8 +1,8 @@
 """Megatron's whole training step with Muon inside, of one rank, on a virtual GPU.
 
 Real: Megatron's model, its DDP with buffers and overlaps, DistributedOptimizer, ChainedOptimizer,
-clipping, and the package. Not real: forward and backward, which here only read parameters and
-write gradients; Transformer Engine's fused kernels (``fused``); and what other ranks say while the
+clipping, and the package. Not real: forward and backward, which here only read parameters and write
+gradients, and Transformer Engine's fused kernels (``fused``). Nor is what other ranks say while the
 optimizer is built.
 """
 
@@ -39,7 +39,7 @@ from megatron_muon.virtual_gpu.trace import IterationStart, StepStart
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class OptimizerSettings:
     """Settings of Megatron's optimizer that matter here.
 
     Attributes:
@@ -67,7 +67,7 @@ class RecordedTraining:
 
 
 def record_training(
-    flags: Namespace, ranks: Ranks, rank: int, config: MuonConfig, training: Training
+    flags: Namespace, ranks: Ranks, rank: int, config: MuonConfig, training: OptimizerSettings
 ) -> RecordedTraining:
     """A rank's training steps of the model; counts are of the last one.
 
@@ -109,7 +109,7 @@ def _megatron(gpu: Gpu) -> Iterator[None]:
         yield
 
 
-def _built(flags: Namespace, ranks: Ranks, training: Training) -> tuple[list[Any], Any]:
+def _built(flags: Namespace, ranks: Ranks, training: OptimizerSettings) -> tuple[list[Any], Any]:
     from megatron.core import optimizer as megatron_optimizer
 
     transformer = transformer_config(flags, ranks)
@@ -126,7 +126,7 @@ def _built(flags: Namespace, ranks: Ranks, training: Training) -> tuple[list[Any
     return chunks, optimizer
 
 
-def _optimizer_config(flags: Namespace, training: Training) -> Any:
+def _optimizer_config(flags: Namespace, training: OptimizerSettings) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     settings = OptimizerConfig(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from megatron_muon.virtual_gpu.trace import (
     Allocation,
-    Collective,
     Free,
     Kernel,
+    RecordedCollective,
     StepStart,
     Trace,
     WorkWait,
@@ -81,7 +81,7 @@ class _Replay:
         elif isinstance(event, Free):
             self._freed.add(event.block)
             self._release(event.block)
-        elif isinstance(event, Collective) and event.asynchronous:
+        elif isinstance(event, RecordedCollective) and event.asynchronous:
             self._works[event.work] = [b for b, _, _ in (*event.reads, *event.writes)]
             for block in self._works[event.work]:
                 self._kept[block] += 1

@@ -18,13 +18,13 @@ from typing import Literal, get_args
 
 from megatron_muon.virtual_gpu.trace import (
     Allocation,
-    Collective,
     EventRecord,
     Free,
     HostSync,
     Kernel,
     Place,
     Range,
+    RecordedCollective,
     RecordStream,
     StreamWait,
     Trace,
@@ -38,7 +38,7 @@ Memory = Literal["stash", "record_stream", "caller"]
 MEMORY: tuple[Memory, ...] = get_args(Memory)
 
 Clock = dict[str, int]
-Operation = Kernel | Collective
+Operation = Kernel | RecordedCollective
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class _Replay:
             match event:
                 case Kernel():
                     self._operate(event, event.stream)
-                case Collective():
+                case RecordedCollective():
                     self._collective(event)
                 case WorkWait():
                     self._join(self._clocks[event.stream], self._of_work[event.work])
@@ -143,7 +143,7 @@ class _Replay:
             if clock.get(stream, 0) < time:
                 clock[stream] = time
 
-    def _collective(self, event: Collective) -> None:
+    def _collective(self, event: RecordedCollective) -> None:
         stream = launch_stream(event, self._memory)
         if stream != event.stream:
             self._join(self._clocks[stream], self._clocks[event.stream])
@@ -249,14 +249,14 @@ def _on_several_streams(trace: Trace) -> set[int]:
         elif isinstance(event, Kernel):
             touch(event, event.stream, event.reads)
             touch(event, event.stream, event.writes)
-        elif isinstance(event, Collective):
+        elif isinstance(event, RecordedCollective):
             for stream in (event.stream, event.own_stream):
                 touch(event, stream, event.reads)
                 touch(event, stream, event.writes)
     return {block for block, names in streams.items() if len(names) > 1}
 
 
-def collectives_and_clocks(trace: Trace) -> list[tuple[Collective, Clock]]:
+def collectives_and_clocks(trace: Trace) -> list[tuple[RecordedCollective, Clock]]:
     """Each collective, and how many on each of NCCL's streams must be done before it starts.
 
     Streams of the program are in the clocks too; only collectives run on NCCL's.
@@ -265,15 +265,15 @@ def collectives_and_clocks(trace: Trace) -> list[tuple[Collective, Clock]]:
 
 
 class _Clocks(_Replay):
-    def run_clocks(self) -> list[tuple[Collective, Clock]]:
+    def run_clocks(self) -> list[tuple[RecordedCollective, Clock]]:
         self._shared = set()  # no accesses
-        self._noted: list[tuple[Collective, Clock]] = []
+        self._noted: list[tuple[RecordedCollective, Clock]] = []
         self.run()
         return self._noted
 
     def _operate(self, operation: Operation, stream: str) -> None:
         super()._operate(operation, stream)
-        if isinstance(operation, Collective):
+        if isinstance(operation, RecordedCollective):
             before = dict(self._clocks[stream])
             before[stream] -= 1
             self._noted.append((operation, before))

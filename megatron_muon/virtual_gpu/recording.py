@@ -10,11 +10,11 @@ from functools import cached_property
 from megatron_muon.virtual_gpu.memory import Peak, peak
 from megatron_muon.virtual_gpu.races import MEMORY, Race, races
 from megatron_muon.virtual_gpu.trace import (
-    Collective,
     Event,
     HostSync,
     IterationStart,
     Kernel,
+    RecordedCollective,
     StepStart,
     Trace,
 )
@@ -80,7 +80,7 @@ class Recording:
     def _counted(self, by_name: bool) -> Counter[str]:
         counts: Counter[str] = Counter()
         for event in self.step:
-            if isinstance(event, (Kernel, Collective)):
+            if isinstance(event, (Kernel, RecordedCollective)):
                 count = event.launches if isinstance(event, Kernel) else 1
                 counts[event.name if by_name else event.phase] += count
         return counts
@@ -91,9 +91,9 @@ class Recording:
         return [event for event in self.step if isinstance(event, HostSync)]
 
     @cached_property
-    def collectives(self) -> list[Collective]:
+    def collectives(self) -> list[RecordedCollective]:
         """The last step's collectives, in order."""
-        return [event for event in self.step if isinstance(event, Collective)]
+        return [event for event in self.step if isinstance(event, RecordedCollective)]
 
     @cached_property
     def peak(self) -> Peak:

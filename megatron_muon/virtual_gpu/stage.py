@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_muon.virtual_gpu.races import Clock, collectives_and_clocks
 from megatron_muon.virtual_gpu.recording import Recording
-from megatron_muon.virtual_gpu.trace import Collective, Message
+from megatron_muon.virtual_gpu.trace import RecordedCollective, RecordedMessage
 
 Node = tuple[int, int]  # a rank of the world, and the number of a collective among its own
 
@@ -28,7 +28,7 @@ class Faults:
     stuck: list[str] = field(default_factory=list)
 
 
-Calls = Mapping[int, Sequence[tuple[Collective, Clock]]]
+Calls = Mapping[int, Sequence[tuple[RecordedCollective, Clock]]]
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ def check_calls(calls: Calls) -> Faults:
 
     1. Over a group every rank calls the same collectives in one order, with the same dtype, size,
        reduction and root.
-    2. What rank i sends to rank j in an all-to-all is what j receives from i: dtype and bytes.
+    2. In an all-to-all rank j receives what rank i sends to it: dtype and bytes.
     3. The sends from i to j are the receives of j from i in number, order, dtype and bytes.
     4. All of them end, where each waits for what its stream has before it and for its partners;
        looked at where the first three hold.
@@ -129,8 +129,8 @@ def _compare(calls: _Calls, where: str, nodes: Sequence[Node]) -> None:
 
 def _match_messages(calls: _Calls) -> None:
     """Sends and receives, on each ordered pair of ranks and stream in order."""
-    sends: dict[tuple[str, int, int], list[tuple[Node, Message]]] = defaultdict(list)
-    receives: dict[tuple[str, int, int], list[tuple[Node, Message]]] = defaultdict(list)
+    sends: dict[tuple[str, int, int], list[tuple[Node, RecordedMessage]]] = defaultdict(list)
+    receives: dict[tuple[str, int, int], list[tuple[Node, RecordedMessage]]] = defaultdict(list)
     for rank, own in calls.of_rank.items():
         for number, (call, _) in enumerate(own):
             if call.point_to_point:
@@ -192,22 +192,22 @@ def _stuck(calls: _Calls) -> list[str]:
     ]
 
 
-def _call(calls: _Calls, node: Node) -> Collective:
+def _call(calls: _Calls, node: Node) -> RecordedCollective:
     return calls.of_rank[node[0]][node[1]][0]
 
 
-def _with(messages: Sequence[Message], peer: int) -> list[tuple[object, int]]:
+def _with(messages: Sequence[RecordedMessage], peer: int) -> list[tuple[object, int]]:
     return [_what(m) for m in messages if m.peer == peer]
 
 
-def _what(message: Message) -> tuple[object, int]:
+def _what(message: RecordedMessage) -> tuple[object, int]:
     return message.dtype, message.nbytes
 
 
-def _sizes(messages: Sequence[Message | tuple[object, int]]) -> str:
-    said = [_what(m) if isinstance(m, Message) else m for m in messages]
+def _sizes(messages: Sequence[RecordedMessage | tuple[object, int]]) -> str:
+    said = [_what(m) if isinstance(m, RecordedMessage) else m for m in messages]
     return ", ".join(f"{nbytes} B of {dtype}" for dtype, nbytes in said) or "nothing"
 
 
-def _said(call: Collective) -> str:
+def _said(call: RecordedCollective) -> str:
     return f"{call.name} {call.agreed} over {call.group.name} in {call.phase} ({call.place})"

@@ -76,7 +76,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class RecordedMessage:
     """A message to or from one rank of the group in a collective.
 
     Attributes:
@@ -91,7 +91,7 @@ class Message:
 
 
 @dataclass(slots=True)
-class Collective:
+class RecordedCollective:
     """One launch of NCCL: a collective, a point-to-point operation, or a group of several.
 
     Attributes:
@@ -117,8 +117,8 @@ class Collective:
     reads: list[Range]
     writes: list[Range]
     agreed: tuple[object, ...]
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    sends: tuple[RecordedMessage, ...]
+    receives: tuple[RecordedMessage, ...]
     work: int
     phase: str
     place: Place
@@ -213,7 +213,7 @@ class StepStart:
 
 Event = (
     Kernel
-    | Collective
+    | RecordedCollective
     | WorkWait
     | EventRecord
     | StreamWait

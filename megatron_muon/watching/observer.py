@@ -17,7 +17,7 @@ from megatron_muon.runtime.round import Shards
 from megatron_muon.runtime.update import update_scale
 from megatron_muon.watching import whole
 from megatron_muon.watching.rows import PLACE, Table, row_name
-from megatron_muon.watching.sums import Message, dot
+from megatron_muon.watching.sums import StepSums, dot
 
 _OF = PLACE["muon"]
 
@@ -34,7 +34,7 @@ class MatrixObserver:
     """
 
     def __init__(self, muon: DistributedMuon, table: Table) -> None:
-        self.message = Message(0, torch.device("cpu"))
+        self.message = StepSums(0, torch.device("cpu"))
         self._muon = muon
         self._matrices = muon.plan.matrices
         self._starts = [table.starts["muon", row_name(m.name)] for m in self._matrices]

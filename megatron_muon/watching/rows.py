@@ -21,9 +21,9 @@ from megatron_muon.runtime.update import update_scale
 
 Kind = Literal["muon", "adamw", "layers", "logits"]
 
-# The sums of a row. Squares are of elements, but of ``spectral_squares`` and
-# ``orthogonality_squares``, which are of matrices; ``home_elements`` are those of whole matrices at
-# their homes, ``moved`` ones those of matrices with a gradient.
+# The sums of a row. Squares are of elements; ``spectral_squares`` and ``orthogonality_squares`` are
+# of matrices. ``home_elements`` are those of whole matrices at their homes, ``moved`` ones those of
+# matrices with a gradient.
 SUMS: Mapping[Kind, tuple[str, ...]] = {
     "muon": (
         *("elements", "update_squares", "weight_squares", "momentum_squares"),
@@ -100,7 +100,7 @@ def promised_rms(matrix: Matrix, config: MuonConfig) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StageRows:
     """The rows of one pipeline stage, how much of it is Muon's, and its Newton-Schulz work.
 
     Attributes:
@@ -123,10 +123,10 @@ class Part:
         return json.dumps([rows, self.muon, self.total, self.flops, self.busiest, self.ranks])
 
     @staticmethod
-    def of_text(text: str) -> Part:
+    def of_text(text: str) -> StageRows:
         """The inverse of ``text``."""
         rows, *numbers = json.loads(text)
-        return Part(tuple(RecordRow(*row) for row in rows), *numbers)
+        return StageRows(tuple(RecordRow(*row) for row in rows), *numbers)
 
 
 class Table:
@@ -146,7 +146,7 @@ class Table:
         planned_ratio: Newton-Schulz work of the busiest rank over the mean; 0 without any.
     """
 
-    def __init__(self, parts: Sequence[Part], ranks: int) -> None:
+    def __init__(self, parts: Sequence[StageRows], ranks: int) -> None:
         every = {(row.kind, row.name): row for part in parts for row in part.rows}
         self.rows = tuple(every.values())
         names = [row.name for row in self.rows if row.kind == "logits"]

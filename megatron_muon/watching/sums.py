@@ -10,7 +10,7 @@ from torch import Tensor
 AT_ONCE = 1 << 22  # elements of a product in fp32; its sum goes on in fp64
 
 
-class Message:
+class StepSums:
     """This rank's sums of a logging step, put together in one tensor.
 
     Args:

@@ -41,8 +41,8 @@ def doctor(
 def rows(text: str) -> dict[str, str]:
     """Lines of two columns, which are two spaces apart or more."""
     table, _, verdict = text.partition("\n\n")
-    found = dict(line.split("  ", 1) for line in table.splitlines())
-    return {name: value.strip() for name, value in found.items()} | {"verdict": verdict.strip()}
+    cells = dict(line.split("  ", 1) for line in table.splitlines())
+    return {name: value.strip() for name, value in cells.items()} | {"verdict": verdict.strip()}
 
 
 @pytest.mark.parametrize(
@@ -69,19 +69,19 @@ def test_what_megatrons_gradient_norm_counts_wrongly(
 def test_the_installed_megatron_core() -> None:
     done = doctor()
     assert done.returncode == 0, done.stdout + done.stderr
-    found = rows(done.stdout)
-    assert found["verdict"] == "Muon would run."
-    assert found["torch"] == torch.__version__
-    assert found["megatron-core"].startswith(f"{megatron.core.__version__} (")
-    assert found["gradient norm"].startswith("Megatron's counts")
-    assert "use_precision_aware_optimizer" in found["refused options"]
-    assert "use_distributed_optimizer" not in found["refused options"]
-    assert "qk_clip" not in found["refused options"]
-    have, _, of = found["hooks"].partition(" of ")
+    report = rows(done.stdout)
+    assert report["verdict"] == "Muon would run."
+    assert report["torch"] == torch.__version__
+    assert report["megatron-core"].startswith(f"{megatron.core.__version__} (")
+    assert report["gradient norm"].startswith("Megatron's counts")
+    assert "use_precision_aware_optimizer" in report["refused options"]
+    assert "use_distributed_optimizer" not in report["refused options"]
+    assert "qk_clip" not in report["refused options"]
+    have, _, of = report["hooks"].partition(" of ")
     assert have == of and int(of) > 5
     if not torch.cuda.is_available():
-        assert "the CPU runtime would be on" in found["device"]
-        assert found["adam"] == "megatron_muon.cpu.fused_adam.FusedAdam"
+        assert "the CPU runtime would be on" in report["device"]
+        assert report["adam"] == "megatron_muon.cpu.fused_adam.FusedAdam"
 
 
 def test_json_says_the_same() -> None:
@@ -198,10 +198,10 @@ def test_what_is_no_checkout_is_an_error(tmp_path: Path) -> None:
 def test_a_checkout() -> None:
     done = doctor(str(CHECKOUT), path=(PYTHON311,))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = rows(done.stdout)
-    assert found["megatron-lm"].endswith(f"({Path(str(CHECKOUT)).resolve()})")
-    assert str(Path(str(CHECKOUT)).resolve()) in found["megatron-core"]
-    assert found["patch"].startswith("not patched: ")
-    assert found["training hooks"] == "all"
-    assert "--use-precision-aware-optimizer" in found["refused flags"]
-    assert "Distributed Muon takes the launcher or" in found["plain command"]
+    report = rows(done.stdout)
+    assert report["megatron-lm"].endswith(f"({Path(str(CHECKOUT)).resolve()})")
+    assert str(Path(str(CHECKOUT)).resolve()) in report["megatron-core"]
+    assert report["patch"].startswith("not patched: ")
+    assert report["training hooks"] == "all"
+    assert "--use-precision-aware-optimizer" in report["refused flags"]
+    assert "Distributed Muon takes the launcher or" in report["plain command"]

@@ -107,14 +107,14 @@ def test_head_reads_the_first_line_and_no_more() -> None:
 
 def processes_of(session: int) -> list[psutil.Process]:
     """Those that are alive in a session."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except (ProcessLookupError, psutil.NoSuchProcess):
             pass
-    return found
+    return processes
 
 
 def wait_for(process: subprocess.Popen[bytes], text: str) -> bytes:

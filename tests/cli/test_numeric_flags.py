@@ -60,7 +60,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def numeric(command: str) -> list[str]:
     """The first name of each flag whose value is a number, by what its kind makes of "1"."""
-    found = []
+    flags = []
     for action in parser_of(command)._actions:
         if action.option_strings and action.nargs != 0 and callable(action.type):
             try:
@@ -68,8 +68,8 @@ def numeric(command: str) -> list[str]:
             except Exception:
                 continue
             if type(value) in (int, float):
-                found.append(action.option_strings[0])
-    return found
+                flags.append(action.option_strings[0])
+    return flags
 
 
 CASES = [(command, flag) for command in LINES for flag in numeric(command)]
@@ -158,7 +158,7 @@ def test_what_is_wanted_is_said(
 
 def test_muons_flags_of_a_run_are_read_by_routes(capsys: pytest.CaptureFixture[str]) -> None:
     """None is named as not read: each is checked as a run checks it."""
-    from megatron_muon.megatron_lm.flag_table import FLAGS
+    from megatron_muon.megatron_lm.flags.table import FLAGS
 
     harmless = {"--muon-momentum": "0.9", "--muon-round-mib": "8", "--muon-ns-batch": "4"}
     words = [word for pair in harmless.items() for word in pair]

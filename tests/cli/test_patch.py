@@ -51,13 +51,13 @@ def leading_digits(text: str) -> str:
 
 def snapshot(root: Path) -> dict[str, tuple[int, bytes | str]]:
     """Mode and bytes of every file, targets of links; git's own folder apart."""
-    found: dict[str, tuple[int, bytes | str]] = {}
+    entries: dict[str, tuple[int, bytes | str]] = {}
     for path in sorted(root.rglob("*")):
         if ".git" in path.relative_to(root).parts or (path.is_dir() and not path.is_symlink()):
             continue
         held = os.readlink(path) if path.is_symlink() else path.read_bytes()
-        found[str(path.relative_to(root))] = (path.lstat().st_mode, held)
-    return found
+        entries[str(path.relative_to(root))] = (path.lstat().st_mode, held)
+    return entries
 
 
 def round_trip(root: Path) -> None:

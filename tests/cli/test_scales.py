@@ -22,8 +22,8 @@ def test_a_scale_goes_by_the_whole_matrix(
 ) -> None:
     """Emerging-Optimizers' get_muon_scale_factor(size_out, size_in), by hand."""
     config = MuonConfig(scale_mode=mode, matched_adamw_rms=0.5)
-    found = [update_scale(*shape, config) for shape in ((64, 64), (256, 64), (64, 256))]
-    assert found == [0.5 * square, 0.5 * tall, 0.5 * wide]
+    scales = [update_scale(*shape, config) for shape in ((64, 64), (256, 64), (64, 256))]
+    assert scales == [0.5 * square, 0.5 * tall, 0.5 * wide]
 
 
 @pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])

@@ -14,7 +14,7 @@ import torch
 
 from megatron_muon.mcore.seams import rows
 from megatron_muon.mcore.seams.training import ARGUMENTS, UNCHECKED_ARGUMENTS
-from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flags.table import FLAGS
 from support import ROOT
 from support.megatron_uses import Use, own_names, uses_in, uses_in_text
 
@@ -137,9 +137,9 @@ def use(dist_opt):
         getattr(state, "get_third")
     return dist_opt.ddp_config, dist_opt.shard_float16_groups
 """
-    found = {use.symbol for use in uses_in_text(text, "mcore/a.py") if in_no_row(use)}
+    symbols = {use.symbol for use in uses_in_text(text, "mcore/a.py") if in_no_row(use)}
     owner = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
-    assert found == {
+    assert symbols == {
         f"{owner}:step",
         f"{owner}:_copy_main_params_to_model_params",
         "megatron.core.parallel_state.get_nothing",

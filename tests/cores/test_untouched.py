@@ -67,8 +67,8 @@ def _classes_and_functions() -> dict[str, Any]:
 
 
 def test_install_is_idempotent_and_uninstall_restores() -> None:
-    (found,) = run(_classes_and_functions, 1)
-    assert found == {
+    (classes,) = run(_classes_and_functions, 1)
+    assert classes == {
         "hooked": True,
         "idempotent": True,
         "undone": True,

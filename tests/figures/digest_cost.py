@@ -35,7 +35,7 @@ def measured(megabytes: int, folder: str, format: str) -> list[tuple[float, ...]
 
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = {f"t{i}": torch.randn(megabytes * 2**18 // 20) for i in range(20)}
-    found = []
+    trials = []
     for _ in range(SAVES):
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -62,8 +62,8 @@ def measured(megabytes: int, folder: str, format: str) -> list[tuple[float, ...]
         dist.barrier()
         checked = time.perf_counter() - hashed
         spent = hashed_processor - saved_processor
-        found.append((saved - start, saved_processor - processor, hashed - saved, spent, checked))
-    return found
+        trials.append((saved - start, saved_processor - processor, hashed - saved, spent, checked))
+    return trials
 
 
 def _processor() -> float:

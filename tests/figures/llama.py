@@ -28,7 +28,7 @@ WHOLE = 1 << 60  # elements: one bucket
 
 def _weights() -> list[tuple[str, tuple[int, int]]]:
     """Name and shape, in Megatron's order."""
-    found = [("embedding", (VOCABULARY, HIDDEN))]
+    weights = [("embedding", (VOCABULARY, HIDDEN))]
     for layer in range(LAYERS):
         for name, shape in {
             "linear_proj": (HIDDEN, HIDDEN),
@@ -38,8 +38,8 @@ def _weights() -> list[tuple[str, tuple[int, int]]]:
             "linear_fc1": (2 * FFN, HIDDEN),
             "linear_fc2": (HIDDEN, FFN),
         }.items():
-            found.append((f"{layer}.{name}", shape))
-    return [*found, ("norm", (HIDDEN, 1)), ("output_layer", (VOCABULARY, HIDDEN))]
+            weights.append((f"{layer}.{name}", shape))
+    return [*weights, ("norm", (HIDDEN, 1)), ("output_layer", (VOCABULARY, HIDDEN))]
 
 
 def _weight(name: str, shape: tuple[int, int]) -> LocalParameter:
@@ -71,8 +71,8 @@ def llama_8b(
     """
     buckets = list(in_buckets(whole_buffer(dp_size), bucket_size))
     own = [bucket.own() for bucket in buckets]
-    found = own if ordered_for is None else orders(buckets, Holders(dp_size), ordered_for)
-    return parameters_in(buckets, found), sum(bucket.numel for bucket in buckets)
+    chosen = own if ordered_for is None else orders(buckets, Holders(dp_size), ordered_for)
+    return parameters_in(buckets, chosen), sum(bucket.numel for bucket in buckets)
 
 
 def llama_plan(

@@ -105,18 +105,23 @@ def _steps(case: Case, repeats: int) -> list[float]:
         flops = ns_flops(shape["rows"], shape["cols"], config, "cpu")
         time.sleep(len(moves) * flops * second)
 
-    muon, groups, state = _muon(case.config, plan, rank)
-    times = []
+    muon, groups, state = muon_of(case.config, plan, rank)
     with mock.patch.object(muon_round, "orthogonalize_staged", orthogonalize_staged):
-        for _ in range(1 + repeats):
-            dist.barrier()
-            start = time.perf_counter()
-            muon.step(groups, state, lambda: None)
-            times.append(time.perf_counter() - start)
+        return seconds_of_steps(muon, groups, state, repeats)
+
+
+def seconds_of_steps(muon: Any, groups: Any, state: Any, repeats: int) -> list[float]:
+    """Wall seconds of each step that all ranks begin together, after one that is not counted."""
+    times = []
+    for _ in range(1 + repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        muon.step(groups, state, lambda: None)
+        times.append(time.perf_counter() - start)
     return times[1:]
 
 
-def _muon(config: MuonConfig, plan: ExchangePlan, rank: int) -> tuple[Any, Any, Any]:
+def muon_of(config: MuonConfig, plan: ExchangePlan, rank: int) -> tuple[Any, Any, Any]:
     """The Muon of a rank, its parameter groups and their state."""
     own = plan.for_rank(rank)
     shards = {index: torch.zeros(piece.size) for index, piece in own.pieces.items()}

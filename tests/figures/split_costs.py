@@ -41,7 +41,7 @@ def main() -> None:
     imported_config_class("figures.split_costs")  # before Megatron is imported
     from megatron_muon.dry_run.model import ranks_of
     from megatron_muon.dry_run.stages import planned_stage
-    from megatron_muon.megatron_lm.flags import muon_config
+    from megatron_muon.megatron_lm.flags.settings import muon_config
 
     hardware = hardware_of("h100", [])
     print("| model | matrices | number | Tflop a step | GB sent, mean rank | step, ms |")

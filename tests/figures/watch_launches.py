@@ -27,8 +27,8 @@ from megatron_muon.virtual_gpu.recording import Recording
 from megatron_muon.virtual_gpu.step import record
 from megatron_muon.virtual_gpu.trace import Kernel, StepStart
 from megatron_muon.watching.observer import MatrixObserver
-from megatron_muon.watching.rows import Part, Table, muon_rows
-from megatron_muon.watching.sums import Message
+from megatron_muon.watching.rows import StageRows, Table, muon_rows
+from megatron_muon.watching.sums import StepSums
 from support.virtual_gpu.plans import MODELS, plans_of
 
 _PRODUCTS = ("addmm_",)  # those of Gram matrices; Newton-Schulz has none in place
@@ -38,7 +38,9 @@ _CASTS = ("_to_copy", "copy_", "clone")  # the range that they read may have gap
 def recorded(plan: ExchangePlan, rank: int, config: MuonConfig, *, logs: bool) -> Recording:
     """The second step of Muon alone, with what a logging step adds around it."""
     own = plan.for_rank(rank)
-    table = Table([Part(tuple(muon_rows(plan.matrices, config)), 1, 1, 1, 1, plan.size)], plan.size)
+    table = Table(
+        [StageRows(tuple(muon_rows(plan.matrices, config)), 1, 1, 1, 1, plan.size)], plan.size
+    )
 
     def program(gpu: Any, group: Any) -> None:
         shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.pieces.items()}
@@ -53,7 +55,7 @@ def recorded(plan: ExchangePlan, rank: int, config: MuonConfig, *, logs: bool) -
         for _ in range(2):  # the first step starts the power iteration
             gpu.trace.events.append(StepStart())
             if logs:
-                observer.message = Message(table.size, CUDA)
+                observer.message = StepSums(table.size, CUDA)
                 observer.observe_weights()
                 muon.observe(observer)
             muon.step(groups, state, lambda: gpu.launch("adamw", [], [], 1))

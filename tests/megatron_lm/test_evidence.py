@@ -57,30 +57,30 @@ def test_the_report_has_every_table_as_it_is_printed(script: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [8, 32])
 def test_thousands_of_steps_end_with_equal_replicas_and_a_named_error(ranks: int) -> None:
-    found = recorded(f"stress-{ranks}.json")
-    assert found["ranks"] == ranks and found["steps"] >= 2000 <= 50 * found["checks"]
-    assert found["rss_growth_mib"]["most"] <= 4  # MiB over 1,750 steps
-    killed = found["killed"]
+    figures = recorded(f"stress-{ranks}.json")
+    assert figures["ranks"] == ranks and figures["steps"] >= 2000 <= 50 * figures["checks"]
+    assert figures["rss_growth_mib"]["most"] <= 4  # MiB over 1,750 steps
+    killed = figures["killed"]
     assert (killed["dead"], killed["with_error"]) == (1, ranks - 1)
-    assert killed["latest_seconds"] < found["timeout"]
+    assert killed["latest_seconds"] < figures["timeout"]
 
 
 @pytest.mark.parametrize("name", ["compare", "links"])
 def test_the_report_has_the_tables_over_topologies_as_they_are_printed(
     name: str, script: Any
 ) -> None:
-    found = recorded(f"{name}.json")
-    for table in script("topologies").tables(found).split("\n\n"):
+    figures = recorded(f"{name}.json")
+    for table in script("topologies").tables(figures).split("\n\n"):
         assert table in REPORT
-    arguments = " ".join(found["run"]["arguments"]).replace("examples/evidence/", "")
+    arguments = " ".join(figures["run"]["arguments"]).replace("examples/evidence/", "")
     assert f"megatron-muon compare {arguments}" in REPORT
 
 
 def test_the_report_has_the_table_of_memory_and_it_is_the_plans(script: Any) -> None:
-    found = recorded("memory.json")
-    assert script("topologies").peaks(found) in REPORT
-    assert f"megatron-muon compare {' '.join(found['run']['arguments'])}" in REPORT
-    for each in found["topologies"]:
+    figures = recorded("memory.json")
+    assert script("topologies").peaks(figures) in REPORT
+    assert f"megatron-muon compare {' '.join(figures['run']['arguments'])}" in REPORT
+    for each in figures["topologies"]:
         for name in ("adamw", "muon"):
             for kind in ("state", "peak"):
                 planned = each["predicted"][f"{name}_{kind}"]
@@ -126,11 +126,11 @@ def test_the_ends_of_an_advantage_are_words_and_rates(script: Any) -> None:
 
 def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:
     convergence = script("convergence")
-    tuning, found = recorded("tuning.json"), recorded("convergence.json")
+    tuning, questions = recorded("tuning.json"), recorded("convergence.json")
     tried = {name: {key: list(values) for key, values in grid.items()}
              for name, grid in convergence.TUNED.items()}  # fmt: skip
     assert tuning["tried"] == tried
-    for name, question in found.items():
+    for name, question in questions.items():
         asked = convergence.QUESTIONS[name]
         assert (question["flags"], question["seeds"]) == (asked.flags, list(asked.seeds))
         for optimizer in ("adam", "muon"):
@@ -139,7 +139,7 @@ def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:
             assert set(question[optimizer]["tried"]) == rates
             assert len(question[optimizer]["runs"]) == len(asked.seeds)
     texts = {
-        run["corpus"] for q in found.values() for o in ("adam", "muon") for run in q[o]["runs"]
+        run["corpus"] for q in questions.values() for o in ("adam", "muon") for run in q[o]["runs"]
     }
     assert len(texts) == 1
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flags.table import FLAGS
 from support import PYTHON311, ROOT, TESTS, te_on_cpu
 
 EXAMPLES = ROOT / "examples"
@@ -197,7 +197,7 @@ PARSE = """
 import argparse, json, sys
 sys.path.insert(0, sys.argv[1])
 from megatron.training.arguments import add_megatron_arguments
-from megatron_muon.megatron_lm.flags import add_flags
+from megatron_muon.megatron_lm.flags.parser import add_flags
 for words in json.load(sys.stdin):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
@@ -215,15 +215,17 @@ def machine(tmp_path: Path) -> Path:
 
 @needs_checkout
 def test_megatron_knows_every_flag_and_value(standin: Path, machine: Path) -> None:
-    found = []
+    command_lines = []
     for name in SCENARIOS:
         for given in ({}, {"SMOKE": 1}, {"OPTIMIZER": "adam"}, {"SAVE": "x", "DATA_PATH": "x"}):
             words = asked(standin, name, **given)
-            found.append(words[words.index(f"{standin}/pretrain_gpt.py") + 1 :])
+            command_lines.append(words[words.index(f"{standin}/pretrain_gpt.py") + 1 :])
     env = environment(machine)
     env["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     command = [sys.executable, "-c", PARSE, str(CHECKOUT)]
-    done = subprocess.run(command, input=json.dumps(found), env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        command, input=json.dumps(command_lines), env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

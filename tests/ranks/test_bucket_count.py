@@ -49,10 +49,10 @@ def _built(case: Case, topology: Topology) -> tuple[int, int, int, Any]:
 def test_the_cost_is_that_of_megatrons_buckets_and_the_plan(dp: int, bucket_size: int) -> None:
     topology = Topology(dp=dp, overlap=True, bucket_size=bucket_size)
     for buckets, boundary, sent, weights in run(_built, dp, WHOLE, topology):
-        found = cost([Buffer(tuple(weights), dp)], bucket_size)
-        assert (found.buckets, found.boundary) == (buckets, boundary)
+        priced = cost([Buffer(tuple(weights), dp)], bucket_size)
+        assert (priced.buckets, priced.boundary) == (buckets, boundary)
         # of each parameter the bytes are divided by the ranks, and rounded down
-        assert sent / dp - len(weights) <= found.cut <= sent / dp
+        assert sent / dp - len(weights) <= priced.cut <= sent / dp
         assert buckets > 1 and boundary > 1 and sent > 0
 
 

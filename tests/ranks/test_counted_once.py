@@ -24,10 +24,10 @@ SP = {"sequence_parallel": True}
 ETP1 = Topology(tp=2, ep=2, etp=1, **SP)
 ETP2 = Topology(tp=2, dp=2, ep=2, **SP)
 
-Found = tuple[float, str]
+NormAndText = tuple[float, str]
 
 
-def _norm(case: Case, topology: Topology, corrected: bool) -> Found:
+def _norm(case: Case, topology: Topology, corrected: bool) -> NormAndText:
     """The norm of a step's gradients, and what is printed at the start."""
     said = io.StringIO()
     kept = contextlib.nullcontext() if corrected else mock.patch.object(build, "count_once", _none)
@@ -41,13 +41,13 @@ def _none(parts: object, stage: object) -> list[str]:
     return []
 
 
-def _norms(case: Case, topology: Topology, corrected: bool = True) -> Found:
+def _norms(case: Case, topology: Topology, corrected: bool = True) -> NormAndText:
     lacking = lacks(case, topology)
     if lacking:
         pytest.skip(lacking)
-    found = run(_norm, topology.world_size, case, topology, corrected)
-    assert len({norm for norm, _ in found}) == 1
-    return found[0]
+    by_rank = run(_norm, topology.world_size, case, topology, corrected)
+    assert len({norm for norm, _ in by_rank}) == 1
+    return by_rank[0]
 
 
 def _is_wrong(case: Case, topology: Topology) -> bool:

@@ -146,8 +146,8 @@ def test_a_model_of_embeddings_gets_a_warning() -> None:
 
 def test_a_matrix_of_an_unknown_module_is_named_once_by_its_stage() -> None:
     texts = run(_printed, 4, Case(), Topology(pp=2, dp=2), True)
-    found = [text.count("decoder.mixer.mixing (Mixer)") for text in texts]
-    assert found == [1, 0, 0, 0]
+    counts = [text.count("decoder.mixer.mixing (Mixer)") for text in texts]
+    assert counts == [1, 0, 0, 0]
 
 
 def test_several_buffers_are_counted_one_by_one() -> None:

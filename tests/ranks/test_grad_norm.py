@@ -12,7 +12,7 @@ import torch
 
 from megatron_muon.mcore.late_norm import LateNorm, norm_grads
 from support.models.gpt import Case, Topology, held, set_schedule, start, take_step, write_grads
-from support.ranks import run
+from support.ranks import error_of, run
 
 CASE = Case(layers=2, steps=3)
 NORM = "decoder.final_layernorm.weight"  # TP ranks have replicas; Megatron's norm has the first's
@@ -59,11 +59,7 @@ def _bad_replica(topology: Topology) -> str:
     write_grads(built, 1)
     if built.tp_rank == 1:
         built.params[NORM].main_grad.view(-1)[0] = math.nan
-    try:
-        built.optimizer.step()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(built.optimizer.step)
 
 
 def test_a_bad_replica_on_one_tp_rank_is_an_error_on_all() -> None:

@@ -10,52 +10,52 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.bench.accept.outcome import Figure, Part
+from megatron_muon.bench.accept.outcome import Figure, Finding
 from megatron_muon.bench.accept.settings import Settings
 
 FILE = "ACCEPTING_FILE"  # names a file that a check writes to
 
 
-def fine(settings: Settings) -> Sequence[Part]:
+def fine(settings: Settings) -> Sequence[Finding]:
     _note("fine")
-    return [Part("a claim", "ok", f"on {settings.device}", (Figure("a time", "ms", 2.0, 2.1),))]
+    return [Finding("a claim", "ok", f"on {settings.device}", (Figure("a time", "ms", 2.0, 2.1),))]
 
 
-def other(settings: Settings) -> Sequence[Part]:
+def other(settings: Settings) -> Sequence[Finding]:
     _note("other")
-    return [Part("another claim", "not run", "no GPU")]
+    return [Finding("another claim", "not run", "no GPU")]
 
 
-def fails(settings: Settings) -> Sequence[Part]:
-    return [Part("good", "ok"), Part("bad", "FAILED", "2 is not 3")]
+def fails(settings: Settings) -> Sequence[Finding]:
+    return [Finding("good", "ok"), Finding("bad", "FAILED", "2 is not 3")]
 
 
-def raises(settings: Settings) -> Sequence[Part]:
+def raises(settings: Settings) -> Sequence[Finding]:
     print("before the error")
     raise ValueError("what | is <wrong>")
 
 
-def claims_nothing(settings: Settings) -> Sequence[Part]:
+def claims_nothing(settings: Settings) -> Sequence[Finding]:
     return []
 
 
-def exits(settings: Settings) -> Sequence[Part]:
+def exits(settings: Settings) -> Sequence[Finding]:
     os._exit(0)
 
 
-def is_killed(settings: Settings) -> Sequence[Part]:
+def is_killed(settings: Settings) -> Sequence[Finding]:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("still there")
 
 
-def crashes(settings: Settings) -> Sequence[Part]:
+def crashes(settings: Settings) -> Sequence[Finding]:
     import ctypes
 
     ctypes.string_at(0)
     raise AssertionError("still there")
 
 
-def hangs(settings: Settings) -> Sequence[Part]:
+def hangs(settings: Settings) -> Sequence[Finding]:
     """With a process of its own, which must end, too; its number goes to the file."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     _note(str(child.pid))
@@ -63,7 +63,7 @@ def hangs(settings: Settings) -> Sequence[Part]:
     return []
 
 
-def kills_the_command(settings: Settings) -> Sequence[Part]:
+def kills_the_command(settings: Settings) -> Sequence[Finding]:
     """As a node that goes down: the command is gone at once."""
     _note("kills")
     os.kill(os.getppid(), signal.SIGKILL)

@@ -15,12 +15,12 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 def commands(text: str) -> list[str]:
     """The commands in a page's ``bash`` blocks, a line each, without comments."""
-    found = []
+    normal_lines = []
     for language, block in FENCE.findall(text):
         if language == "bash":
             lines = re.sub(r"\\\n", " ", block).splitlines()
-            found += [normal for line in lines if (normal := normalised(line))]
-    return found
+            normal_lines += [normal for line in lines if (normal := normalised(line))]
+    return normal_lines
 
 
 def normalised(line: str) -> str:

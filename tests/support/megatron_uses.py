@@ -66,10 +66,10 @@ def uses_in(folder: Path) -> list[Use]:
     """Of all files in a folder and below it."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
     bases = _inheriting(trees.values())
-    found: set[Use] = set()
+    uses: set[Use] = set()
     for path, tree in trees.items():
-        found |= _read(tree, path.relative_to(folder).as_posix(), bases)
-    return sorted(found)
+        uses |= _read(tree, path.relative_to(folder).as_posix(), bases)
+    return sorted(uses)
 
 
 def uses_in_text(text: str, file: str) -> list[Use]:
@@ -81,7 +81,7 @@ def uses_in_text(text: str, file: str) -> list[Use]:
 def _read(tree: ast.Module, file: str, bases: Mapping[str, str]) -> set[Use]:
     reader = _Reader(file, bases)
     reader.read(tree)
-    return reader.found
+    return reader.uses
 
 
 def own_names(folder: Path) -> set[str]:
@@ -156,7 +156,7 @@ def _own(body: list[ast.stmt]) -> Iterator[ast.AST]:
 class _Reader:
     def __init__(self, file: str, bases: Mapping[str, str]) -> None:
         self.file = file
-        self.found: set[Use] = set()
+        self.uses: set[Use] = set()
         self._bases = bases
         room = next((room for room in OBJECTS if file.startswith(f"{room}/")), "")
         self._objects = OBJECTS.get(room, {})
@@ -295,7 +295,7 @@ class _Reader:
             part.startswith("_") and not part.startswith("__") for part in symbol.split(".")
         ):
             return
-        self.found.add(Use(symbol, self.file, getattr(node, "lineno", 0), defaulted))
+        self.uses.add(Use(symbol, self.file, getattr(node, "lineno", 0), defaulted))
 
 
 def _is_module(value: object) -> bool:

@@ -337,6 +337,15 @@ def _clean_up(workers: list[_Worker], fn: str, limit: float = 30.0) -> list[_Wor
     return usable
 
 
+def error_of(call: Callable[[], object]) -> str:
+    """The type and the text of what a call raises, or ``no error``."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def run(
     fn: Callable[..., Any],
     world_size: int,

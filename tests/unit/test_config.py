@@ -15,7 +15,7 @@ import pytest
 import megatron_muon
 from megatron_muon import MuonConfig
 from megatron_muon.coefficients import SETS, NsDtype, schedule
-from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flags.table import FLAGS
 from megatron_muon.orthogonalize.iteration import (
     Device,
     dtype_of,
@@ -127,12 +127,12 @@ def _texts(path: Path) -> Iterator[str]:
             yield str(node.value)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
-def test_no_text_names_a_setting_without_its_flag(path: Path) -> None:
+def test_no_text_names_a_setting_without_its_flag() -> None:
     """``named`` puts it there; a single word is no sentence."""
-    for text in _texts(path):
-        for field in NAMES.findall(text) if " " in text else []:
-            assert FLAG_OF[field] in text, text
+    for path in MODULES:
+        for text in _texts(path):
+            for field in NAMES.findall(text) if " " in text else []:
+                assert FLAG_OF[field] in text, f"{path}: {text}"
 
 
 def test_the_defaults_are_moonlights() -> None:
@@ -279,9 +279,11 @@ def test_gram_without_tested_restarts_is_refused(
 def test_a_gpu_takes_auto_where_restarts_are_known(dtype: NsDtype, device: Device) -> None:
     """What is asked for is taken, on a CPU nothing but standard, and where auto is the default it
     may be asked for, too."""
-    for name, found in SETS.items():
-        for steps in {5, 7, *found.restarts} - ({7} if found.after == "refuse" else set()):
-            lists = found.restarts.get(steps)
+    for name, coefficients in SETS.items():
+        for steps in {5, 7, *coefficients.restarts} - (
+            {7} if coefficients.after == "refuse" else set()
+        ):
+            lists = coefficients.restarts.get(steps)
             known = lists is not None and getattr(lists, dtype) is not None
             config = MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype=dtype)
             assert iteration_of(config, device) == ("auto" if known else "standard")

@@ -15,7 +15,7 @@ import pytest
 
 import megatron_muon
 from megatron_muon.cli import main
-from megatron_muon.megatron_lm.flag_table import FLAGS
+from megatron_muon.megatron_lm.flags.table import FLAGS
 from support import documents
 from support.documents import PAGES, ROOT
 
@@ -138,8 +138,8 @@ def test_the_changelog_keeps_its_form() -> None:
     assert releases[0].startswith("[Unreleased]\n")
     kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     for release in releases:
-        found = re.findall(r"^### (.*)$", release, re.MULTILINE)
-        assert found and len(found) == len(set(found)) and set(found) <= kinds
+        headings = re.findall(r"^### (.*)$", release, re.MULTILINE)
+        assert headings and len(headings) == len(set(headings)) and set(headings) <= kinds
         assert re.findall(r"\n\n- ", re.sub(r"### .*\n\n?- ", "", release)) == []
 
 
@@ -181,7 +181,7 @@ def test_places_that_a_page_names_are_there(page: Path) -> None:
         parts = name.split(".")
         path = ROOT.joinpath(*parts)
         owner = ROOT.joinpath(*parts[:-1])
-        found = path.is_dir() or path.with_suffix(".py").exists()
+        is_there = path.is_dir() or path.with_suffix(".py").exists()
         for file in (owner.with_suffix(".py"), owner / "__init__.py"):
-            found = found or (file.exists() and parts[-1] in file.read_text())
-        assert found, name
+            is_there = is_there or (file.exists() and parts[-1] in file.read_text())
+        assert is_there, name

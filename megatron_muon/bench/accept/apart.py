@@ -1,7 +1,7 @@
 """Ranks in processes that are no one's daemons: they save checkpoints, and may be killed.
 
 ``bench.ranks`` starts daemons, which may start no process, as Megatron's save does.
-This module is one rank, with the arguments FUNCTION ARGUMENT RANK WORLD FOLDER GPUS SECONDS; it
+This module is one rank, with the arguments FUNCTION ARGUMENT RANK WORLD FOLDER GPUS SECONDS. It
 writes the function's result to FOLDER, and its stack to stderr before its limit.
 """
 

@@ -17,11 +17,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_muon.bench.accept.outcome import Part, parts_as_json
+from megatron_muon.bench.accept.outcome import Finding, parts_as_json
 from megatron_muon.bench.accept.settings import Settings, from_json
 from megatron_muon.files.durable import write_text
 
-Run = Callable[[Settings], Sequence[Part]]
+Run = Callable[[Settings], Sequence[Finding]]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     except BaseException as error:
         traceback.print_exc()
         text = " ".join(str(error).split())
-        parts = [Part("no error", "FAILED", f"{type(error).__name__}: {text}")]
+        parts = [Finding("no error", "FAILED", f"{type(error).__name__}: {text}")]
         write_text(Path(file), json.dumps(parts_as_json(parts)))
         return 1
     write_text(Path(file), json.dumps(parts_as_json(parts)))

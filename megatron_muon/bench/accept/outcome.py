@@ -58,7 +58,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Finding:
     """One claim of a check.
 
     Attributes:
@@ -91,7 +91,7 @@ class Outcome:
     """
 
     check: str
-    parts: tuple[Part, ...]
+    parts: tuple[Finding, ...]
     seconds: float = 0.0
     log: str = ""
     is_final: bool = True
@@ -116,15 +116,15 @@ class Outcome:
 
 def failed(check: str, why: str, seconds: float = 0.0, log: str = "") -> Outcome:
     """A check that failed as a whole."""
-    return Outcome(check, (Part(check, "FAILED", why),), seconds, log)
+    return Outcome(check, (Finding(check, "FAILED", why),), seconds, log)
 
 
 def not_run(check: str, why: str, *, is_final: bool = True) -> Outcome:
     """A check that was not run."""
-    return Outcome(check, (Part(check, "not run", why),), is_final=is_final)
+    return Outcome(check, (Finding(check, "not run", why),), is_final=is_final)
 
 
-def parts_as_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
+def parts_as_json(parts: Sequence[Finding]) -> list[dict[str, Any]]:
     """Parts as JSON's values; numbers that are not finite become None."""
     return [_plain(dataclasses.asdict(part)) for part in parts]
 
@@ -135,7 +135,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     return {"verdict": outcome.verdict, **made}
 
 
-def parts_from_json(given: Any) -> tuple[Part, ...]:
+def parts_from_json(given: Any) -> tuple[Finding, ...]:
     """The reverse of ``parts_as_json``.
 
     Raises:
@@ -163,14 +163,14 @@ def from_json(given: Any) -> Outcome:
     )
 
 
-def _part(given: Any) -> Part:
+def _part(given: Any) -> Finding:
     fields = _object("a part", given)
     verdict: Any = fields.get("verdict")
     if verdict not in get_args(Verdict):
         raise ValueError(f"a verdict is one of {', '.join(get_args(Verdict))}, got {verdict!r}")
     figures = tuple(_figure(each) for each in _list("figures", fields.get("figures", [])))
     known: Verdict = verdict
-    return Part(_text("name", fields), known, _text("text", fields), figures)
+    return Finding(_text("name", fields), known, _text("text", fields), figures)
 
 
 def _figure(given: Any) -> Figure:

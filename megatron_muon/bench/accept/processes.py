@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO
 
 from megatron_muon.bench.accept.outcome import (
+    Finding,
     Outcome,
-    Part,
     failed,
     not_run,
     parts_from_json,
@@ -88,7 +88,7 @@ def environment() -> dict[str, str]:
 
 def _outcome(name: str, code: int, result: Path, seconds: float, tail: str) -> Outcome:
     """The outcome of a check that has ended by itself or was killed."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Finding, ...] = ()
     faults = []
     try:
         parts = parts_from_json(json.loads(result.read_text()))
@@ -103,7 +103,7 @@ def _outcome(name: str, code: int, result: Path, seconds: float, tail: str) -> O
     elif code and not any(part.verdict == "FAILED" for part in parts):
         faults.append(f"its process ended with status {code}")
     if faults:
-        parts = (*parts, Part("its process ends well", "FAILED", "; ".join(faults)))
+        parts = (*parts, Finding("its process ends well", "FAILED", "; ".join(faults)))
     is_good = all(part.verdict != "FAILED" for part in parts)
     return Outcome(name, parts, seconds, "" if is_good else tail)
 

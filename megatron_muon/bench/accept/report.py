@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_muon.bench.accept.outcome import Figure, Outcome, Part
+from megatron_muon.bench.accept.outcome import Figure, Finding, Outcome
 from megatron_muon.bench.accept.table import CHECKS
 
 _TITLES = {check.name: check.title for check in CHECKS}
@@ -56,7 +56,7 @@ def _verdict_of(outcome: Outcome) -> str:
     return outcome.verdict
 
 
-def _of_part(part: Part) -> str:
+def _of_part(part: Finding) -> str:
     return f"**{part.verdict}**" if part.verdict == "FAILED" else part.verdict
 
 

@@ -77,7 +77,7 @@ def modelled(adamw: Figures, muon: Figures, ranks: int, mbits: float) -> Timed:
 
 
 def by_model(adamw: Figures, muon: Figures, ranks: int, lead: float) -> Advantage:
-    """What ``modelled`` says of every rate: it is a straight line over 1 / rate."""
+    """``modelled`` at every rate: it is a straight line over 1 / rate."""
     start = modelled(adamw, muon, ranks, math.inf).behind(lead)
     slope = modelled(adamw, muon, ranks, 1.0).behind(lead) - start
     ahead = start < 0 or (start == 0 and slope < 0)

@@ -148,13 +148,13 @@ def _enable_cpu(launched: bool) -> None:
 
 
 def _of_world(topologies: Sequence[Topology], world: int) -> list[Topology]:
-    found = [each for each in topologies if each.world == world]
-    if not found:
+    fitting = [each for each in topologies if each.world == world]
+    if not fitting:
         raise ValueError(
             f"the launcher has started {world} ranks, and no topology of "
             f"{', '.join(map(str, topologies))} has as many: see --topologies"
         )
-    return found
+    return fitting
 
 
 def _compare(
@@ -166,7 +166,7 @@ def _compare(
 ) -> int:
     from megatron_muon.bench.compare.compared import Compared, OverLinks
     from megatron_muon.bench.compare.figures import figures
-    from megatron_muon.bench.compare.predicted import Run, predicted
+    from megatron_muon.bench.compare.predicted import TrainingRun, predicted
     from megatron_muon.bench.compare.report import page
     from megatron_muon.bench.compare.training import leave_launched_world
     from megatron_muon.cli.model_flags import megatron_is_quiet
@@ -175,13 +175,13 @@ def _compare(
     with megatron_is_quiet():  # it makes groups of its own, so it comes before the launcher's
         planned = {
             topology: predicted(
-                Run(both["muon"].flags, both["muon"].row.config),
-                Run(both["adamw"].flags, both["adamw"].row.config),
+                TrainingRun(both["muon"].flags, both["muon"].row.config),
+                TrainingRun(both["adamw"].flags, both["adamw"].row.config),
                 device,
             )
             for topology, both in jobs.items()
         }
-    trained, agreed = _launched_ranks() if launched else (_own_ranks(given), lambda found: found)
+    trained, agreed = _launched_ranks() if launched else (_own_ranks(given), lambda each: each)
     where = _where()
 
     def both_over(topology: Topology, mbits: float | None) -> dict[str, Any]:
@@ -245,16 +245,16 @@ def _measured(
     from megatron_muon.bench.compare.store import digest, read, write
 
     known = digest(job, where)
-    found = agreed(read(path, known))
-    if found is not None:
-        return found
+    ranks = agreed(read(path, known))
+    if ranks is not None:
+        return ranks
     is_first = int(os.environ.get("RANK", "0")) == 0
     if is_first:
         print(f"training {path.stem}", file=sys.stderr, flush=True)
-    found = trained(job)
+    ranks = trained(job)
     if is_first:
-        write(path, known, found)
-    return found
+        write(path, known, ranks)
+    return ranks
 
 
 def _own_ranks(given: Namespace) -> Callable[[Any], Any]:
@@ -291,7 +291,7 @@ def _launched_ranks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 
 def _where() -> dict[str, str]:
-    """What a measurement depends on beside its flags."""
+    """Versions and devices: a measurement depends on them beside its flags."""
     import torch
 
     from megatron_muon.mcore.seams.rows import megatron_version

@@ -57,6 +57,6 @@ class Compared:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Of Markdown; all columns but the first are numbers."""
+    """A table of Markdown; all columns but the first are numbers."""
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -1,8 +1,8 @@
 """Slow links on this machine: a network namespace for each rank, whose sending tc slows down.
 
-Nothing here has a name in the file system. A namespace is held open by a descriptor of this process
-and by the ranks in it, so the kernel removes it, with its interfaces, once they have ended, however
-they end. The host's own interfaces stay as they are.
+Nothing here has a name in the file system. A descriptor of this process and the ranks in it hold a
+namespace open. The kernel removes it, with its interfaces, once they have ended, however they end.
+The host's own interfaces stay as they are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def why_not() -> str | None:
 def shaped(world: int, mbits: float) -> Iterator[tuple[str, ...]]:
     """A namespace for each rank, joined by a bridge; what a rank sends is slowed to the rate.
 
-    What a rank receives is slowed by its senders only.
+    Only its senders slow what a rank receives.
 
     Args:
         world: number of ranks, at most 62 500.
@@ -132,10 +132,10 @@ def _end_of_link(ip: str, tc: str, rank: int, mbits: float) -> list[list[str]]:
 
 
 def _program(name: str) -> str:
-    found = shutil.which(name) or shutil.which(name, path=_PATH)
-    if found is None:
+    program = shutil.which(name) or shutil.which(name, path=_PATH)
+    if program is None:
         raise LinkError(f"there is no program {name}, which iproute2 has")
-    return found
+    return program
 
 
 def _new_namespace() -> int:

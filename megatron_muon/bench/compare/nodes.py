@@ -120,12 +120,12 @@ def _ranks_of_a_node(nodes: int, topologies: Sequence[Topology], gpus: int) -> t
 def fitting(nodes: int, each: int) -> list[Topology]:
     """Topologies of ``nodes`` × ``each`` ranks, as ``compare.sbatch`` takes them."""
     ranks = nodes * each
-    found = [Topology(dp=ranks), Topology(tp=each, dp=nodes)]
+    topologies = [Topology(dp=ranks), Topology(tp=each, dp=nodes)]
     if ranks % 2 == 0:
-        found.append(Topology(tp=2, dp=ranks // 2))
+        topologies.append(Topology(tp=2, dp=ranks // 2))
     if ranks % 4 == 0:
-        found.append(Topology(tp=2, pp=2, dp=ranks // 4))
-    return list(dict.fromkeys(found))
+        topologies.append(Topology(tp=2, pp=2, dp=ranks // 4))
+    return list(dict.fromkeys(topologies))
 
 
 def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a topology is predicted to hold and send, by its exchange plan."""
+"""Bytes that a topology is predicted to hold and send, by its exchange plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATE = (MAIN, MOMENTS, MOMENTUM)
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Of all pipeline stages.
+    """Bytes of all pipeline stages.
 
     Attributes:
         exchange: bytes that all ranks send in Muon's exchange.
@@ -39,7 +39,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRun:
     """A training: flags of the model and its ranks, and Muon's settings.
 
     AdamW has its layout of buffers from the settings.
@@ -49,7 +49,7 @@ class Run:
     config: MuonConfig
 
 
-def predicted(muon: Run, adamw: Run, device: Device) -> Predicted:
+def predicted(muon: TrainingRun, adamw: TrainingRun, device: Device) -> Predicted:
     """Plan every stage; no process group is needed.
 
     Args:

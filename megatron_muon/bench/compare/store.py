@@ -50,16 +50,16 @@ def write(path: Path, known: str, ranks: Sequence[Trained]) -> None:
 
 
 def read(path: Path, known: str) -> list[Trained] | None:
-    """What ``write`` has written with the same digest; None where there is no such file."""
+    """The ranks that ``write`` wrote with the same digest; None where there is no such file."""
     try:
-        found = json.loads(path.read_text())
+        stored = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError):
         return None  # what is damaged is measured again
-    if not isinstance(found, dict) or found.get("digest") != known:
+    if not isinstance(stored, dict) or stored.get("digest") != known:
         return None
-    ranks = found.get("ranks")
+    ranks = stored.get("ranks")
     if not isinstance(ranks, list) or not all(_is_trained(each) for each in ranks):
         return None
     return [Trained(**each) for each in ranks]

@@ -36,10 +36,10 @@ def parsed(text: str) -> Topology:
     """
     sizes: dict[str, int] = {}
     for part in text.lower().split("-"):
-        found = _SIZE.fullmatch(part)
-        if found is None or found[1] in sizes or not int(found[2]):
+        size = _SIZE.fullmatch(part)
+        if size is None or size[1] in sizes or not int(size[2]):
             raise ValueError(
                 f"{text!r} is no topology: give sizes of tp, pp, cp and dp, such as tp2-pp2-dp2"
             )
-        sizes[found[1]] = int(found[2])
+        sizes[size[1]] = int(size[2])
     return Topology(**sizes)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_muon.bench.compare import links
 from megatron_muon.bench.step.build import Built, build
 from megatron_muon.bench.step.measure import main_params, states
-from megatron_muon.bench.step.meter import Stopwatch, count, peak_bytes
+from megatron_muon.bench.step.meter import StepTimers, count, peak_bytes
 from megatron_muon.bench.step.rows import Row
 from megatron_muon.runtime import collectives
 
@@ -78,7 +78,7 @@ def train(job: Job) -> Trained:
 
     initialize_groups(ranks_of(job.flags))
     device = torch.device(torch.cuda.current_device())
-    watch = Stopwatch(device)
+    watch = StepTimers(device)
     run = _Run(job, build(job.row, job.flags, watch), watch, device)
     for step in range(job.steps):
         run.step(step)
@@ -88,7 +88,7 @@ def train(job: Job) -> Trained:
 
 
 class _Run:
-    def __init__(self, job: Job, built: Built, watch: Stopwatch, device: torch.device) -> None:
+    def __init__(self, job: Job, built: Built, watch: StepTimers, device: torch.device) -> None:
         self._job, self._chunks, self._optimizer = job, built.chunks, built.optimizer
         self._watch, self._device = watch, device
         self._losses: list[float] = []
@@ -211,9 +211,9 @@ def train_in_launched_world(job: Job) -> list[Trained]:
     return [Trained(**json.loads(text)) for text in every]
 
 
-def first_ranks(found: list[Trained] | None) -> list[Trained] | None:
-    """What rank 0 has read, on every rank of a launcher's world."""
-    mine = "" if found is None else json.dumps([asdict(each) for each in found])
+def first_ranks(trained: list[Trained] | None) -> list[Trained] | None:
+    """The measurements that rank 0 has read, on every rank of a launcher's world."""
+    mine = "" if trained is None else json.dumps([asdict(each) for each in trained])
     text = collectives.all_gather_texts(mine, None)[0]
     return [Trained(**each) for each in json.loads(text)] if text else None
 

@@ -11,8 +11,8 @@ from megatron_muon.coefficients import NsDtype
 from megatron_muon.orthogonalize.iteration import held_dtype
 from megatron_muon.orthogonalize.matmul import fp32_is_fp32, plan_device, torch_dtype
 
-# Rows of the matrices: on a CPU so many that more are not faster (measured on one thread with
-# AVX512_BF16; not measured on a GPU), and few enough for a product in every round.
+# Rows of the matrices: on a CPU so many that more are not faster, and few enough for a product in
+# every round. Measured on one thread with AVX512_BF16; not measured on a GPU.
 _CPU_SIZE, _GPU_SIZE = 1024, 8192
 
 

@@ -300,8 +300,8 @@ def interleaved(
         runs: functions of ``matrix``; each is called once before the rounds.
         matrix: the input of every run.
         rounds: number of rounds.
-        clock: a clock in seconds; by default wall time on a GPU, and on a CPU the processor time of
-            all threads of the process, which leaves out waiting for other processes.
+        clock: a clock in seconds. The default on a GPU is wall time. On a CPU it is the processor
+            time of all threads of the process, which leaves out waiting for other processes.
     """
     cuda = matrix.device.type == "cuda"
     clock = clock or (time.perf_counter if cuda else time.process_time)

@@ -10,7 +10,7 @@ grows from step to step.
 For any other set and number of steps every list of restarts is tried, the shortest first. The
 matrices are 96 × 96, 64 × 256 and 40 × 120: with condition numbers 1 to 1e8; of rank 1, 4 and half
 the rows; of rank 1 plus singular values of 1e-1 to 1e-5; with eight equal rows plus noise of 1e-1
-or 1e-2; Gaussian. (All ones is left out: all of its entries round alike, so for every list there is
+or 1e-2; Gaussian. (All ones is left out: all of its entries round alike. So for every list there is
 a size at which 16 bits move the result far, though not out of the band.)
 A list is accurate if on each matrix
 
@@ -22,7 +22,7 @@ Standard's figure is the worst of three: with X as it is, and scaled up and down
 unit of the dtype. Some polynomials are so steep at 1 that one unit changes the result by half.
 
 Among the shortest accurate lists, the one with the smallest worst error, as a fraction of the
-allowed error, is taken. The recorded list stays if its worst error is at most 5 % larger: the order
+allowed error, is taken. The recorded list stays if its worst error is at most 5 % larger. The order
 of sums, which depends on the CPU, changes errors by as much. In 16 bits lists with more restarts
 than half the steps are not tried. Whoever asks for fp32 asks for accuracy, so there any list counts
 that leaves out one product with the long side: at least one segment of two steps. Square matrices
@@ -54,8 +54,8 @@ from megatron_muon.orthogonalize.newton_schulz import gram_iteration, standard_i
 from megatron_muon.orthogonalize.normalization import normalize
 
 _SHAPES = ((96, 96), (64, 256), (40, 120))
-# In bf16 and fp32 16 units of the dtype's rounding: a fifth of what simple leaves to a polar
-# factor, and about the least error that the standard iteration has in fp32.
+# In bf16 and fp32 16 units of the dtype's rounding. That is a fifth of what simple leaves to a
+# polar factor, and about the least error of the standard iteration in fp32.
 _ALLOWED: dict[NsDtype, float] = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-20}
 _TIMES = 2.0
 _SQUARES_ALLOWED = 2.0**-10  # well below one unit of bf16

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         0, or 1 where a rank failed, a file could not be written, or rows that must end a step with
-        the same weights did not; wrong arguments end the process with status 2.
+        the same weights did not. Wrong arguments end the process with status 2.
     """
     from megatron_muon.cli.model_flags import megatron_is_quiet
     from megatron_muon.mcore.seams.rows import SeamError, check_part

@@ -1,7 +1,7 @@
 """The flags of ``megatron-muon bench step``: its own, and those of Megatron-LM that it reads.
 
-It reads Megatron-LM's flags of the model, its ranks and its buckets. It refuses by name a flag that
-would change the step, that would have no effect, or that one of its own flags replaces.
+It reads Megatron-LM's flags of the model, its ranks and its buckets. It refuses flags by name:
+those that would change the step or have no effect, and those that its own flags replace.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rank's part in ``megatron-muon bench step``: in each round every row takes one step.
 
-Memory holds one row at a time. Before its turn a row's storage is allocated and filled: weights and
-gradients with noise that is the same for every row, optimizer state with zeros. After its turn the
+Memory holds one row at a time. Before its turn a row's storage is allocated and filled. Weights and
+gradients get noise that is the same for every row, optimizer state zeros. After its turn the
 storage is freed. So every step is a first step from the same weights. All rows of our Muon with the
 same iteration must end it with the same bits.
 """
@@ -27,7 +27,7 @@ from megatron_muon import meter, step_traces
 from megatron_muon.bench.step.build import Built, build
 from megatron_muon.bench.step.meter import (
     Counted,
-    Stopwatch,
+    StepTimers,
     Times,
     count,
     launched,
@@ -95,7 +95,7 @@ def measure(job: StepJob) -> list[Measured]:
     noise = torch.empty(NOISE, device=device)
     generator = torch.Generator(device).manual_seed(1)
     noise.normal_(0.0, 0.02, generator=generator)
-    watch = Stopwatch(device)
+    watch = StepTimers(device)
     contenders = []
     for row in job.rows:
         contender = _Contender(build(row, job.flags, watch), watch, noise)
@@ -137,7 +137,7 @@ def _start_megatron(flags: Namespace) -> torch.device:
 class _Contender:
     """A row on this rank."""
 
-    def __init__(self, built: Built, watch: Stopwatch, noise: Tensor) -> None:
+    def __init__(self, built: Built, watch: StepTimers, noise: Tensor) -> None:
         self.measured = Measured(lines=built.lines)
         self._chunks = built.chunks
         self._optimizer = built.optimizer
@@ -298,7 +298,7 @@ def _trim() -> None:
         trim(0)
 
 
-def _name_part(optimizer: Any, name: str, watch: Stopwatch) -> None:
+def _name_part(optimizer: Any, name: str, watch: StepTimers) -> None:
     """Time a method of Megatron's as a part of the step, since it has no timer of its own."""
     method = getattr(optimizer, name)
 

@@ -49,11 +49,11 @@ class Times:
     ns_cpu_ms: float
 
 
-class Stopwatch:
+class StepTimers:
     """Stands in for Megatron's ``Timers``: optimizers call ``watch(name).start()`` and ``.stop()``.
 
-    On a GPU begins and ends are CUDA events of the current stream, which are read after the step:
-    nothing waits for them, and a part's time is the time of its kernels on that stream.
+    On a GPU begins and ends are CUDA events of the current stream, which are read after the step.
+    Nothing waits for them, and a part's time is the time of its kernels on that stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class _Timer:
-    watch: Stopwatch
+    watch: StepTimers
     name: str
 
     def start(self, barrier: bool = False) -> None:
@@ -145,7 +145,7 @@ class Counted:
     flops: int = 0
 
 
-def count(watch: Stopwatch, step: Callable[[], None]) -> Counted:
+def count(watch: StepTimers, step: Callable[[], None]) -> Counted:
     """Run a step and count its bytes and flops; this takes several times as long as the step."""
     wire = _Wire(watch)
     with FlopCounterMode(display=False) as flops, wire:
@@ -163,7 +163,7 @@ class _Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
     root's tensor n - 1 times.
     """
 
-    def __init__(self, watch: Stopwatch) -> None:
+    def __init__(self, watch: StepTimers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sent: dict[str, int] = defaultdict(int)
         self._watch = watch

@@ -19,7 +19,7 @@ TpMode = Literal["duplicated", "blockwise"]
 
 # Megatron's buckets of 40 M elements hold about a fifth of a layer of Llama-3-8B.
 BUCKETS_PER_LAYER = 5
-# The norm is computed, but no gradient is clipped: rows sum the norm in different orders, so its
+# The norm is computed, but no gradient is clipped. Rows sum the norm in different orders, so its
 # last bits differ, and clipped rows could not be compared bit by bit.
 NO_CLIP = 1e9
 

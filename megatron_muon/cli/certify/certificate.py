@@ -11,7 +11,7 @@ from megatron_muon.cli.certify.kinds import Chosen, StageKind
 from megatron_muon.cli.certify.messages import Sizes, compare_with_plan, planned_messages
 from megatron_muon.cli.certify.ranks import RankReport, exchange_calls, report_of
 from megatron_muon.cli.model_flags import Settled, megatron_is_quiet, said
-from megatron_muon.virtual_gpu.megatron import RecordedTraining, Training, record_training
+from megatron_muon.virtual_gpu.megatron import OptimizerSettings, RecordedTraining, record_training
 from megatron_muon.virtual_gpu.races import MEMORY, collectives_and_clocks
 from megatron_muon.virtual_gpu.stage import Calls, check_calls, unrecorded
 
@@ -82,7 +82,7 @@ def certify(
     flags: Namespace,
     run: Settled,
     kinds: Sequence[StageKind],
-    training: Training,
+    training: OptimizerSettings,
     progress: Progress = lambda text: None,
 ) -> Certificate:
     """Have every chosen rank of every kind take its steps.
@@ -116,7 +116,7 @@ def _look_at(
     kind: StageKind,
     flags: Namespace,
     run: Settled,
-    training: Training,
+    training: OptimizerSettings,
     seen: _Seen,
     progress: Progress,
 ) -> None:
@@ -153,7 +153,7 @@ def _travelling(kind: StageKind, planned: Sizes) -> Iterator[int]:
 
 
 def _trained(
-    flags: Namespace, run: Settled, chosen: Chosen, training: Training, seen: _Seen
+    flags: Namespace, run: Settled, chosen: Chosen, training: OptimizerSettings, seen: _Seen
 ) -> RecordedTraining | None:
     try:
         return record_training(flags, run.ranks, chosen.rank, run.config, training)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron_muon.cli.certify.certificate import certify
     from megatron_muon.cli.certify.kinds import stage_kinds
     from megatron_muon.cli.certify.report import as_json, as_text
-    from megatron_muon.virtual_gpu.megatron import Training
+    from megatron_muon.virtual_gpu.megatron import OptimizerSettings
 
     start = time.perf_counter()
     try:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         run = settled(given)
         with megatron_is_quiet():
             kinds = stage_kinds(given, run, given.ranks)
-        training = Training(clip_grad=given.clip_grad)
+        training = OptimizerSettings(clip_grad=given.clip_grad)
         certificate = certify(given, run, kinds, training, _progress)
     except REFUSALS as error:
         parser.error(said(error))

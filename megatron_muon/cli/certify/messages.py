@@ -15,7 +15,7 @@ from megatron_muon.orthogonalize.iteration import Device, dtype_of, held_dtype
 from megatron_muon.orthogonalize.matmul import torch_dtype, travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.strips import SharedMessages
-from megatron_muon.virtual_gpu.trace import Collective, Message
+from megatron_muon.virtual_gpu.trace import RecordedCollective, RecordedMessage
 
 # (dtype, bytes) of the messages from one rank of the stage to another, in order
 Sizes = dict[tuple[int, int], list[tuple[torch.dtype, int]]]
@@ -85,7 +85,7 @@ def _in_turn(
         yield None, scatter
 
 
-def compare_with_plan(rank: int, calls: Iterable[Collective], planned: Sizes) -> list[str]:
+def compare_with_plan(rank: int, calls: Iterable[RecordedCollective], planned: Sizes) -> list[str]:
     """Faults of one rank's messages in a step, in words.
 
     Args:
@@ -93,8 +93,8 @@ def compare_with_plan(rank: int, calls: Iterable[Collective], planned: Sizes) ->
         calls: its launches of the exchange in that step, in order.
         planned: by ``planned_messages``.
     """
-    sent: dict[int, list[Message]] = defaultdict(list)
-    taken: dict[int, list[Message]] = defaultdict(list)
+    sent: dict[int, list[RecordedMessage]] = defaultdict(list)
+    taken: dict[int, list[RecordedMessage]] = defaultdict(list)
     for call in calls:
         for message in call.sends:
             sent[message.peer].append(message)

@@ -11,7 +11,7 @@ from megatron_muon.cli.certify.kinds import Chosen
 from megatron_muon.virtual_gpu.memory import Peak
 from megatron_muon.virtual_gpu.races import Race
 from megatron_muon.virtual_gpu.recording import Recording
-from megatron_muon.virtual_gpu.trace import Allocation, Collective, Group
+from megatron_muon.virtual_gpu.trace import Allocation, Group, RecordedCollective
 
 EXCHANGE = "muon/"
 CONNECT = "muon/connect"
@@ -107,10 +107,10 @@ def report_of(recording: Recording, chosen: Chosen) -> RankReport:
     connected = {
         message.peer
         for call in recording.before
-        if isinstance(call, Collective) and call.phase.startswith(CONNECT)
+        if isinstance(call, RecordedCollective) and call.phase.startswith(CONNECT)
         for message in (*call.sends, *call.receives)
     }
-    every = [event for event in recording.trace.events if isinstance(event, Collective)]
+    every = [event for event in recording.trace.events if isinstance(event, RecordedCollective)]
     races = list(recording.races)
     return RankReport(
         rank=recording.rank,
@@ -135,7 +135,7 @@ def report_of(recording: Recording, chosen: Chosen) -> RankReport:
     )
 
 
-def exchange_calls(recording: Recording) -> list[Collective]:
+def exchange_calls(recording: Recording) -> list[RecordedCollective]:
     """The exchange's launches in the last step, in order."""
     return [
         call
@@ -149,7 +149,7 @@ def _said(races: Iterator[Race]) -> tuple[str, ...]:
 
 
 def _in_order(recording: Recording) -> Iterator[Launches]:
-    calls = [event for event in recording.iteration if isinstance(event, Collective)]
+    calls = [event for event in recording.iteration if isinstance(event, RecordedCollective)]
     for (phase, group, asynchronous), alike in itertools.groupby(calls, key=_likeness):
         launches = list(alike)
         yield Launches(
@@ -164,7 +164,7 @@ def _in_order(recording: Recording) -> Iterator[Launches]:
         )
 
 
-def _likeness(call: Collective) -> tuple[str, Group, bool]:
+def _likeness(call: RecordedCollective) -> tuple[str, Group, bool]:
     """Rounds go out and come back in turn: the exchange's launches are alike."""
     of_exchange = call.point_to_point and call.phase.startswith(EXCHANGE)
     phase = "muon/exchange" if of_exchange else call.phase

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_muon.cli.inspect.tensors import canonical
-from megatron_muon.files.pickles import Unknown
+from megatron_muon.files.pickles.objects import Unknown
 
 # Caps on the sizes of a model that is built here: those in a damaged file could take for ever.
 _MOST = {

@@ -23,7 +23,7 @@ _TP, _EP = "--tensor-model-parallel-size", "--expert-model-parallel-size"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FlagChange:
     """A change of a run's flags.
 
     Attributes:
@@ -43,39 +43,39 @@ class Change:
 class Gain:
     """A change, and the plan with it."""
 
-    change: Change
+    change: FlagChange
     plan: RunPlan
 
 
-def changes(plan: RunPlan) -> Iterator[Change]:
+def changes(plan: RunPlan) -> Iterator[FlagChange]:
     """The changes that are worth a try, without those that the run has already."""
     config, ranks = plan.config, plan.ranks
     other = next(name for name in OURS if name != plan.layout)
-    yield Change(("--muon-dp-layout", other), "buckets, and so checkpoints in bucket formats")
+    yield FlagChange(("--muon-dp-layout", other), "buckets, and so checkpoints in bucket formats")
     if plan.device == "cuda":
-        yield Change(("--products", "kernel"), "quack-kernels must be installed")
+        yield FlagChange(("--products", "kernel"), "quack-kernels must be installed")
     if config.ns_dtype == "bf16":
-        yield Change(("--muon-ns-dtype", "fp16"), "another rounding")
+        yield FlagChange(("--muon-ns-dtype", "fp16"), "another rounding")
     iteration = "standard" if config.ns_iteration != "standard" else "auto"
-    yield Change(("--muon-ns-iteration", iteration), "another rounding")
+    yield FlagChange(("--muon-ns-iteration", iteration), "another rounding")
     if split_of(config, plan.device) == "off":
-        yield Change(("--muon-split-matrices", "auto"), "another rounding")
+        yield FlagChange(("--muon-split-matrices", "auto"), "another rounding")
     homes = "local" if config.homes == "balanced" else "balanced"
-    yield Change(("--muon-homes", homes))
+    yield FlagChange(("--muon-homes", homes))
     limit = config.round_bytes
     for mib in (512, 2048, 8192) if limit is None else (limit // _MIB * 2, limit // _MIB // 2):
         if mib:
-            yield Change(("--muon-round-mib", str(mib)))
+            yield FlagChange(("--muon-round-mib", str(mib)))
     if plan.buckets is not None:
         for number in (plan.buckets // 2, plan.buckets * 2):
             if number:
-                yield Change(("--ddp-num-buckets", str(number)), "overlap of reduction")
+                yield FlagChange(("--ddp-num-buckets", str(number)), "overlap of reduction")
     for tp in (ranks.tp // 2, ranks.tp * 2):
         if tp:
-            yield Change((_TP, str(tp)), "forward and backward, and all that TP changes")
+            yield FlagChange((_TP, str(tp)), "forward and backward, and all that TP changes")
     if ranks.ep > 1:
         for ep in (ranks.ep // 2, ranks.ep * 2):
-            yield Change((_EP, str(ep)), "forward and backward, and all that EP changes")
+            yield FlagChange((_EP, str(ep)), "forward and backward, and all that EP changes")
 
 
 def gains(plan: RunPlan, replan: Planner) -> list[Gain]:
@@ -152,7 +152,7 @@ def _homes(plan: RunPlan, kind: StagePlan) -> Iterator[str]:
 
 def _table(plan: RunPlan, made: Sequence[Gain]) -> list[list[str]]:
     rows = [["change", "step, ms", "gain", "sent, MB", "busiest / mean", "peak, MiB", "but also"]]
-    own = Gain(Change(("none",)), plan)
+    own = Gain(FlagChange(("none",)), plan)
     for gain in (own, *made):
         kind = _slowest(gain.plan)
         row = kind.row(gain.plan.layout)

@@ -33,7 +33,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class NewtonSchulzTimes:
     """Milliseconds of Newton-Schulz: on the mean rank, and on the slowest one and its number."""
 
     mean: float
@@ -47,7 +47,7 @@ class Step:
 
     step: int
     lr: float | None
-    times: Times | None
+    times: NewtonSchulzTimes | None
     numbers: array[float]
 
 
@@ -212,13 +212,13 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[Column, float]]:
                 yield (kind, row, name), math.inf if value is None else _float(value, name)
 
 
-def _times(record: Mapping[str, Any]) -> Times | None:
+def _times(record: Mapping[str, Any]) -> NewtonSchulzTimes | None:
     given = record.get("newton_schulz_ms")
     if given is None:
         return None
     about = dict(_mapping(given, "newton_schulz_ms"))
     mean, most = _float(about.get("mean"), "mean"), _float(about.get("max"), "max")
-    return Times(mean, most, _integer(about, "rank"))
+    return NewtonSchulzTimes(mean, most, _integer(about, "rank"))
 
 
 def _mapping(value: object, name: str) -> Iterator[tuple[str, Any]]:

@@ -2,8 +2,8 @@
 
 Megatron has the layers of a hybrid model in one specification, of Transformer Engine's modules.
 Here each layer is its local GPT layer without the other half, and the Mamba mixer with local
-linears and a norm before it: the same parameters, but that a norm which Transformer Engine has in a
-linear is a module of its own. The classes are Megatron's, so that its versions build what they do.
+linears and a norm before it: the same parameters. A norm that Transformer Engine has in a linear is
+a module of its own there. The classes are Megatron's, so that its versions build what they do.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Sources: ``validate_args`` of megatron/training/arguments.py, mamba_builders.py and
 hybrid_builders.py, at core_v0.12.3 to core_v0.19.0 and main. Up to 0.16 the pattern follows from
-ratios or --hybrid-override-pattern; later it is --hybrid-layer-pattern, which has pipeline stages
+ratios or --hybrid-override-pattern. Later it is --hybrid-layer-pattern, which has pipeline stages
 and layers of multi-token prediction in it, too.
 """
 

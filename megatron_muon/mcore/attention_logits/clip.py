@@ -21,7 +21,7 @@ _NOTHING = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class MainPiece:
     """A rank's piece of a main parameter.
 
     Attributes:
@@ -46,7 +46,7 @@ class QkClip:
     """
 
     attentions: tuple[WatchedAttention, ...]
-    shards: dict[torch.nn.Parameter, Shard]
+    shards: dict[torch.nn.Parameter, MainPiece]
     group: Group
     tp_rank: int
     tp_size: int
@@ -125,7 +125,7 @@ def _number_of(dtype: torch.dtype) -> float:
 
 def shards_of(
     dist_opts: Sequence[Any], attentions: Sequence[WatchedAttention]
-) -> dict[torch.nn.Parameter, Shard]:
+) -> dict[torch.nn.Parameter, MainPiece]:
     """This rank's pieces of the clipped weights' main parameters, by weight.
 
     An fp32 weight is its own main parameter, so it has none.
@@ -136,7 +136,7 @@ def shards_of(
     """
     clipped = {weight.param for attention in attentions for weight in attention.weights}
     return {
-        param: Shard(flat, part._get_model_param_range_map(param)["param"].start)
+        param: MainPiece(flat, part._get_model_param_range_map(param)["param"].start)
         for part in dist_opts
         if not part.is_stub_optimizer
         for models, mains in zip(

@@ -1,7 +1,7 @@
 """The factor of each row of a weight, from its heads' largest logits.
 
 Operations and dtypes are those of Megatron's ``clip_qk`` on a whole weight, so that the factors are
-the same bits. On a CPU a power depends on an element's place in its tensor; so powers are taken of
+the same bits. On a CPU a power depends on an element's place in its tensor. So powers are taken of
 tensors of Megatron's shapes, whatever part of them a rank needs.
 """
 

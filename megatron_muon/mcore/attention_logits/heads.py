@@ -11,7 +11,8 @@ from typing import Literal
 from megatron_muon.planning.layout import Span
 
 # A row's part in a clip by eta: ``query`` is multiplied by eta^alpha, ``key`` by eta^(1 - alpha)
-# and ``rotary`` by eta: a query's rotary part whose key all heads share. The rest is ``kept``.
+# and ``rotary`` by eta. ``rotary`` is a query's rotary part whose key all heads share. The rest is
+# ``kept``.
 Kind = Literal["query", "key", "rotary", "kept"]
 
 _KIND_OF_PART: dict[str, Kind] = {"q": "query", "k": "key", "gate": "kept", "v": "kept"}

@@ -28,7 +28,7 @@ from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 # The tensors that Megatron gets for a parameter: only the main parameter; all that go to disk, by
-# their names there; or all by Adam's names, as Megatron gathers them over a whole buffer.
+# their names there; or all by Adam's names. Megatron gathers the last over a whole buffer.
 Told = Literal["main", "disk", "adam"]
 FromAdamW = Literal["momentum", "fresh", "sum"]
 

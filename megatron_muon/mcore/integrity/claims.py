@@ -30,7 +30,7 @@ _told = False
 
 
 @dataclass(slots=True)
-class Claim:
+class SaveClaim:
     """A save that has begun, on one of its ranks.
 
     Attributes:
@@ -52,7 +52,7 @@ class Claim:
     written: bool = False
 
     @classmethod
-    def stake(cls, folder: Path, wrote: Mapping[str, Any], device: torch.device) -> Claim:
+    def stake(cls, folder: Path, wrote: Mapping[str, Any], device: torch.device) -> SaveClaim:
         """Mark the folder as incomplete, and as this save's. Every rank of the world calls it.
 
         Args:

@@ -1,6 +1,6 @@
 """The digest of a checkpoint in Megatron-LM's format ``torch``, which only ``torch.save`` writes.
 
-Ranks also vote at Megatron's barriers: if this package's work or ``torch.save`` fails on one rank
+Ranks also vote at Megatron's barriers. If this package's work or ``torch.save`` fails on one rank
 between two barriers, all ranks raise at the next one.
 """
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_muon.files import digest_parts
 from megatron_muon.files.digest import Files
 from megatron_muon.mcore.integrity.model_table import Table, table_of
-from megatron_muon.mcore.integrity.registry import Trained
+from megatron_muon.mcore.integrity.registry import TrainedModel
 from megatron_muon.mcore.integrity.save_load import Saving, hashed, require_unchanged
 from megatron_muon.runtime.consensus import attempt, raise_together, together
 from megatron_muon.runtime.patches import replaced
@@ -87,7 +87,7 @@ def voting(device: torch.device) -> Iterator[Votes]:
 
 
 @contextmanager
-def recorded(trained: Trained | None, saving: Saving, votes: Votes) -> Iterator[None]:
+def recorded(trained: TrainedModel | None, saving: Saving, votes: Votes) -> Iterator[None]:
     """Hash each file that this rank's ``torch.save`` writes into the folder.
 
     It leaves the rank's part of the digest there for ``seal_recorded``.
@@ -142,7 +142,7 @@ def recorded(trained: Trained | None, saving: Saving, votes: Votes) -> Iterator[
         saving.claim.release()
 
 
-def _own_table(trained: Trained | None) -> Table:
+def _own_table(trained: TrainedModel | None) -> Table:
     if trained is None:
         return {}
     return table_of(trained.model_chunks(), trained.config, trained.stage)

@@ -24,7 +24,7 @@ from megatron_muon.runtime.consensus import attempt, raise_quoting, together
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainedModel:
     """A model that Muon trains, as this rank has it; a process may have built several."""
 
     chunks: tuple[weakref.ref[Any], ...]
@@ -35,7 +35,7 @@ class Trained:
         return [chunk for ref in self.chunks if (chunk := ref()) is not None]
 
 
-_trained: weakref.WeakKeyDictionary[Any, Trained] = weakref.WeakKeyDictionary()
+_trained: weakref.WeakKeyDictionary[Any, TrainedModel] = weakref.WeakKeyDictionary()
 _any_built = False  # the same on all ranks: while False, saves and loads do not communicate
 _vocabulary: int | None = None
 
@@ -44,7 +44,7 @@ def remember(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> N
     """Note a model that Muon trains. Every rank of the world calls it."""
     global _any_built
     refs = tuple(weakref.ref(chunk) for chunk in model_chunks)
-    _trained[model_chunks[0]] = Trained(refs, config, stage)
+    _trained[model_chunks[0]] = TrainedModel(refs, config, stage)
     _any_built = True
 
 
@@ -55,7 +55,7 @@ def forget() -> None:
     _any_built = False
 
 
-def every_trained() -> list[Trained]:
+def every_trained() -> list[TrainedModel]:
     """The models that Muon trains on this rank."""
     return list(_trained.values())
 
@@ -82,7 +82,7 @@ def with_vocabulary(tokens: int | None) -> Iterator[None]:
         _vocabulary = before
 
 
-def owner(sharded_state_dict: Mapping[str, Any]) -> Trained | None:
+def owner(sharded_state_dict: Mapping[str, Any]) -> TrainedModel | None:
     """The model of Muon's whose parameters are in the state dict, if any. No communication."""
     if not _trained:
         return None
@@ -107,7 +107,7 @@ def _addresses(state: Any) -> Iterator[int]:
         yield data.data_ptr()
 
 
-def owner_of_chunks(model_chunks: Sequence[Any]) -> Trained | None:
+def owner_of_chunks(model_chunks: Sequence[Any]) -> TrainedModel | None:
     """The model of Muon's that has a parameter of these chunks, wrapped in DDP or not, if any."""
     here = {param for chunk in model_chunks for param in chunk.parameters()}
     for trained in reversed(list(_trained.values())):
@@ -117,7 +117,7 @@ def owner_of_chunks(model_chunks: Sequence[Any]) -> Trained | None:
     return None
 
 
-def wanted_by_all(find: Callable[[], Trained | None]) -> tuple[Trained | None, Wanted]:
+def wanted_by_all(find: Callable[[], TrainedModel | None]) -> tuple[TrainedModel | None, Wanted]:
     """The result of ``find``, and whether a digest is to be made or checked.
 
     Every rank of the world calls it.
@@ -145,7 +145,7 @@ def wanted_by_all(find: Callable[[], Trained | None]) -> tuple[Trained | None, W
 _FAILED = len(Wanted)  # sent in place of a ``Wanted`` by a rank with an error
 
 
-def trained_device(trained: Trained | None) -> torch.device:
+def trained_device(trained: TrainedModel | None) -> torch.device:
     """The device of the tensors that the world communicates."""
     return device_of(trained.model_chunks() if trained else [])
 
@@ -172,7 +172,7 @@ class Whole:
     settings: Settings
 
 
-def whole_model(trained: Trained | None) -> Whole:
+def whole_model(trained: TrainedModel | None) -> Whole:
     """The whole model, merged from the parts of all ranks. Every rank of the world calls it.
 
     Raises:
@@ -185,7 +185,7 @@ def whole_model(trained: Trained | None) -> Whole:
     return Whole(table, settings)
 
 
-def _own_part(trained: Trained | None) -> tuple[Table, Settings]:
+def _own_part(trained: TrainedModel | None) -> tuple[Table, Settings]:
     if trained is None:
         return {}, {}
     chunks = trained.model_chunks()

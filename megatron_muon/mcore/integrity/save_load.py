@@ -26,9 +26,9 @@ from megatron_muon.files.checksum import checksum
 from megatron_muon.files.claim import Save
 from megatron_muon.files.digest import Files, TwoSavesError
 from megatron_muon.mcore.checkpoint.metadata import check_layout
-from megatron_muon.mcore.integrity.claims import Claim, require_free
+from megatron_muon.mcore.integrity.claims import SaveClaim, require_free
 from megatron_muon.mcore.integrity.registry import (
-    Trained,
+    TrainedModel,
     Wanted,
     Whole,
     local_folder,
@@ -164,7 +164,7 @@ class Saving:
         content: the digest without ``files`` on rank 0; empty on other ranks.
     """
 
-    claim: Claim
+    claim: SaveClaim
     content: dict[str, Any]
 
     @property
@@ -173,7 +173,7 @@ class Saving:
         return self.claim.folder
 
     @classmethod
-    def of(cls, find: Callable[[], Trained | None], checkpoint_dir: str) -> Saving | None:
+    def of(cls, find: Callable[[], TrainedModel | None], checkpoint_dir: str) -> Saving | None:
         """Mark the folder as incomplete. Every rank of the world calls it.
 
         Args:
@@ -198,7 +198,7 @@ class Saving:
             together(lambda: _unmark(folder) if first else None, None, device)
             return None
         whole = whole_model(trained)
-        staked = Claim.stake(folder, wrote(), device)
+        staked = SaveClaim.stake(folder, wrote(), device)
         content = _content(trained, whole, staked.save) if dist.get_rank() == 0 else {}
         return cls(staked, content)
 
@@ -273,7 +273,7 @@ def wrote() -> dict[str, Any]:
     }
 
 
-def _content(trained: Trained | None, whole: Whole, save: Save) -> dict[str, Any]:
+def _content(trained: TrainedModel | None, whole: Whole, save: Save) -> dict[str, Any]:
     return {
         "wrote": wrote(),
         "save": save,

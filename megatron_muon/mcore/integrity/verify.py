@@ -22,7 +22,7 @@ from megatron_muon.files.torch_dist import read_metadata
 from megatron_muon.mcore.integrity.model_settings import SETTINGS_WAY_OUT, changed_settings
 from megatron_muon.mcore.integrity.model_table import changed_splits, check_model
 from megatron_muon.mcore.integrity.registry import (
-    Trained,
+    TrainedModel,
     Wanted,
     Whole,
     local_folder,
@@ -56,7 +56,7 @@ def is_checked(folder: str) -> bool:
     return folder == _checked
 
 
-def check(find: Callable[[], Trained | None], checkpoint_dir: str, exact: bool) -> None:
+def check(find: Callable[[], TrainedModel | None], checkpoint_dir: str, exact: bool) -> None:
     """Refuse a checkpoint that is not complete, not intact, or of another model.
 
     Every rank of the world calls it. Without a digest there is one warning, on rank 0.

@@ -12,7 +12,7 @@ import torch
 from megatron.core.fp8_utils import is_float8tensor
 
 from megatron_muon.files import archive
-from megatron_muon.files.pickles import Unknown
+from megatron_muon.files.pickles.objects import Unknown
 from megatron_muon.files.regular import entries
 from megatron_muon.files.torch_dist import METADATA, Metadata, Shards, common, read_metadata
 from megatron_muon.mcore.checkpoint import foreign
@@ -37,8 +37,8 @@ def reading_adamw(optimizer: Any, momentum: FromAdamW) -> Iterator[None]:
         optimizer: the chain that ``get_megatron_optimizer`` has returned. Every rank of the world
             calls this.
         momentum: ``momentum``: M starts as exp_avg / (1-β1), by the β1 of the checkpoint;
-            ``fresh``: at zero; ``sum``: as exp_avg, which is Muon's momentum already
-            (Moonshot's proof of concept: see ``checkpoint.foreign``).
+            ``fresh``: at zero. ``sum``: as exp_avg, which is Muon's momentum already (Moonshot's
+            proof of concept: see ``checkpoint.foreign``).
 
     Raises:
         ValueError: a main parameter does not round to the model's weight, or with ``sum`` the other
@@ -258,7 +258,7 @@ def _rounds_to(shard: torch.Tensor, model: torch.Tensor, here: slice) -> bool:
     """Whether an fp32 shard rounds to that part of the model's weight.
 
     A weight in fp8 was rounded by a scale that may have changed since. e4m3 has three bits after
-    the leading one, and steps of 2^-9 at the lower end; each of two roundings may be half a step
+    the leading one, and steps of 2^-9 at the lower end. Each of two roundings may be half a step
     off.
     """
     if not is_float8tensor(model):

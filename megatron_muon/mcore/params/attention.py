@@ -50,8 +50,8 @@ def projections_of(weight: Weight, rows: int) -> Projections | None:
     """How a fused projection's rows lie; None of any other weight, and where it is not known.
 
     ``linear_qkv`` of a ``SelfAttention`` and ``linear_kv`` of a ``CrossAttention``, of Megatron's
-    or a subclass, whatever the attention is called and whatever wraps the linear; by that
-    attention's own settings, which may differ from its model's (vision encoders, heterogeneous
+    or a subclass. The name of the attention does not matter, nor what wraps the linear. The
+    attention's own settings count; they may differ from its model's (vision encoders, heterogeneous
     layers). In a class that is not Megatron's a ``linear_qkv.weight``, by its name.
 
     Args:

@@ -1,11 +1,11 @@
 """The rank that counts a weight's gradient in Megatron's norm: corrects marks that are wrong.
 
 Megatron counts a gradient on every TP rank if its parameter is marked ``tensor_model_parallel``,
-else on the first one. Transformer Engine marks weights that are duplicated over TP (MLA's down
-projections, before core 0.17), whose gradients then count once a rank; from 2.13 on it marks no
-grouped expert (before core 0.19), whose gradients then count on the first TP rank alone. The norm,
-and with it the clip, would depend on the topology. Main parameters have marks of their own, which
-only the norm and the count of zeros read, so correcting those changes nothing else.
+else on the first one. Before core 0.17 Transformer Engine marks weights that are duplicated over TP
+(MLA's down projections). Their gradients then count once a rank. From 2.13 on it marks no grouped
+expert of cores before 0.19. Their gradients then count on the first TP rank alone. The norm, and
+with it the clip, would depend on the topology. Main parameters have marks of their own, which only
+the norm and the count of zeros read, so correcting those changes nothing else.
 """
 
 from __future__ import annotations

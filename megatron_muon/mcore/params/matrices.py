@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.params.param_routing import Weight, partition_dim_of, whole_shape
 from megatron_muon.mcore.params.splits import (
-    Fused,
+    FusedRows,
     fused_of,
     split_of,
     split_of_legacy_experts,
@@ -96,7 +96,9 @@ def _require_spectral(weight: Weight, config: MuonConfig) -> None:
         )
 
 
-def _require_rows(weight: Weight, fused: Fused, partition_dim: int | None, tp_size: int) -> None:
+def _require_rows(
+    weight: Weight, fused: FusedRows, partition_dim: int | None, tp_size: int
+) -> None:
     """It has the rows that its settings promise, and TP splits no columns of it."""
     rows, _ = whole_shape(weight, tp_size)
     if rows != fused.rows:

@@ -261,9 +261,10 @@ def whole_shape(weight: Weight, tp_size: int) -> tuple[int, int]:
 def partition_dim_of(weight: Weight) -> int | None:
     """The dim that TP splits, None where TP ranks hold replicas.
 
-    Transformer Engine marks every Linear as partitioned: also replicated ones (``parallel_mode``
-    None with a ``tp_size`` of 1: MLA's down-projections), and experts' second layers on the wrong
-    dim. Megatron sets ``parallel_mode`` None on shared experts that overlap, too, which are split.
+    Transformer Engine marks every Linear as partitioned. It does so with replicated ones
+    (``parallel_mode`` None with a ``tp_size`` of 1: MLA's down-projections), and with experts'
+    second layers on the wrong dim. Megatron sets ``parallel_mode`` None on shared experts that
+    overlap, too, which are split.
 
     Raises:
         NotImplementedError: a 2-D weight of an expert by a name that is not known.

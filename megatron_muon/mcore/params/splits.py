@@ -2,7 +2,7 @@
 
 A split is the choice of a weight's matrices: ``--muon-split PATTERN=KIND``. The class that holds a
 weight says how its rows lie, by its own settings. Only where a class is not Megatron's does the
-name say it. A weight that is not known yet gets a function in ``_FAMILIES``; ``matrices`` makes the
+name say it. A weight that is not known yet gets a function in ``_FAMILIES``. ``matrices`` makes the
 matrices of the split, ``planning.sections`` what TP ranks hold of them.
 """
 
@@ -20,7 +20,7 @@ from megatron_muon.setting_names import named
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRun:
     """Consecutive rows of a whole weight (TP = 1).
 
     Attributes:
@@ -33,7 +33,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class FusedRows:
     """How the rows of a weight lie that holds several projections.
 
     Attributes:
@@ -44,7 +44,7 @@ class Fused:
             not split at TP > 1 is none that is known here.
     """
 
-    sections: tuple[tuple[Run, ...], ...]
+    sections: tuple[tuple[RowRun, ...], ...]
     default: SplitKind
     what: str
     may_be_replicated: bool = False
@@ -67,7 +67,7 @@ class Fused:
         )
 
 
-def fused_of(weight: Weight, rows: int) -> Fused | None:
+def fused_of(weight: Weight, rows: int) -> FusedRows | None:
     """How the rows of a weight lie; None where it is one projection, and where it is not known.
 
     Args:
@@ -83,7 +83,7 @@ def fused_of(weight: Weight, rows: int) -> Fused | None:
     return None
 
 
-def split_of(weight: Weight, config: MuonConfig, fused: Fused | None) -> SplitKind:
+def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> SplitKind:
     """The kind of split that a weight of Muon's has. The last pattern that matches counts.
 
     Args:
@@ -129,36 +129,36 @@ def _chosen(
     return kind
 
 
-def _attention(weight: Weight, rows: int) -> Fused | None:
+def _attention(weight: Weight, rows: int) -> FusedRows | None:
     known = projections_of(weight, rows)
     if known is None:
         return None
     runs = tuple(
-        Run(known.head_rows, {"qkv": part, "heads": f"{part} {group * heads + head}"})
+        RowRun(known.head_rows, {"qkv": part, "heads": f"{part} {group * heads + head}"})
         for group in range(known.groups)
         for part, count in known.group_rows
         for heads in (count // known.head_rows,)
         for head in range(heads)
     )
-    return Fused((runs,), "qkv", str(known))
+    return FusedRows((runs,), "qkv", str(known))
 
 
-def _queries(weight: Weight, rows: int) -> Fused | None:
+def _queries(weight: Weight, rows: int) -> FusedRows | None:
     """The queries of a cross attention, which are not fused with keys and values."""
     heads = heads_of_queries(weight)
     if heads is None or rows % heads:
         return None
-    return Fused((_heads("q", heads, rows // heads),), "whole", f"the q of {heads} heads")
+    return FusedRows((_heads("q", heads, rows // heads),), "whole", f"the q of {heads} heads")
 
 
-def _latent(weight: Weight, rows: int) -> Fused | None:
+def _latent(weight: Weight, rows: int) -> FusedRows | None:
     """Multi-latent attention's: up-projections per head, down-projections in blocks."""
     if not _is_held_by(weight, "MultiLatentAttention"):
         return None
     model: Any = weight.holders[0].config
     heads, nope, rope = model.num_attention_heads, model.qk_head_dim, model.qk_pos_emb_head_dim
     latent = _blocks((("latent", model.kv_lora_rank), ("rope", rope)))
-    sections: dict[str, tuple[tuple[Run, ...], ...]] = {
+    sections: dict[str, tuple[tuple[RowRun, ...], ...]] = {
         "linear_q_proj": (_heads("q", heads, nope + rope),),
         "linear_q_up_proj": (_heads("q", heads, nope + rope),),
         "linear_kv_up_proj": (_keys_and_values(heads, nope, model.v_head_dim),),
@@ -168,36 +168,36 @@ def _latent(weight: Weight, rows: int) -> Fused | None:
     if weight.leaf not in sections:
         return None
     what = f"{weight.leaf} of {heads} heads of multi-latent attention"
-    return Fused(sections[weight.leaf], "whole", what, may_be_replicated=True)
+    return FusedRows(sections[weight.leaf], "whole", what, may_be_replicated=True)
 
 
-def _keys_and_values(heads: int, key: int, value: int) -> tuple[Run, ...]:
+def _keys_and_values(heads: int, key: int, value: int) -> tuple[RowRun, ...]:
     return tuple(
-        Run(count, {"qkv": part, "heads": f"{part} {head}"})
+        RowRun(count, {"qkv": part, "heads": f"{part} {head}"})
         for head in range(heads)
         for part, count in (("k", key), ("v", value))
     )
 
 
-def _heads(part: str, heads: int, rows: int) -> tuple[Run, ...]:
-    return tuple(Run(rows, {"heads": f"{part} {head}"}) for head in range(heads))
+def _heads(part: str, heads: int, rows: int) -> tuple[RowRun, ...]:
+    return tuple(RowRun(rows, {"heads": f"{part} {head}"}) for head in range(heads))
 
 
-def _blocks(sizes: tuple[tuple[str, int], ...]) -> tuple[Run, ...]:
-    return tuple(Run(count, {"parts": part}) for part, count in sizes)
+def _blocks(sizes: tuple[tuple[str, int], ...]) -> tuple[RowRun, ...]:
+    return tuple(RowRun(count, {"parts": part}) for part, count in sizes)
 
 
-def _gated(weight: Weight, rows: int) -> Fused | None:
+def _gated(weight: Weight, rows: int) -> FusedRows | None:
     """A gated fc1: the gate, then the up half; in some experts in alternating blocks."""
     model = weight.model_config
     if weight.leaf != "linear_fc1" or not model.gated_linear_unit:
         return None
-    gate, up = Run(rows // 2, {"gate-up": "gate"}), Run(rows - rows // 2, {"gate-up": "up"})
+    gate, up = RowRun(rows // 2, {"gate-up": "gate"}), RowRun(rows - rows // 2, {"gate-up": "up"})
     block = _interleaved_by(weight)
     if block:
-        pair = (Run(block, {"gate-up": "gate"}), Run(block, {"gate-up": "up"}))
-        return Fused((pair * (rows // (2 * block)),), "whole", f"blocks of {block} rows")
-    return Fused(((gate,), (up,)), "whole", "a gate and an up half")
+        pair = (RowRun(block, {"gate-up": "gate"}), RowRun(block, {"gate-up": "up"}))
+        return FusedRows((pair * (rows // (2 * block)),), "whole", f"blocks of {block} rows")
+    return FusedRows(((gate,), (up,)), "whole", "a gate and an up half")
 
 
 def _interleaved_by(weight: Weight) -> int | None:
@@ -209,7 +209,7 @@ def _interleaved_by(weight: Weight) -> int | None:
     return None
 
 
-def _state_space(weight: Weight, rows: int) -> Fused | None:
+def _state_space(weight: Weight, rows: int) -> FusedRows | None:
     """The in_proj of a Mamba mixer or a gated delta net, whose parts TP splits one by one."""
     if weight.leaf != "in_proj":
         return None
@@ -221,7 +221,7 @@ def _state_space(weight: Weight, rows: int) -> Fused | None:
     if sum(count for _, count in sizes) != rows:
         return None
     what = f"{', '.join(part for part, _ in sizes)} of {type(weight.holders[0]).__name__}"
-    return Fused(tuple(_blocks((size,)) for size in sizes), "whole", what)
+    return FusedRows(tuple(_blocks((size,)) for size in sizes), "whole", what)
 
 
 def _of_mamba(mixer: Any) -> tuple[tuple[str, int], ...]:
@@ -249,6 +249,6 @@ def _is_held_by(weight: Weight, *class_names: str) -> bool:
 
 
 # The first that knows a weight says how its rows lie: see ``fused_of``.
-_FAMILIES: tuple[Callable[[Weight, int], Fused | None], ...] = (
+_FAMILIES: tuple[Callable[[Weight, int], FusedRows | None], ...] = (
     *(_attention, _queries, _latent, _gated, _state_space),
 )

@@ -38,8 +38,8 @@ def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> lis
         stage: this rank's.
 
     Returns:
-        Lines for this rank to print: on rank 0 about the model, on the first rank of a stage about
-        the stage's weights of unknown modules.
+        Lines for this rank to print. On rank 0 they are about the model, on the first rank of a
+        stage about the stage's weights of unknown modules.
 
     Raises:
         ValueError: a pattern matches no parameter of any stage.

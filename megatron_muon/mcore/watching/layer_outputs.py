@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.watching.rows import PLACE, Table
-from megatron_muon.watching.sums import Message
+from megatron_muon.watching.sums import StepSums
 
 _OF = PLACE["layers"]
 
@@ -42,7 +42,7 @@ class LayerOutputs:
         self._hooks.clear()
         self._seen.clear()
 
-    def add_to(self, message: Message) -> None:
+    def add_to(self, message: StepSums) -> None:
         """Add what was seen since ``attach``."""
         for start, norm, elements in self._seen:
             message.add(start + _OF["output_squares"], norm.double().square())

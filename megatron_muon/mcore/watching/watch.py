@@ -28,8 +28,8 @@ from megatron_muon.version import __version__
 from megatron_muon.watching.lines import Lines
 from megatron_muon.watching.observer import MatrixObserver
 from megatron_muon.watching.record import scalars, start_record, step_record
-from megatron_muon.watching.rows import PLACE, Part, RecordRow, Table, muon_rows, row_name
-from megatron_muon.watching.sums import Message, dot
+from megatron_muon.watching.rows import PLACE, RecordRow, StageRows, Table, muon_rows, row_name
+from megatron_muon.watching.sums import StepSums, dot
 
 Muons = Sequence[tuple[Any, DistributedMuon]]
 
@@ -91,7 +91,7 @@ class Watch:
         number = self._number()
         self._steps += 1
         if number % self._interval == 0:
-            message = Message(self._table.size, self._device)
+            message = StepSums(self._table.size, self._device)
             self._before(message)
             try:
                 yield
@@ -120,7 +120,7 @@ class Watch:
         else:
             self._outputs.detach()
 
-    def _before(self, message: Message) -> None:
+    def _before(self, message: StepSums) -> None:
         self._outputs.add_to(message)
         for shard, start in self._adamws:
             message.add(start + _ADAMW["elements"], float(shard.numel()))
@@ -133,7 +133,7 @@ class Watch:
             observer.observe_weights()
             muon.observe(observer)
 
-    def _after(self, message: Message, number: int) -> None:
+    def _after(self, message: StepSums, number: int) -> None:
         milliseconds = sum(observer.milliseconds() for observer in self._observers)
         message.add(self._table.times + self._rank, milliseconds)
         total = message.total()
@@ -200,10 +200,10 @@ def _table(
 
     mine = together(own, group, stage.device)
     texts = collectives.all_gather_texts(mine, group)
-    return Table([Part.of_text(text) for text in texts if text], len(texts))
+    return Table([StageRows.of_text(text) for text in texts if text], len(texts))
 
 
-def _part(muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> Part:
+def _part(muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> StageRows:
     matrices = [matrix for _, muon in muons for matrix in muon.plan.matrices]
     held, of_muon = list(weights(model_chunks)), muons_of(model_chunks, stage.sizes, config)
     adamws = {row_name(w.name) for w in held if w.param.requires_grad and w.param not in of_muon}
@@ -217,4 +217,4 @@ def _part(muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: 
     share = share_of(held, config, stage.sizes)
     work = [sum(flops) for flops in zip(*(muon.plan.ns_flops() for _, muon in muons), strict=True)]
     size = stage.group.size()
-    return Part(tuple(rows), share.muon, share.total, sum(work), max(work, default=0), size)
+    return StageRows(tuple(rows), share.muon, share.total, sum(work), max(work, default=0), size)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megatron_muon.virtual_gpu.device.nccl import Launcher, Part, Work
-from megatron_muon.virtual_gpu.trace import Message
+from megatron_muon.virtual_gpu.device.nccl import Handle, Launcher, Operation
+from megatron_muon.virtual_gpu.trace import RecordedMessage
 
 _REFUSED = (
     *("all_to_all", "gather", "scatter", "reduce", "reduce_scatter", "gather_object"),
@@ -39,31 +39,37 @@ class VirtualNccl(Launcher):
         input_split_sizes: Sequence[int] | None = None,
         group: Any = None,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> Handle | None:
         size = dist.get_world_size(group)
         incoming = _splits(output, output_split_sizes, size, "output")
         outgoing = _splits(input, input_split_sizes, size, "input")
-        part = Part(
+        part = Operation(
             "all_to_all",
             [input],  # type: ignore[list-item]
             [output],  # type: ignore[list-item]
             ("all_to_all", input.dtype),
-            tuple(Message(r, input.dtype, n * input.itemsize) for r, n in enumerate(outgoing) if n),
             tuple(
-                Message(r, output.dtype, n * output.itemsize) for r, n in enumerate(incoming) if n
+                RecordedMessage(r, input.dtype, n * input.itemsize)
+                for r, n in enumerate(outgoing)
+                if n
+            ),
+            tuple(
+                RecordedMessage(r, output.dtype, n * output.itemsize)
+                for r, n in enumerate(incoming)
+                if n
             ),
         )
         return self.run(part, group, async_op)
 
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Work | None:
+    ) -> Handle | None:
         agreed = ("all_reduce", tensor.dtype, tensor.numel(), str(op))
         return self.run(_part(agreed, [tensor], [tensor]), group, async_op)
 
     def all_gather_into_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Work | None:
+    ) -> Handle | None:
         size = dist.get_world_size(group)
         if output_tensor.numel() != size * input_tensor.numel():
             raise ValueError(f"{output_tensor.numel()} is not {size} x {input_tensor.numel()}")
@@ -72,7 +78,7 @@ class VirtualNccl(Launcher):
 
     def all_gather(
         self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Work | None:
+    ) -> Handle | None:
         agreed = ("all_gather", tensor.dtype, tensor.numel())
         return self.run(_part(agreed, [tensor], tensor_list), group, async_op)
 
@@ -83,7 +89,7 @@ class VirtualNccl(Launcher):
         op: Any = dist.ReduceOp.SUM,
         group: Any = None,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> Handle | None:
         size = dist.get_world_size(group)
         if input.numel() != size * output.numel():
             raise ValueError(f"{input.numel()} is not {size} x {output.numel()}")
@@ -97,7 +103,7 @@ class VirtualNccl(Launcher):
         group: Any = None,
         async_op: bool = False,
         group_src: int | None = None,
-    ) -> Work | None:
+    ) -> Handle | None:
         root = _in_group(group, src, group_src)
         agreed = ("broadcast", tensor.dtype, tensor.numel(), root)
         mine = dist.get_rank(group) == root
@@ -127,10 +133,10 @@ class VirtualNccl(Launcher):
         group: Any = None,
         tag: int = 0,
         group_dst: int | None = None,
-    ) -> Work | None:
+    ) -> Handle | None:
         peer = _in_group(group, dst, group_dst)
-        message = Message(peer, tensor.dtype, tensor.nbytes)
-        part = Part("send", [tensor], [], (), sends=(message,))  # type: ignore[list-item]
+        message = RecordedMessage(peer, tensor.dtype, tensor.nbytes)
+        part = Operation("send", [tensor], [], (), sends=(message,))  # type: ignore[list-item]
         return self.run(part, group, True, peer)
 
     def irecv(
@@ -140,10 +146,10 @@ class VirtualNccl(Launcher):
         group: Any = None,
         tag: int = 0,
         group_src: int | None = None,
-    ) -> Work | None:
+    ) -> Handle | None:
         peer = _in_group(group, src, group_src)
-        message = Message(peer, tensor.dtype, tensor.nbytes)
-        part = Part("recv", [], [tensor], (), receives=(message,))  # type: ignore[list-item]
+        message = RecordedMessage(peer, tensor.dtype, tensor.nbytes)
+        part = Operation("recv", [], [tensor], (), receives=(message,))  # type: ignore[list-item]
         return self.run(part, group, True, peer)
 
     def send(self, *args: Any, **kwargs: Any) -> None:
@@ -156,7 +162,7 @@ class VirtualNccl(Launcher):
         if work is not None:
             work.wait()
 
-    def batch_isend_irecv(self, p2p_op_list: Sequence[dist.P2POp]) -> list[Work]:
+    def batch_isend_irecv(self, p2p_op_list: Sequence[dist.P2POp]) -> list[Handle]:
         """One launch on the group's stream."""
         groups = {self.group(op.group).name for op in p2p_op_list}
         if len(groups) != 1:
@@ -220,8 +226,8 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return refused
 
 
-def _part(agreed: tuple[object, ...], reads: Sequence[Any], writes: Sequence[Any]) -> Part:
-    return Part(str(agreed[0]), list(reads), list(writes), agreed)
+def _part(agreed: tuple[object, ...], reads: Sequence[Any], writes: Sequence[Any]) -> Operation:
+    return Operation(str(agreed[0]), list(reads), list(writes), agreed)
 
 
 def _splits(tensor: Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> Sequence[int]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.virtual_gpu.device.crossing import CROSSINGS, without_pinning
 from megatron_muon.virtual_gpu.device.launches import FREE, launches, leaves_term
-from megatron_muon.virtual_gpu.device.tensors import META, Block, VirtualTensor, ranges
+from megatron_muon.virtual_gpu.device.tensors import META, DeviceBlock, VirtualTensor, ranges
 from megatron_muon.virtual_gpu.trace import MAIN, Allocation, HostSync, Kernel, Trace, place
 
 _ROUNDING = 512  # bytes: what the caching allocator rounds a block up to
@@ -200,7 +200,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def allocate(self, inner: Tensor) -> VirtualTensor:
         self._blocks += 1
-        block = Block(self._blocks, self)
+        block = DeviceBlock(self._blocks, self)
         nbytes = -(-inner.untyped_storage().nbytes() // _ROUNDING) * _ROUNDING
         trace = self.trace
         trace.events.append(Allocation(block.number, nbytes, self.stream, trace.phase, place()))

@@ -2,7 +2,7 @@
 
 Indexing, ``copy_`` and much else of a tensor on ``cuda`` enter a device guard in C++ before any
 dispatch. A CPU build of torch has none, and a CUDA build's asks the driver. Torch's own guard of
-the meta device does nothing; within ``without_driver`` it stands in CUDA's place in torch's table
+the meta device does nothing. Within ``without_driver`` it stands in CUDA's place in torch's table
 of guards (``c10/core/impl/DeviceGuardImplInterface.h``, torch 2.4 to 2.13). No compiler is needed.
 """
 

@@ -19,24 +19,30 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_muon.virtual_gpu.device.gpu import Gpu
 from megatron_muon.virtual_gpu.device.tensors import VirtualTensor, ranges
-from megatron_muon.virtual_gpu.trace import Collective, Group, Message, WorkWait, place
+from megatron_muon.virtual_gpu.trace import (
+    Group,
+    RecordedCollective,
+    RecordedMessage,
+    WorkWait,
+    place,
+)
 
 _numbers = itertools.count(1)
 
 
 @dataclass(slots=True)
-class Part:
+class Operation:
     """One operation, alone or in a coalesced group."""
 
     kind: str
     reads: list[VirtualTensor]
     writes: list[VirtualTensor]
     agreed: tuple[object, ...]
-    sends: tuple[Message, ...] = ()
-    receives: tuple[Message, ...] = ()
+    sends: tuple[RecordedMessage, ...] = ()
+    receives: tuple[RecordedMessage, ...] = ()
 
 
-class Work:
+class Handle:
     """The handle that an asynchronous collective gives its caller."""
 
     def __init__(self, gpu: Gpu, number: int) -> None:
@@ -57,9 +63,9 @@ class Work:
 class Coalescing:
     """The handle that ``_coalescing_manager`` gives: the work of all that is called within it."""
 
-    works: list[Work] = field(default_factory=list)
+    works: list[Handle] = field(default_factory=list)
 
-    def append(self, work: Work) -> None:
+    def append(self, work: Handle) -> None:
         self.works.append(work)
 
     def wait(self) -> None:
@@ -72,18 +78,20 @@ class Launcher:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self._open: list[Part] | None = None  # of a coalesced group
+        self._open: list[Operation] | None = None  # of a coalesced group
         self._groups: dict[str, Group] = {}
 
-    def run(self, part: Part, group: Any, async_op: bool, pair: int | None = None) -> Work | None:
+    def run(
+        self, part: Operation, group: Any, async_op: bool, pair: int | None = None
+    ) -> Handle | None:
         if self._open is not None:
             self._open.append(part)
             return None
         return self.launch([part], group, async_op, pair)
 
     def launch(
-        self, parts: Sequence[Part], group: Any, async_op: bool, pair: int | None = None
-    ) -> Work | None:
+        self, parts: Sequence[Operation], group: Any, async_op: bool, pair: int | None = None
+    ) -> Handle | None:
         """Record one launch.
 
         Args:
@@ -103,7 +111,7 @@ class Launcher:
         trace = self.gpu.trace
         number = next(_numbers)
         trace.events.append(
-            Collective(
+            RecordedCollective(
                 kinds=tuple(part.kind for part in parts),
                 group=about,
                 rank=rank,
@@ -120,7 +128,7 @@ class Launcher:
                 place=place(),
             )
         )
-        return Work(self.gpu, number) if async_op else None
+        return Handle(self.gpu, number) if async_op else None
 
     def group(self, group: Any) -> Group:
         group = dist.group.WORLD if group is None else group

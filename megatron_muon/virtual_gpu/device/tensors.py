@@ -1,6 +1,6 @@
 """Tensors on a ``cuda`` device that has no memory.
 
-A ``VirtualTensor`` says ``cuda`` to everyone who asks and computes nothing: each operation runs on
+A ``VirtualTensor`` says ``cuda`` to everyone who asks and computes nothing. Each operation runs on
 tensors of torch's meta device, which have shapes and strides and no elements.
 """
 
@@ -51,13 +51,13 @@ class VirtualTensor(Tensor):
     """
 
     inner: Tensor  # type: ignore[assignment]
-    block: Block
+    block: DeviceBlock
     device_of: ClassVar[Device | None] = None  # the GPU that is switched on
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inner: Tensor, block: Block) -> VirtualTensor:
+    def __new__(cls, inner: Tensor, block: DeviceBlock) -> VirtualTensor:
         made: VirtualTensor = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -125,7 +125,7 @@ for _name in ("bool", "float", "int", "index"):
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class DeviceBlock:
     """Memory that the caching allocator gave out; it returns with the last tensor on it."""
 
     number: int

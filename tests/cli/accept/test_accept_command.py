@@ -28,12 +28,12 @@ def accepted(folder: Path, device: str) -> tuple[dict[str, Any], str]:
         cwd=folder,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = json.loads((folder / "accept.json").read_text())
-    assert json.loads((folder / "copy.json").read_text()) == found
+    stored = json.loads((folder / "accept.json").read_text())
+    assert json.loads((folder / "copy.json").read_text()) == stored
     report = (folder / "accept.md").read_text()
     assert ended.stdout.startswith(report.rstrip())
     assert not list(folder.glob("*.result")) and not list(folder.glob("*.tmp"))
-    return {outcome["check"]: outcome for outcome in found["outcomes"]}, report
+    return {outcome["check"]: outcome for outcome in stored["outcomes"]}, report
 
 
 def verdicts(outcome: dict[str, Any]) -> dict[str, str]:
@@ -41,38 +41,38 @@ def verdicts(outcome: dict[str, Any]) -> dict[str, str]:
 
 
 def test_every_check_runs_on_a_cpu(tmp_path: Path) -> None:
-    found, report = accepted(tmp_path, "cpu")
-    assert list(found) == [check.name for check in CHECKS]
-    assert {name: outcome["verdict"] for name, outcome in found.items()} == {
+    by_check, report = accepted(tmp_path, "cpu")
+    assert list(by_check) == [check.name for check in CHECKS]
+    assert {name: outcome["verdict"] for name, outcome in by_check.items()} == {
         "sanitizer": "not run",
         **dict.fromkeys(
             ("doctor", "bits", "cost", "newton-schulz", "step", "training", "checkpoint"), "ok"
         ),
     }
-    assert verdicts(found["cost"]) == {
+    assert verdicts(by_check["cost"]) == {
         "bytes": "ok",
         **dict.fromkeys(("peak memory", "launches", "time"), "not run"),
     }
-    assert all(figure["measured"] > 0 for figure in found["cost"]["parts"][0]["figures"])
-    assert len(verdicts(found["checkpoint"])) == 6
-    assert set(verdicts(found["checkpoint"]).values()) == {"ok"}
+    assert all(figure["measured"] > 0 for figure in by_check["cost"]["parts"][0]["figures"])
+    assert len(verdicts(by_check["checkpoint"])) == 6
+    assert set(verdicts(by_check["checkpoint"]).values()) == {"ok"}
     assert "Not run: sanitizer. Run in part: bits, cost." in report
     assert str(tmp_path) not in report and "site-packages" not in report
 
 
 def test_the_virtual_gpu_runs_what_it_can(tmp_path: Path) -> None:
-    found, report = accepted(tmp_path, "virtual")
-    ok = {name for name, outcome in found.items() if outcome["verdict"] == "ok"}
+    by_check, report = accepted(tmp_path, "virtual")
+    ok = {name for name, outcome in by_check.items() if outcome["verdict"] == "ok"}
     assert ok == {"doctor", "sanitizer", "cost"}
-    for name, outcome in found.items():
+    for name, outcome in by_check.items():
         for part in outcome["parts"]:
             assert part["verdict"] != "not run" or "virtual GPU" in part["text"], (name, part)
-    assert verdicts(found["sanitizer"]) == {
+    assert verdicts(by_check["sanitizer"]) == {
         "torch's CUDA sanitizer": "not run",
         "no race in two steps": "ok",
         "a race that is planted is found": "ok",
     }
-    assert verdicts(found["cost"])["bytes of the plan"] == "ok"
+    assert verdicts(by_check["cost"])["bytes of the plan"] == "ok"
     assert "launches of Muon and AdamW, most of a rank" in report
 
 

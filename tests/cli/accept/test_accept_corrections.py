@@ -10,7 +10,7 @@ import torch
 
 from megatron_muon.bench.accept.checks import bits, cost, predicted, speeds
 from megatron_muon.bench.accept.checks.model import flags_of, row_of
-from megatron_muon.bench.accept.outcome import Figure, Outcome, Part, as_json, from_json
+from megatron_muon.bench.accept.outcome import Figure, Finding, Outcome, as_json, from_json
 from megatron_muon.bench.accept.report import as_markdown, corrections, wrong
 from megatron_muon.bench.accept.settings import Settings
 from megatron_muon.bench.step.measure import Measured
@@ -23,13 +23,13 @@ VIRTUAL = Settings("virtual", 2)
 
 
 @pytest.fixture(scope="module")
-def expected() -> predicted.Predicted:
+def expected() -> predicted.PredictedStep:
     flags, config = flags_of(VIRTUAL), row_of("muon-contiguous").config
     return predicted.predicted(flags, config, "cuda", on_virtual_gpu=True)
 
 
 def measured_on(
-    expected: predicted.Predicted, hardware: Hardware, rank: int = 0, **changes: Any
+    expected: predicted.PredictedStep, hardware: Hardware, rank: int = 0, **changes: Any
 ) -> Measured:
     """What a rank would measure if the time model with this hardware were true."""
     step = expected.price(hardware)
@@ -50,11 +50,11 @@ def measured_on(
     return dataclasses.replace(made, **changes)
 
 
-def report_of(*parts: Part) -> str:
+def report_of(*parts: Finding) -> str:
     return as_markdown({}, [Outcome("cost", parts)])
 
 
-def test_measurements_as_predicted_correct_nothing(expected: predicted.Predicted) -> None:
+def test_measurements_as_predicted_correct_nothing(expected: predicted.PredictedStep) -> None:
     part = cost.times(expected.price, [measured_on(expected, H100)], H100, ())
     assert [figure.name for figure in wrong([Outcome("cost", (part,))])] in (
         [],
@@ -72,7 +72,7 @@ def test_measurements_as_predicted_correct_nothing(expected: predicted.Predicted
     ],
 )
 def test_a_wrong_phase_names_its_constant_and_the_value_that_it_has(
-    constant: str, value: float, expected: predicted.Predicted
+    constant: str, value: float, expected: predicted.PredictedStep
 ) -> None:
     true = H100.with_values({constant: value}, "a test")
     part = cost.times(expected.price, [measured_on(expected, true)], H100, ())
@@ -85,7 +85,7 @@ def test_a_wrong_phase_names_its_constant_and_the_value_that_it_has(
     hardware_of("h100", [flag.removeprefix("--set ")])  # as megatron-muon plan reads it
 
 
-def test_a_constant_that_was_measured_explains_the_phase(expected: predicted.Predicted) -> None:
+def test_a_constant_that_was_measured_explains_the_phase(expected: predicted.PredictedStep) -> None:
     true = H100.with_values({"gemm_efficiency": 0.3}, "a test")
     alone = speeds.share(
         "product", "TFLOP/s", 0.3 * 989.4, 989.4, 0.72, ("gemm_efficiency", "dense_tflops")
@@ -94,7 +94,7 @@ def test_a_constant_that_was_measured_explains_the_phase(expected: predicted.Pre
     named = [f.constant for f in wrong([Outcome("cost", (part,))]) if f.constant]
     assert "gemm_efficiency" not in named
     assert alone.value == pytest.approx(0.3) and not alone.as_predicted
-    assert corrections(wrong([Outcome("cost", (Part("c", "ok", figures=(alone,)), part))])) == {
+    assert corrections(wrong([Outcome("cost", (Finding("c", "ok", figures=(alone,)), part))])) == {
         "gemm_efficiency": 0.3
     }
 
@@ -117,7 +117,7 @@ def test_a_time_that_no_value_gives_has_no_value() -> None:
     assert predicted.solved(H100, "launch_us", lambda one: one.launch_us, 9.0) == 9.0
 
 
-def test_bytes_that_are_not_the_plans_fail(expected: predicted.Predicted) -> None:
+def test_bytes_that_are_not_the_plans_fail(expected: predicted.PredictedStep) -> None:
     good = [measured_on(expected, H100, rank) for rank in range(2)]
     assert all(expected.sent)
     assert cost.sent(expected, good).verdict == "ok"
@@ -127,7 +127,7 @@ def test_bytes_that_are_not_the_plans_fail(expected: predicted.Predicted) -> Non
 
 
 def test_memory_and_launches_that_are_not_as_predicted_are_named(
-    expected: predicted.Predicted,
+    expected: predicted.PredictedStep,
 ) -> None:
     good = [measured_on(expected, H100, rank) for rank in range(2)]
     parts = cost.peak(expected, good), cost.launches(expected, good)
@@ -142,7 +142,7 @@ def test_memory_and_launches_that_are_not_as_predicted_are_named(
 
 
 def test_what_a_gpu_alone_runs_makes_no_error_of_its_own_on_the_virtual_one(
-    expected: predicted.Predicted,
+    expected: predicted.PredictedStep,
 ) -> None:
     with virtual_gpu():
         device = torch.device("cuda")
@@ -164,7 +164,7 @@ def test_what_a_gpu_alone_runs_makes_no_error_of_its_own_on_the_virtual_one(
 
 def test_an_outcome_is_read_as_it_was_written() -> None:
     figure = Figure("a", "ms", 1.0, float("inf"), most=float("inf"), constant="launch_us")
-    outcome = Outcome("cost", (Part("p", "FAILED", "why", (figure,)),), 1.5, "log")
+    outcome = Outcome("cost", (Finding("p", "FAILED", "why", (figure,)),), 1.5, "log")
     read = from_json(as_json(outcome))
     (part,) = read.parts
     assert part.figures[0].measured is None and part.figures[0].most == float("inf")

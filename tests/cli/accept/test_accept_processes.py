@@ -38,12 +38,12 @@ def accepted(
     """Run the command over these checks; status, ``accept.json`` and ``accept.md``."""
     monkeypatch.setattr(command, "CHECKS", checks)
     status = main([*CPU, "--folder", str(folder), *words])
-    found = json.loads((folder / "accept.json").read_text())
-    return status, found, (folder / "accept.md").read_text()
+    written = json.loads((folder / "accept.json").read_text())
+    return status, written, (folder / "accept.md").read_text()
 
 
-def outcomes(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {outcome["check"]: outcome for outcome in found["outcomes"]}
+def outcomes(written: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {outcome["check"]: outcome for outcome in written["outcomes"]}
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def outcomes(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_it_is_reported_and_the_next_one_runs(
     name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, found, text = accepted(monkeypatch, tmp_path, [check(name), check("fine")])
+    status, written, text = accepted(monkeypatch, tmp_path, [check(name), check("fine")])
     assert status == 1
-    bad = outcomes(found)[name]
+    bad = outcomes(written)[name]
     assert bad["verdict"] == "FAILED"
     assert said in " ".join(part["text"] for part in bad["parts"])
-    assert outcomes(found)["fine"]["verdict"] == "ok"
+    assert outcomes(written)["fine"]["verdict"] == "ok"
     assert f"**FAILED: {name}.**" in text
     assert said.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;") in text
 
@@ -82,9 +82,9 @@ def test_one_that_hangs_ends_at_its_limit_with_all_its_processes(
     tmp_path: Path, noted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = time.monotonic()
-    status, found, _ = accepted(monkeypatch, tmp_path, [check("hangs", 6.0)])
+    status, written, _ = accepted(monkeypatch, tmp_path, [check("hangs", 6.0)])
     assert status == 1 and time.monotonic() - start < 30
-    (part,) = outcomes(found)["hangs"]["parts"]
+    (part,) = outcomes(written)["hangs"]["parts"]
     assert (part["verdict"], part["text"]) == ("FAILED", "no end within its 6 s")
     assert is_gone(int(noted.read_text()))
 
@@ -105,15 +105,15 @@ def test_one_that_is_cut_short_by_the_minutes_is_not_run_and_runs_next_time(
     tmp_path: Path, noted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checks = [check("hangs", 600.0), check("fine")]
-    status, found, text = accepted(monkeypatch, tmp_path, checks, "--minutes", "0.1")
+    status, written, text = accepted(monkeypatch, tmp_path, checks, "--minutes", "0.1")
     assert status == 1
     for name, said in (("hangs", "--minutes ended after"), ("fine", "0.1 minutes were over")):
-        (part,) = outcomes(found)[name]["parts"]
+        (part,) = outcomes(written)[name]["parts"]
         assert part["verdict"] == "not run" and said in part["text"]
-        assert not outcomes(found)[name]["is_final"]
+        assert not outcomes(written)[name]["is_final"]
     assert "Not run: hangs, fine." in text
-    status, found, _ = accepted(monkeypatch, tmp_path, [check("fine")])
-    assert status == 0 and outcomes(found)["fine"]["verdict"] == "ok"
+    status, written, _ = accepted(monkeypatch, tmp_path, [check("fine")])
+    assert status == 0 and outcomes(written)["fine"]["verdict"] == "ok"
 
 
 def test_a_second_call_goes_on_and_only_runs_a_check_again(
@@ -129,8 +129,8 @@ def test_a_second_call_goes_on_and_only_runs_a_check_again(
 
 
 def test_what_is_not_run_is_never_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, found, text = accepted(monkeypatch, tmp_path, [check("other")])
-    assert outcomes(found)["other"]["verdict"] == "not run"
+    _, written, text = accepted(monkeypatch, tmp_path, [check("other")])
+    assert outcomes(written)["other"]["verdict"] == "not run"
     assert "| · another claim | not run | no GPU |" in text and "Not run: other." in text
 
 
@@ -153,9 +153,9 @@ def test_another_device_or_version_or_a_broken_file_starts_anew_and_says_why(
     elif what == "settings":
         words = ("--set", "launch_us=5")
     else:
-        found = json.loads(path.read_text())
-        found["identity"][what] = "another"
-        path.write_text(json.dumps(found))
+        written = json.loads(path.read_text())
+        written["identity"][what] = "another"
+        path.write_text(json.dumps(written))
     capsys.readouterr()
     accepted(monkeypatch, tmp_path, checks, *words)
     said = capsys.readouterr().err.splitlines()[0]
@@ -186,11 +186,11 @@ def test_a_command_that_is_killed_goes_on_and_gives_a_check_up_that_ends_it_twic
     assert [each.returncode for each in ended] == [-9, -9, 1], [each.stderr for each in ended]
     assert noted.read_text().split() == ["fine", "kills", "kills", "other"]
     assert "kills_the_command ran when the last call ended, and is tried again" in ended[1].stderr
-    found = outcomes(json.loads((tmp_path / "accept.json").read_text()))
-    (part,) = found["kills_the_command"]["parts"]
+    by_check = outcomes(json.loads((tmp_path / "accept.json").read_text()))
+    (part,) = by_check["kills_the_command"]["parts"]
     assert part["verdict"] == "FAILED"
     assert part["text"] == "2 calls of the command ended while it ran"
-    assert found["other"]["verdict"] == "not run"
+    assert by_check["other"]["verdict"] == "not run"
 
 
 @pytest.mark.parametrize(

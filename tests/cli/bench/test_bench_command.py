@@ -36,13 +36,13 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
 
 
 def test_json_has_the_schema(printed: tuple[dict[str, Any], str, Path]) -> None:
-    found, text, _ = printed
-    assert found.keys() == {"topology", "run", "rows"}
-    assert found["topology"] == {"tp": 1, "pp": 1, "dp": 2, "ep": 1, "cp": 1}
-    names = [row["name"] for row in found["rows"]]
+    report, text, _ = printed
+    assert report.keys() == {"topology", "run", "rows"}
+    assert report["topology"] == {"tp": 1, "pp": 1, "dp": 2, "ep": 1, "cp": 1}
+    names = [row["name"] for row in report["rows"]]
     assert set(names) - {"upstream-layerwise"} >= {"adamw", *OURS}
     assert ("upstream-layerwise" in names) != ("upstream-layerwise is left out: " in text)
-    for row in found["rows"]:
+    for row in report["rows"]:
         assert list(row) == [
             *("name", "step_ms", "exchange_ms", "newton_schulz_ms", "sent_bytes"),
             *("ns_flops", "ns_flops_once", "state_bytes", "peak_bytes"),
@@ -81,8 +81,8 @@ def test_json_says_what_was_measured_on_what(
 def test_rounds_of_the_exchange_are_in_json_and_in_the_start_line(
     printed: tuple[dict[str, Any], str, Path],
 ) -> None:
-    found, text, _ = printed
-    rounds = {row["name"]: row["exchange_rounds"] for row in found["rows"]}
+    report, text, _ = printed
+    rounds = {row["name"]: row["exchange_rounds"] for row in report["rows"]}
     parameters = 4  # Muon's of a layer: QKV, projection, fc1, fc2
     assert (rounds["adamw"], rounds["muon-paper"]) == (0, 0)
     assert (rounds["muon-contiguous"], rounds["muon-bucketed-auto"]) == (1, 1)
@@ -95,8 +95,8 @@ def test_rounds_of_the_exchange_are_in_json_and_in_the_start_line(
 def test_a_table_the_parts_and_a_chart_are_there(
     printed: tuple[dict[str, Any], str, Path],
 ) -> None:
-    found, text, chart = printed
-    for row in found["rows"]:
+    report, text, chart = printed
+    for row in report["rows"]:
         assert f"\n{row['name']} " in text and f"{row['name']}: parts of the step" in text
         if HAS_MATPLOTLIB:  # an extra, which the tests' environment has not
             assert f"<!-- {row['name']} -->" in chart.read_text()
@@ -110,11 +110,11 @@ def test_a_table_the_parts_and_a_chart_are_there(
 def test_the_timeline_of_every_row_has_a_lane_for_what_the_row_does(
     printed: tuple[dict[str, Any], str, Path],
 ) -> None:
-    found, _, chart = printed
+    report, _, chart = printed
     from test_timeline import timeline
 
     muons = {*timeline.WORK, "gather on the wire", "scatter on the wire", "parameters on the wire"}
-    expected = {row["name"]: muons for row in found["rows"]}
+    expected = {row["name"]: muons for row in report["rows"]}
     expected["adamw"] = {"FusedAdam.step", "parameters on the wire"}
     expected["muon-paper"] = {*timeline.WORK, "DP gather on the wire", "parameters on the wire"}
     expected.pop("upstream-layerwise", None)
@@ -257,8 +257,8 @@ def test_contiguous_rows_are_laid_out_as_a_run_has_them() -> None:
 def test_a_variant_asked_for_twice_is_one_row() -> None:
     from megatron_muon.bench.step.rows import rows
 
-    found = rows(MuonConfig(), ["adamw"], ["none", "none"], "duplicated")
-    assert [row.name for row in found] == ["adamw", "muon-contiguous-none"]
+    chosen = rows(MuonConfig(), ["adamw"], ["none", "none"], "duplicated")
+    assert [row.name for row in chosen] == ["adamw", "muon-contiguous-none"]
 
 
 @pytest.mark.parametrize("name", ROWS)

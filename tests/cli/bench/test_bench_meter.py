@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_muon.bench.step.meter import Stopwatch, count, peak_bytes
+from megatron_muon.bench.step.meter import StepTimers, count, peak_bytes
 from support.ranks import run
 
 
 def _counted_collectives() -> dict[str, int]:
-    watch = Stopwatch(torch.device("cpu"))
+    watch = StepTimers(torch.device("cpu"))
     rank = dist.get_rank()
     x = torch.ones(12)
     calls = {
@@ -50,7 +50,7 @@ def test_bytes_are_counted_from_outside_whatever_the_collective() -> None:
 def test_a_parts_time_is_without_the_parts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 2.0, 5.0, 6.0, 10.0])  # seconds at each begin and end
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    watch = Stopwatch(torch.device("cpu"))
+    watch = StepTimers(torch.device("cpu"))
 
     def step() -> None:
         watch("optimizer-inner-step").start(barrier=True)

@@ -18,7 +18,7 @@ from megatron_muon.coefficients import SETS, NsDtype, Restarts
 from megatron_muon.orthogonalize.iteration import held_dtype
 from megatron_muon.orthogonalize.matmul import plan_device, products_on
 
-PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restarts]
+PAIRS = [(name, steps) for name, coefficients in SETS.items() for steps in coefficients.restarts]
 DTYPES = get_args(NsDtype)
 CPU_DEVICE = torch.device("cpu")
 CPU = plan_device(CPU_DEVICE)
@@ -49,11 +49,11 @@ def test_the_bench_prints_times_and_errors(
     assert main([*accuracy, "--coefficients", "cans", "--json", str(file)]) == 0
     said = capsys.readouterr().out
     assert "cans, bf16, gram: refused: " in said and "NOT FINITE" not in said
-    found = [row for row in json.loads(file.read_text())["rows"] if isinstance(row, dict)]
-    assert {row["dtype"] for row in found} == set(DTYPES)
-    assert {row["shape"] for row in found} == {"8x24"}
+    measured = [row for row in json.loads(file.read_text())["rows"] if isinstance(row, dict)]
+    assert {row["dtype"] for row in measured} == set(DTYPES)
+    assert {row["shape"] for row in measured} == {"8x24"}
     assert {"condition 1e+08", "entries at 1e-30", "entries at 1e30", "rank 1"} <= {
-        row["input"] for row in found
+        row["input"] for row in measured
     }
 
 
@@ -90,8 +90,8 @@ def test_accuracy_is_of_the_dtype_and_of_every_shape_that_is_given(
     file = tmp_path / "errors.json"
     line = "bench newton-schulz --accuracy --coefficients aol --dtype fp16 --shapes 8x24 40x10"
     assert main([*line.split(), "--json", str(file)]) == 0
-    found = json.loads(file.read_text())
-    assert {(row["dtype"], row["shape"]) for row in found["rows"]} == {
+    report = json.loads(file.read_text())
+    assert {(row["dtype"], row["shape"]) for row in report["rows"]} == {
         ("fp16", "8x24"),
         ("fp16", "10x40"),
     }
@@ -169,10 +169,10 @@ def test_cans_has_no_restarts_by_the_method(capsys: pytest.CaptureFixture[str]) 
     """It is the only set that is unstable near rank 1, and the command says why."""
     assert not SETS["cans"].restarts
     assert main(["bench", "newton-schulz", "--find-restarts", "--coefficients", "cans"]) == 0
-    method, found = capsys.readouterr().out.split("cans, 5 steps: ")
+    method, said = capsys.readouterr().out.split("cans, 5 steps: ")
     assert "unstable near rank 1, even in float64, gets no list" in method
-    assert found.startswith("none, unstable near rank 1") and "1e+57" in found
-    assert found.endswith("(as recorded)\n")
+    assert said.startswith("none, unstable near rank 1") and "1e+57" in said
+    assert said.endswith("(as recorded)\n")
     for name, steps in PAIRS:
         assert why_unstable(name, steps) is None
 

@@ -12,7 +12,7 @@ import torch
 from megatron_muon import MuonConfig
 from megatron_muon.bench.step.build import build
 from megatron_muon.bench.step.measure import Measured, StepJob, checksums_agree, measure
-from megatron_muon.bench.step.meter import Stopwatch
+from megatron_muon.bench.step.meter import StepTimers
 from megatron_muon.bench.step.rows import rows
 from support.benching import OURS, model_and_ranks
 from support.installed import VERSION
@@ -22,16 +22,16 @@ PAPER = ("dp_gather", "tp_gather")
 MOE = "--num-experts 4 --moe-ffn-hidden-size 40"
 
 
-def _found(arguments: str, names: list[str]) -> dict[str, Any]:
+def _measured(arguments: str, names: list[str]) -> dict[str, Any]:
     """On a rank: what each row costs, and the plans that ours has."""
     flags = model_and_ranks(arguments)
     chosen = rows(MuonConfig(), names, [], "duplicated")
-    found = measure(StepJob(flags, tuple(chosen), 1))
+    measured = measure(StepJob(flags, tuple(chosen), 1))
     row = next(row for row in chosen if row.name == "muon-paper")
-    built = build(row, flags, Stopwatch(torch.device("cpu")))
+    built = build(row, flags, StepTimers(torch.device("cpu")))
     parts = [part for part in built.optimizer.chained_optimizers if part.muon is not None]
     return {
-        "rows": {row.name: one for row, one in zip(chosen, found, strict=True)},
+        "rows": {row.name: one for row, one in zip(chosen, measured, strict=True)},
         "plans": [part.muon.plan for part in parts],
         "rank": parts[0].stage_group.rank(),
     }
@@ -41,9 +41,9 @@ def _found(arguments: str, names: list[str]) -> dict[str, Any]:
     scope="module",
     params=["--tp 2 --dp 2", "--tp 1 --dp 3 --hidden 96", f"--tp 1 --dp 4 --ep 2 {MOE}"],
 )
-def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def by_rank(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     flags = model_and_ranks(request.param)
-    return run(_found, flags.world_size, request.param, ["adamw", *OURS])
+    return run(_measured, flags.world_size, request.param, ["adamw", *OURS])
 
 
 def _by_formula(plan: Any, rank: int) -> dict[str, int]:
@@ -78,9 +78,9 @@ def _by_formula(plan: Any, rank: int) -> dict[str, int]:
 
 
 def test_the_papers_row_sends_and_computes_what_its_formulas_say(
-    found: list[dict[str, Any]],
+    by_rank: list[dict[str, Any]],
 ) -> None:
-    for rank in found:
+    for rank in by_rank:
         paper: Measured = rank["rows"]["muon-paper"]
         wanted: dict[str, int] = defaultdict(int)
         for plan in rank["plans"]:
@@ -89,17 +89,17 @@ def test_the_papers_row_sends_and_computes_what_its_formulas_say(
         sent = paper.counted.sent_bytes
         assert {kind: sent.get(kind, 0) for kind in PAPER} == {k: wanted[k] for k in PAPER}
         assert paper.counted.flops == wanted["flops"] > 0
-    kinds = {kind for rank in found for kind in rank["rows"]["muon-paper"].counted.sent_bytes}
+    kinds = {kind for rank in by_rank for kind in rank["rows"]["muon-paper"].counted.sent_bytes}
     assert "dp_gather" in kinds and kinds.isdisjoint({"gather", "scatter"})
 
 
 def test_our_rows_send_what_is_planned_and_do_each_matrix_once(
-    found: list[dict[str, Any]],
+    by_rank: list[dict[str, Any]],
 ) -> None:
     for name in ("muon-contiguous", "muon-bucketed"):
-        ranks: list[Measured] = [rank["rows"][name] for rank in found]
+        ranks: list[Measured] = [rank["rows"][name] for rank in by_rank]
         assert sum(one.counted.flops for one in ranks) == sum(one.ns_flops_once for one in ranks)
-    for rank in found:  # the paper's row and ours in the same buckets have the same plan
+    for rank in by_rank:  # the paper's row and ours in the same buckets have the same plan
         sent = rank["rows"]["muon-bucketed"].counted.sent_bytes
         planned = sum(plan.sent_bytes()[rank["rank"]] for plan in rank["plans"])
         assert sent.get("gather", 0) + sent.get("scatter", 0) == planned > 0
@@ -107,30 +107,30 @@ def test_our_rows_send_what_is_planned_and_do_each_matrix_once(
         assert rank["rows"]["muon-bucketed"].ns_flops_once == (once if rank["rank"] == 0 else 0)
 
 
-def test_all_muons_end_a_step_with_the_same_weights(found: list[dict[str, Any]]) -> None:
+def test_all_muons_end_a_step_with_the_same_weights(by_rank: list[dict[str, Any]]) -> None:
     """The paper's algorithm is another way to the same result; AdamW's is another."""
-    by_row = {name: [rank["rows"][name] for rank in found] for name in ("adamw", *OURS)}
+    by_row = {name: [rank["rows"][name] for rank in by_rank] for name in ("adamw", *OURS)}
     assert checksums_agree([by_row[name] for name in OURS])
     assert not checksums_agree([by_row["adamw"], by_row["muon-paper"]])
 
 
-def test_all_rows_reduce_and_gather_the_same_bytes(found: list[dict[str, Any]]) -> None:
+def test_all_rows_reduce_and_gather_the_same_bytes(by_rank: list[dict[str, Any]]) -> None:
     """But for the padding of buckets, at most 128 elements times the DP size for each."""
-    for rank in found:
+    for rank in by_rank:
         costs = [rank["rows"][name].counted.sent_bytes for name in ("adamw", *OURS)]
         assert costs[0] == {k: v for k, v in costs[1].items() if k not in ("gather", "scatter")} | {
             "norm": costs[0]["norm"]  # ours votes, too
         }
         for kind, item in (("grad_reduce", 4), ("param_gather", 2)):
             sent = [cost[kind] for cost in costs]
-            assert 0 <= max(sent) - min(sent) <= 20 * 128 * item * len(found)
+            assert 0 <= max(sent) - min(sent) <= 20 * 128 * item * len(by_rank)
 
 
-def test_state_is_what_adamw_keeps_and_less(found: list[dict[str, Any]]) -> None:
+def test_state_is_what_adamw_keeps_and_less(by_rank: list[dict[str, Any]]) -> None:
     totals = {
-        name: sum(rank["rows"][name].state_bytes for rank in found) for name in ("adamw", *OURS)
+        name: sum(rank["rows"][name].state_bytes for rank in by_rank) for name in ("adamw", *OURS)
     }
-    elements = sum(m.numel for plan in found[0]["plans"] for m in plan.matrices)
+    elements = sum(m.numel for plan in by_rank[0]["plans"] for m in plan.matrices)
     assert {totals["adamw"] - totals[name] for name in OURS} == {4 * elements}
 
 
@@ -140,7 +140,7 @@ def _planned_bytes(aligned: bool) -> list[int]:
     (row, *_) = rows(MuonConfig(homes="local"), ["muon-contiguous"], [], "duplicated")
     row = replace(row, config=replace(row.config, align_shards=aligned and row.config.align_shards))
     measure(StepJob(flags, (), 0))  # Megatron's groups
-    built = build(row, flags, Stopwatch(torch.device("cpu")))
+    built = build(row, flags, StepTimers(torch.device("cpu")))
     return [sum(part.muon.plan.sent_bytes()) for part in built.optimizer.chained_optimizers]
 
 

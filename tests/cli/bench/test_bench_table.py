@@ -66,8 +66,8 @@ def test_speed_by_flops_has_two_decimals() -> None:
     """One could not tell 5 % apart."""
 
     def line(name: str, cpu_ms: float) -> Line:
-        found = Measured([Times(9.0, {}, cpu_ms)], Counted(flops=10**9))
-        return Line(name, (found,))
+        measured = Measured([Times(9.0, {}, cpu_ms)], Counted(flops=10**9))
+        return Line(name, (measured,))
 
     text = kernel_text([line("muon-contiguous", 3.191), line("muon-paper", 3.314)])
     assert text.endswith("per Gflop: muon-contiguous 3.19, muon-paper 3.31")

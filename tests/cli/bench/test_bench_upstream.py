@@ -26,35 +26,35 @@ def _measured(arguments: str) -> dict[str, Measured]:
     from megatron_muon.bench.step.rows import rows
 
     chosen = rows(MuonConfig(), ["upstream-layerwise", "muon-contiguous"], [], "duplicated")
-    found = measure(StepJob(model_and_ranks(arguments), tuple(chosen), 1))
-    return {row.name: one for row, one in zip(chosen, found, strict=True)}
+    measured = measure(StepJob(model_and_ranks(arguments), tuple(chosen), 1))
+    return {row.name: one for row, one in zip(chosen, measured, strict=True)}
 
 
 @pytest.mark.usefixtures("importable")
 def test_megatrons_own_muon_orthogonalizes_on_every_tp_rank() -> None:
     ranks = run(_measured, 4, "--tp 2 --dp 2")
     ours, theirs = (
-        sum(found[name].counted.flops for found in ranks)
+        sum(rank[name].counted.flops for rank in ranks)
         for name in ("muon-contiguous", "upstream-layerwise")
     )
     assert theirs == 2 * ours > 0
-    for found in ranks:
+    for rank in ranks:
         kinds = {"tp_gather", "param_gather", "grad_reduce", "norm"}
-        assert found["upstream-layerwise"].counted.sent_bytes.keys() == kinds
+        assert rank["upstream-layerwise"].counted.sent_bytes.keys() == kinds
 
 
 def _directions(name: str) -> dict[str, torch.Tensor]:
     """On one rank, by parameter: what a first step makes of Muon's main parameters."""
     from megatron_muon.bench.step import measure
     from megatron_muon.bench.step.build import build
-    from megatron_muon.bench.step.meter import Stopwatch
+    from megatron_muon.bench.step.meter import StepTimers
     from megatron_muon.bench.step.rows import rows
 
     (row, *_) = rows(MuonConfig(), [name], [], "duplicated")
     flags = model_and_ranks("--tp 1 --dp 1")
     device = measure._start_megatron(flags)
     noise = torch.randn(measure.NOISE, generator=torch.Generator().manual_seed(1)) / 50
-    watch = Stopwatch(device)
+    watch = StepTimers(device)
     contender: Any = measure._Contender(build(row, flags, watch), watch, noise)
     contender.park()
     contender.wake()

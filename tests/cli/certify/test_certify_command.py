@@ -28,8 +28,8 @@ def certified(*words: str) -> subprocess.CompletedProcess[str]:
 def as_json(path: Path, *words: str) -> dict[str, Any]:
     ended = certified(*words, "--json", str(path))
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    verdict: dict[str, Any] = json.loads(path.read_text())
+    return verdict
 
 
 def of_the_page() -> list[str]:
@@ -53,18 +53,18 @@ def is_certified_in_two_minutes(
     words: list[str], ranks: int, stages: list[list[int]], folder: Path
 ) -> None:
     start = time.monotonic()
-    found = as_json(folder / "found.json", *words)
+    verdict = as_json(folder / "found.json", *words)
     assert time.monotonic() - start < 120
-    assert found["holds"] and all(claim["holds"] for claim in found["claims"])
-    assert [kind["stages"] for kind in found["kinds"]] == stages
-    for kind in found["kinds"]:
+    assert verdict["holds"] and all(claim["holds"] for claim in verdict["claims"])
+    assert [kind["stages"] for kind in verdict["kinds"]] == stages
+    for kind in verdict["kinds"]:
         assert kind["ranks"] == ranks and not kind["whole"]
         assert len(kind["looked_at"]) == 4
         for report in kind["looked_at"]:
             assert report["late_connections"] == 0
             assert [wait["name"] for wait in report["host_waits"]] in ([], ["item"])
             assert report["launches"] > report["muon_launches"] > 0
-    assert any(report["sent"] for kind in found["kinds"] for report in kind["looked_at"])
+    assert any(report["sent"] for kind in verdict["kinds"] for report in kind["looked_at"])
 
 
 def test_it_prints_every_figure_and_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +134,6 @@ def test_latent_attention_and_experts_are_built(tmp_path: Path) -> None:
         *("--moe-ffn-hidden-size 32 --expert-model-parallel-size 2 --world-size 4").split(),
         *("--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear").split(),
     ]
-    found = as_json(tmp_path / "found.json", *TINY, *words)
-    (kind,) = found["kinds"]
+    verdict = as_json(tmp_path / "found.json", *TINY, *words)
+    (kind,) = verdict["kinds"]
     assert kind["experts"] == [False, True] and kind["whole"]

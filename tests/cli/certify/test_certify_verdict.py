@@ -17,8 +17,8 @@ from megatron_muon.cli.certify.kinds import stage_kinds
 from megatron_muon.cli.model_flags import Settled
 from megatron_muon.mcore import build
 from megatron_muon.runtime.optimizer import DistributedMuon
-from megatron_muon.virtual_gpu.device.nccl import Launcher, Part, Work
-from megatron_muon.virtual_gpu.megatron import Training
+from megatron_muon.virtual_gpu.megatron import OptimizerSettings
+from support.virtual_gpu.mutants import early_free, early_read
 from support.virtual_gpu.plans import settled_flags
 from support.virtual_gpu.runs import Run
 
@@ -43,7 +43,7 @@ def certificate(
 ) -> Certificate:
     flags, settled = settled_run(run, *words)
     kinds = stage_kinds(flags, settled, count)
-    return certify(flags, settled, kinds, Training(clip_grad=clip_grad))
+    return certify(flags, settled, kinds, OptimizerSettings(clip_grad=clip_grad))
 
 
 def failed(certificate: Certificate) -> list[str]:
@@ -51,8 +51,8 @@ def failed(certificate: Certificate) -> list[str]:
 
 
 def claim(certificate: Certificate, name: str) -> Claim:
-    (found,) = (claim for claim in certificate.claims if claim.name == name)
-    return found
+    (named,) = (claim for claim in certificate.claims if claim.name == name)
+    return named
 
 
 @pytest.mark.parametrize(
@@ -67,28 +67,18 @@ def claim(certificate: Certificate, name: str) -> Claim:
     ids=["dense", "no overlap", "experts", "two instances", "one rank"],
 )
 def test_all_claims_hold_for_the_step_as_it_is(run: Run) -> None:
-    found = certificate(run)
-    assert [claim.name for claim in found.claims] == CLAIMS
-    assert failed(found) == []
-    assert found.holds
-    assert all(kind.is_whole for kind in found.kinds)
-    assert all(seen == size for seen, size in found.compared.values())
+    verdict = certificate(run)
+    assert [claim.name for claim in verdict.claims] == CLAIMS
+    assert failed(verdict) == []
+    assert verdict.holds
+    assert all(kind.is_whole for kind in verdict.kinds)
+    assert all(seen == size for seen, size in verdict.compared.values())
 
 
 # --- mutants: one rank, or all of them, broken on the way -----------------------------------------
 
-Launch = Callable[..., Work | None]
 Patch = pytest.MonkeyPatch
 ODD = 2  # the rank that does otherwise
-
-
-def _with_launch(patch: Patch, change: Callable[..., Work | None]) -> None:
-    original: Launch = Launcher.launch
-
-    def launch(self: Launcher, parts: list[Part], *args: Any) -> Work | None:
-        return change(self, original, parts, *args)
-
-    patch.setattr(Launcher, "launch", launch)
 
 
 def _before_step(patch: Patch, action: Callable[[DistributedMuon], object]) -> None:
@@ -117,32 +107,6 @@ def other_plan(patch: Patch) -> None:
         return original(parameters, grid, config, *args)
 
     patch.setattr(build, "make_plan", make_plan)
-
-
-def early_read(patch: Patch) -> None:
-    """What is received is read before the wait."""
-
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
-        work = launch(nccl, parts, *args)
-        for part in parts:
-            for received in part.writes:
-                received.clone()
-        return work
-
-    _with_launch(patch, change)
-
-
-def early_free(patch: Patch) -> None:
-    """What is received goes to memory that is given back at once."""
-
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
-        elsewhere = [
-            dataclasses.replace(part, writes=[torch.empty_like(x) for x in part.writes])
-            for part in parts
-        ]
-        return launch(nccl, elsewhere, *args)
-
-    _with_launch(patch, change)
 
 
 def lost_message(patch: Patch) -> None:
@@ -193,24 +157,24 @@ def test_a_mutant_fails_its_claim(
     mutant: Callable[[Patch], None], claims: list[str], said: str, monkeypatch: Patch
 ) -> None:
     mutant(monkeypatch)
-    found = certificate()
-    assert not found.holds
-    assert set(claims) <= set(failed(found)), failed(found)
-    assert any(said in fault for fault in claim(found, claims[0]).faults), found.claims
+    verdict = certificate()
+    assert not verdict.holds
+    assert set(claims) <= set(failed(verdict)), failed(verdict)
+    assert any(said in fault for fault in claim(verdict, claims[0]).faults), verdict.claims
 
 
 def test_nothing_is_ok_where_no_rank_ended(monkeypatch: Patch) -> None:
     monkeypatch.setattr(DistributedMuon, "step", lambda *args: [][0])
-    found = certificate()
-    assert failed(found) == CLAIMS[:1]
-    assert not any(claim.was_made or claim.holds for claim in found.claims[1:])
+    verdict = certificate()
+    assert failed(verdict) == CLAIMS[:1]
+    assert not any(claim.was_made or claim.holds for claim in verdict.claims[1:])
 
 
 def test_ranks_that_are_compared_with_none_do_not_certify() -> None:
-    found = certificate(count=1)
-    assert failed(found) == []
-    assert not claim(found, "no rank out of order").was_made
-    assert not found.holds
+    verdict = certificate(count=1)
+    assert failed(verdict) == []
+    assert not claim(verdict, "no rank out of order").was_made
+    assert not verdict.holds
 
 
 def test_a_sample_counts_what_all_ranks_count() -> None:
@@ -236,9 +200,9 @@ def test_stages_alike_are_looked_at_once() -> None:
         ("middle", (1, 2)),
         ("last", (3,)),
     ]
-    found = certify(flags, settled, kinds, Training())
-    assert found.holds
-    assert [report.rank for of_kind in found.reports for report in of_kind] == [0, 1, 2, 3, 6, 7]
+    verdict = certify(flags, settled, kinds, OptimizerSettings())
+    assert verdict.holds
+    assert [report.rank for of_kind in verdict.reports for report in of_kind] == [0, 1, 2, 3, 6, 7]
 
 
 def test_without_clipping_the_norm_is_not_read() -> None:

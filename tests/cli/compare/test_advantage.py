@@ -57,9 +57,9 @@ def test_by_the_model_there_can_be_no_such_bandwidth(
 
 def test_by_the_model_a_slow_link_can_begin_the_advantage() -> None:
     """Muon's step computes longer and sends no more: where bytes decide, fewer steps win."""
-    found = by_model(ADAMW, replace(MUON, exchange=0), 4, 0.05)
-    (change,) = found.changes
-    assert not found.ahead and not change.ends
+    advantage = by_model(ADAMW, replace(MUON, exchange=0), 4, 0.05)
+    (change,) = advantage.changes
+    assert not advantage.ahead and not change.ends
     at = modelled(ADAMW, replace(MUON, exchange=0), 4, change.mbits)
     assert at.muon_ms == pytest.approx(1.05 * at.adamw_ms)
 
@@ -67,9 +67,9 @@ def test_by_the_model_a_slow_link_can_begin_the_advantage() -> None:
 def test_between_measured_rates_a_change_is_found_in_times_over_the_inverse_rate() -> None:
     """Steps of 10 + 100 / rate and 11 + 140 / rate: with a lead of 0.2 they meet at rate 20."""
     points = [Timed(rate, 10 + 100 / rate, 11 + 140 / rate) for rate in (5.0, 100.0, FREE, 10.0)]
-    found = measured(points, 0.2)
-    assert found.ahead and len(found.changes) == 1
-    assert found.changes[0] == Change(pytest.approx(20.0), True, (10.0, 100.0))
+    advantage = measured(points, 0.2)
+    assert advantage.ahead and len(advantage.changes) == 1
+    assert advantage.changes[0] == Change(pytest.approx(20.0), True, (10.0, 100.0))
     assert measured(points, 0.5) == Advantage(0.5, True, ())
     assert measured(points, 0.05) == Advantage(0.05, False, ())
 

@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    return found
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
 
 
 def test_bytes_are_those_of_the_plan(folder: Path) -> None:
@@ -121,8 +121,11 @@ def test_under_a_launcher_its_ranks_train(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert ("training dp2-muon" in done.stderr) is trains
         assert done.stderr.count("slow links are modelled, not measured: a launcher has") == 1
-    (found,) = report_of(tmp_path / "report")["topologies"]
-    assert found["name"] == "dp2" and found["muon"]["exchange"] == found["predicted"]["exchange"]
+    (topology,) = report_of(tmp_path / "report")["topologies"]
+    assert (
+        topology["name"] == "dp2"
+        and topology["muon"]["exchange"] == topology["predicted"]["exchange"]
+    )
 
 
 # --- arguments and figures --------------------------------------------------------------------
@@ -163,11 +166,11 @@ def test_the_slowest_and_the_fullest_rank_count() -> None:
         Trained([], 10.0, 2.0, {"grad_reduce": 6, "gather": 1}, 8, 3, 7),
         Trained([5.0, 4.0], 12.0, 1.0, {"grad_reduce": 6, "scatter": 4}, 9, 2, 6),
     ]
-    found = figures("muon", ranks)
-    assert (found.step_ms, found.optimizer_ms, found.share) == (12.0, 2.0, 2.0 / 12.0)
-    assert (found.megatrons, found.exchange, found.busiest) == (12, 5, 4)
-    assert (found.state_bytes, found.peak_bytes, found.losses) == (9, 3, (5.0, 4.0))
-    assert found.link_bytes == 7
+    summary = figures("muon", ranks)
+    assert (summary.step_ms, summary.optimizer_ms, summary.share) == (12.0, 2.0, 2.0 / 12.0)
+    assert (summary.megatrons, summary.exchange, summary.busiest) == (12, 5, 4)
+    assert (summary.state_bytes, summary.peak_bytes, summary.losses) == (9, 3, (5.0, 4.0))
+    assert summary.link_bytes == 7
 
 
 @pytest.mark.parametrize(

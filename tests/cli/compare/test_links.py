@@ -58,15 +58,15 @@ def task(run: object, namespaces: tuple[str, ...]) -> Task:
 def held(numbers: set[int]) -> list[str]:
     """Which of the namespaces with these inode numbers a process is in, or holds open."""
     wanted = {f"net:[{number}]" for number in numbers}
-    found = []
+    entries = []
     for pattern in ("[0-9]*/task/[0-9]*/ns/net", "[0-9]*/fd/*"):
         for path in Path("/proc").glob(pattern):
             try:
                 if os.readlink(path) in wanted:
-                    found.append(str(path))
+                    entries.append(str(path))
             except OSError:
                 continue  # it has ended meanwhile
-    return found
+    return entries
 
 
 def has_rank(numbers: set[int]) -> bool:
@@ -177,15 +177,15 @@ def test_a_comparison_over_a_slow_link_has_the_measured_row(
 ) -> None:
     words = [*SMALL, "--link-mbits", "50", "--folder", str(tmp_path)]
     assert main(words) == 0
-    (found,) = json.loads((tmp_path / "report.json").read_text())["topologies"]
-    (row,) = found["slow_links"]["steps"]
+    (topology,) = json.loads((tmp_path / "report.json").read_text())["topologies"]
+    (row,) = topology["slow_links"]["steps"]
     for name in ("adamw", "muon"):
         sent = row[name]["link_bytes"]
-        assert sent > found[name]["megatrons"] / 2  # of a rank, with headers
+        assert sent > topology[name]["megatrons"] / 2  # of a rank, with headers
         assert row[name]["step_ms"] > 0.9 * 8e-3 * (sent - links.burst(50)) / 50
-        assert found[name]["link_bytes"] == 0
-        assert row[name]["losses"] == found[name]["losses"]
-    assert len(found["slow_links"]["measured"]) == 3
+        assert topology[name]["link_bytes"] == 0
+        assert row[name]["losses"] == topology[name]["losses"]
+    assert len(topology["slow_links"]["measured"]) == 3
     page = (tmp_path / "report.md").read_text()
     assert "| dp2 | 50 | " in page and "A model, not a measurement" not in page
     capsys.readouterr()
@@ -238,16 +238,16 @@ def test_a_missing_program_is_named(
     missing: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name, path=None: None if name == missing else name)
-    found = links.why_not()
-    assert found is not None and found.startswith(says)
+    reason = links.why_not()
+    assert reason is not None and reason.startswith(says)
 
 
 @needs_links
 def test_a_command_of_iproute2_that_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "LEAST_BURST", -1)
     monkeypatch.setattr(links, "BURST_SECONDS", 0)
-    found = links.why_not()
-    assert found is not None and "qdisc add dev muon0 root tbf rate 100000000bit burst" in found
+    reason = links.why_not()
+    assert reason is not None and "qdisc add dev muon0 root tbf rate 100000000bit burst" in reason
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "nan", "fast"])

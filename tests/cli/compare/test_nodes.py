@@ -134,8 +134,8 @@ def test_the_printed_command_runs_on_two_nodes_and_on_no_others(
     ]
     ends = [node.communicate(timeout=300)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], ends
-    (found,) = json.loads((folder / "report.json").read_text())["topologies"]
-    assert found["name"] == "dp2"
+    (topology,) = json.loads((folder / "report.json").read_text())["topologies"]
+    assert topology["name"] == "dp2"
 
     alone = [*command[: command.index("--nnodes")], "--standalone", "--nproc-per-node", "2"]
     alone += [*command[command.index("-m", 3) :], "--folder", str(tmp_path / "other")]

@@ -11,7 +11,7 @@ from megatron_muon.bench.compare.command import command_parser
 from megatron_muon.bench.compare.compared import Compared
 from megatron_muon.bench.compare.figures import Figures, figures
 from megatron_muon.bench.compare.jobs import jobs_over
-from megatron_muon.bench.compare.predicted import Predicted, Run, predicted
+from megatron_muon.bench.compare.predicted import Predicted, TrainingRun, predicted
 from megatron_muon.bench.compare.report.page import as_markdown
 from megatron_muon.bench.compare.topology import parsed
 from megatron_muon.bench.compare.training import Job, train
@@ -42,8 +42,8 @@ def planned(both: dict[str, Job], device: Device = HERE, **settings: Any) -> Pre
     muon, adamw = (both[name] for name in ("muon", "adamw"))
     with megatron_is_quiet():
         return predicted(
-            Run(muon.flags, replace(muon.row.config, **settings)),
-            Run(adamw.flags, adamw.row.config),
+            TrainingRun(muon.flags, replace(muon.row.config, **settings)),
+            TrainingRun(adamw.flags, adamw.row.config),
             device,
         )
 

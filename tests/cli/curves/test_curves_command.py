@@ -32,9 +32,9 @@ def test_a_run_that_needs_half_the_steps(
     text = capsys.readouterr().out
     assert "AdamW  3      200    1.1000 (1.1000 to 1.1000)" in text.split("validation loss")[1]
     assert "never" in text and "warning" not in text
-    found = json.loads(out.read_text())
-    assert set(found) == {"train", "validation"}
-    (beside,) = found["validation"]["beside_first"]
+    report = json.loads(out.read_text())
+    assert set(report) == {"train", "validation"}
+    (beside,) = report["validation"]["beside_first"]
     assert beside["name"] == "Muon"
     last = beside["leads"][-1]
     assert last["step"] == 200 and last["reached"] == pytest.approx([100.0] * 9)

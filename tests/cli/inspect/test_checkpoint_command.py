@@ -47,10 +47,10 @@ def test_names_optimizers_and_norms_are_those_of_the_run(
         is_muon = names[name] in muon_weights(case)
         assert row["optimizer"] == ("muon" if is_muon else "adamw")
         numel = truth["main"][names[name]].numel()
-        found = torch.Size(row["shape"]).numel()
-        assert found == numel or (row["is_part"] and found * topology.tp == numel)
+        listed = torch.Size(row["shape"]).numel()
+        assert listed == numel or (row["is_part"] and listed * topology.tp == numel)
         if not row["is_part"] and shape != "fp32" and format != "dp_zero_gather_scatter":
-            assert found == numel
+            assert listed == numel
         if not is_muon:
             assert row["norm"] is None
             continue

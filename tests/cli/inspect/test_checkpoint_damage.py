@@ -28,9 +28,9 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_damage_by_chance_is_no_traceback(roots: list[Path], tmp_path: Path) -> None:
-    found, wrong = statuses(roots, TIMES, 0, tmp_path)
+    counts, wrong = statuses(roots, TIMES, 0, tmp_path)
     assert not wrong, "\n".join(wrong)
-    assert found[0] and found[1] > found[0] and found.total() == TIMES
+    assert counts[0] and counts[1] > counts[0] and counts.total() == TIMES
 
 
 def test_the_checkpoints_are_whole_without_it(

@@ -14,7 +14,7 @@ from megatron_muon.dry_run.kinds import buffers_of, optimizer_of, planned_kinds
 from megatron_muon.pricing.memory import at_rest, peaks
 from megatron_muon.pricing.traffic import exchanges_of, traffic_of
 from megatron_muon.pricing.work import held_elements
-from megatron_muon.virtual_gpu.megatron import Training, record_training
+from megatron_muon.virtual_gpu.megatron import OptimizerSettings, record_training
 
 LAYERS = (
     "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --swiglu "
@@ -60,7 +60,9 @@ def test_bytes_messages_and_memory_are_those_of_the_rank(world: World) -> None:
     over = peaks(plans, run.config)
     for rank in world.ranks:
         at = kind.members.index(rank)
-        recording = record_training(flags, run.ranks, rank, run.config, Training()).recording
+        recording = record_training(
+            flags, run.ranks, rank, run.config, OptimizerSettings()
+        ).recording
         report = report_of(recording, Chosen(rank, "the test"))
         assert (report.sent, report.messages) == (sent.sent[at], sent.messages[at])
         assert report.connections == sent.peers[at]

@@ -83,11 +83,11 @@ def test_what_is_printed_is_what_a_run_does(
     if case.mtp and VERSION < (0, 13):  # Megatron's own assertion: a parameter in two buckets
         pytest.skip(f"megatron-core {NAME} cannot build this model's DistributedOptimizer")
     layout = "contiguous" if dict(case.muon).get("align_shards") else "bucketed"
-    found = routes_json([*flags_of(case, topology), "--muon-dp-layout", layout], capsys)
+    routes = routes_json([*flags_of(case, topology), "--muon-dp-layout", layout], capsys)
     results = run(built_by_a_run, topology.world_size, case, topology)
-    assert [stage["stage"] for stage in found["stages"]] == list(range(topology.pp))
+    assert [stage["stage"] for stage in routes["stages"]] == list(range(topology.pp))
     for result in results:
-        stage = found["stages"][result["stage"]]
+        stage = routes["stages"][result["stage"]]
         planned = {
             (row["name"], row["ep_rank"] or 0): [
                 (m["name"], m["rows"], m["cols"], m["home"]) for m in row["matrices"]
@@ -105,26 +105,26 @@ def test_what_is_printed_is_what_a_run_does(
             assert shown == result["weights"]
     lines = [line for result in results for line in result["lines"]]
     said = sorted(line for line in lines if " is active: " not in line)  # once in a process
-    stages = [line for stage in found["stages"] for line in stage["lines"]]
-    assert said == sorted(found["lines"] + stages)
+    stages = [line for stage in routes["stages"] for line in stage["lines"]]
+    assert said == sorted(routes["lines"] + stages)
 
 
 def test_the_number_of_buckets_is_a_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the model, as run through bucketing in test_bucket_count."""
     flags = [*LLAMA_3_8B, "--overlap-grad-reduce", "--world-size", "8"]
-    found = routes_json(flags, capsys)
-    assert "; 8 bucket(s), " in found["stages"][0]["lines"][0]
-    assert any("about 8 buckets in place of 98" in note for note in found["notes"])
+    routes = routes_json(flags, capsys)
+    assert "; 8 bucket(s), " in routes["stages"][0]["lines"][0]
+    assert any("about 8 buckets in place of 98" in note for note in routes["notes"])
     stock = routes_json([*flags, "--muon-dp-layout", "bucketed"], capsys)
     assert "; 98 bucket(s), " in stock["stages"][0]["lines"][0]
 
 
 def test_tp_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    found = routes_json([*TINY, "--tensor-model-parallel-size", "2"], capsys)
-    tp = {row["name"].rsplit(".", 2)[-2]: row["tp"] for row in found["stages"][0]["parameters"]}
+    routes = routes_json([*TINY, "--tensor-model-parallel-size", "2"], capsys)
+    tp = {row["name"].rsplit(".", 2)[-2]: row["tp"] for row in routes["stages"][0]["parameters"]}
     assert tp["linear_fc1"] == tp["word_embeddings"] == "rows"
     assert tp["final_layernorm"] == "replicated"
-    fc2 = next(r for r in found["stages"][0]["parameters"] if "fc2.weight" in r["name"])
+    fc2 = next(r for r in routes["stages"][0]["parameters"] if "fc2.weight" in r["name"])
     assert (fc2["tp"], fc2["shape"]) == ("columns", [64, 128])
     (matrix,) = fc2["matrices"]
     assert (matrix["rows"], matrix["cols"]) == (64, 256)
@@ -141,8 +141,8 @@ def with_core(folder: Path) -> str:
 
 def routes_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main(["routes", "--json", *argv]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
 
 
 @pytest.mark.timeout(1200)  # seconds of the wall; an idle machine needs a fraction
@@ -156,28 +156,28 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(tmp_path:
         process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=tmp_path)
         _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, (tmp_path / "err").read_text()
-    found = json.loads((tmp_path / "out").read_text())
+    routes = json.loads((tmp_path / "out").read_text())
     assert usage.ru_utime + usage.ru_stime < 60, "seconds of one core, imports too"
     assert usage.ru_maxrss < 2e6, "KiB"
-    assert max(stage["plan_cpu_seconds"] for stage in found["stages"]) <= 2
-    names = {row["name"] for stage in found["stages"] for row in stage["parameters"]}
+    assert max(stage["plan_cpu_seconds"] for stage in routes["stages"]) <= 2
+    names = {row["name"] for stage in routes["stages"] for row in stage["parameters"]}
     assert "decoder.layers.60.mlp.experts.local_experts.255.linear_fc2.weight" in names
     homes = [
         matrix["home"]
-        for row in found["stages"][1]["parameters"]
+        for row in routes["stages"][1]["parameters"]
         if row["ep_rank"] is not None
         for matrix in row["matrices"]
     ]
     assert len(homes) == 4 * 256 * 2 and set(homes) == set(range(64))
-    assert "671 G" in found["lines"][0] and "37.6 G" in found["lines"][0]  # arXiv 2412.19437
+    assert "671 G" in routes["lines"][0] and "37.6 G" in routes["lines"][0]  # arXiv 2412.19437
 
 
 def test_the_share_of_llama_3_8b(capsys: pytest.CaptureFixture[str]) -> None:
-    found = routes_json(LLAMA_3_8B, capsys)
+    routes = routes_json(LLAMA_3_8B, capsys)
     matrices = 32 * 4096 * (4096 + 4096 + 2 * 1024 + 3 * 14336)
     total = matrices + 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
-    assert found["lines"][0].startswith(f"[megatron_muon] Muon has {matrices / total:.1%} of")
-    assert total == sum(numel(row["shape"]) for row in found["stages"][0]["parameters"])
+    assert routes["lines"][0].startswith(f"[megatron_muon] Muon has {matrices / total:.1%} of")
+    assert total == sum(numel(row["shape"]) for row in routes["stages"][0]["parameters"])
 
 
 def numel(shape: list[int]) -> int:
@@ -190,10 +190,10 @@ def numel(shape: list[int]) -> int:
 # --- patterns and settings -------------------------------------------------------------------
 
 
-def optimizers(found: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
+def optimizers(routes: dict[str, Any]) -> dict[str, tuple[str, str | None]]:
     return {
         row["name"]: (row["optimizer"], row["reason"])
-        for stage in found["stages"]
+        for stage in routes["stages"]
         for row in stage["parameters"]
     }
 
@@ -223,8 +223,8 @@ def test_rates_and_decays_by_pattern_are_shown(capsys: pytest.CaptureFixture[str
     flags = ["--muon-lr-mult", "*fc1.weight=0.5", "--muon-wd-mult", "*.1.*fc?.weight=0"]
     flags += ["--muon-lr-mult", "embedding.word*=2"]
     (stage,) = routes_json([*TINY, *flags], capsys)["stages"]
-    found = {row["name"]: (row["lr_mult"], row["wd_mult"]) for row in stage["parameters"]}
-    assert {name: pair for name, pair in found.items() if pair != (1, 1)} == {
+    factors = {row["name"]: (row["lr_mult"], row["wd_mult"]) for row in stage["parameters"]}
+    assert {name: pair for name, pair in factors.items() if pair != (1, 1)} == {
         "embedding.word_embeddings.weight": (2, 1),
         "decoder.layers.0.mlp.linear_fc1.weight": (0.5, 1),
         "decoder.layers.1.mlp.linear_fc1.weight": (0.5, 0),
@@ -241,8 +241,8 @@ def test_rates_and_decays_by_pattern_are_shown(capsys: pytest.CaptureFixture[str
 
 def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     def qkv(*settings: str) -> dict[str, Any]:
-        found = routes_json([*TINY, *settings], capsys)
-        rows: list[dict[str, Any]] = found["stages"][0]["parameters"]
+        routes = routes_json([*TINY, *settings], capsys)
+        rows: list[dict[str, Any]] = routes["stages"][0]["parameters"]
         return next(row for row in rows if row["name"].endswith(".linear_qkv.weight"))
 
     assert [m["rows"] for m in qkv()["matrices"]] == [64, 64, 64]
@@ -291,10 +291,10 @@ def test_lines_that_share_a_range_are_all_parameters(capsys: pytest.CaptureFixtu
 
 def test_homes_in_the_table_are_those_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*TINY, "--world-size", "4"]
-    found = routes_json(argv, capsys)
+    routes = routes_json(argv, capsys)
     homes = {
         row["name"]: ",".join(str(m["home"]) for m in row["matrices"])
-        for row in found["stages"][0]["parameters"]
+        for row in routes["stages"][0]["parameters"]
         if row["matrices"]
     }
     shown = {row[0]: row[6] for row in table([*argv, "--all"], capsys) if row[3] == "muon"}

@@ -71,7 +71,7 @@ def test_more_tp_ranks_than_query_groups_are_routed_where_megatron_has_them(
     assert main(argv) == 0
     (stage,) = json.loads(capsys.readouterr().out)["stages"]
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    (weight,) = [found for found in stage["parameters"] if found["name"] == name]
+    (weight,) = [each for each in stage["parameters"] if each["name"] == name]
     assert weight["shape"] == [16, 64]
     assert [(m["rows"], m["cols"]) for m in weight["matrices"]] == [(64, 64), (32, 64), (32, 64)]
 

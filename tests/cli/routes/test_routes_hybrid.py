@@ -33,12 +33,12 @@ needs_delta = pytest.mark.skipif(VERSION < (0, 16), reason="gated delta nets cam
 
 def routes_json(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main(["routes", "--json", *argv]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
 
 
-def parameters(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for stage in found["stages"] for row in stage["parameters"]}
+def parameters(routes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for stage in routes["stages"] for row in stage["parameters"]}
 
 
 def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -67,8 +67,8 @@ def test_a_hybrid_model_needs_no_einops(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_each_letter_of_a_pattern_is_its_layer(capsys: pytest.CaptureFixture[str]) -> None:
     """Matrices by the sizes of the Mamba-2 paper's block: z, x, B, C and dt out of one in_proj."""
-    found = parameters(routes_json([*MAMBA, PATTERN, "M*-M", "--swiglu"], capsys))
-    shapes = {name: row["shape"] for name, row in found.items() if name.startswith("decoder.")}
+    by_name = parameters(routes_json([*MAMBA, PATTERN, "M*-M", "--swiglu"], capsys))
+    shapes = {name: row["shape"] for name, row in by_name.items() if name.startswith("decoder.")}
     rows = 2 * INNER + 2 * GROUPS * STATE + INNER // HEAD
     for layer in (0, 3):
         mixer = f"decoder.layers.{layer}.mixer"
@@ -77,12 +77,12 @@ def test_each_letter_of_a_pattern_is_its_layer(capsys: pytest.CaptureFixture[str
         assert shapes[f"{mixer}.A_log"] == shapes[f"{mixer}.D"] == [INNER // HEAD]
         assert shapes[f"{mixer}.norm.weight"] == [INNER]
         assert shapes[f"decoder.layers.{layer}.norm.weight"] == [HIDDEN]
-        assert found[f"{mixer}.out_proj.weight"]["optimizer"] == "muon"
+        assert by_name[f"{mixer}.out_proj.weight"]["optimizer"] == "muon"
     assert shapes["decoder.layers.1.self_attention.linear_qkv.weight"] == [3 * HIDDEN, HIDDEN]
     assert not [name for name in shapes if ".1.mlp" in name or ".2.self_attention" in name]
     assert shapes["decoder.layers.2.mlp.linear_fc1.weight"] == [2 * 128, HIDDEN]  # gated
     assert shapes["decoder.final_norm.weight"] == [HIDDEN]
-    in_proj = found["decoder.layers.0.mixer.in_proj.weight"]
+    in_proj = by_name["decoder.layers.0.mixer.in_proj.weight"]
     marked = VERSION >= (0, 20)  # by Megatron, use_muon=False
     assert in_proj["optimizer"] == ("adamw" if marked else "muon")
 
@@ -92,8 +92,8 @@ def test_experts_and_pipeline_stages(capsys: pytest.CaptureFixture[str]) -> None
         pytest.skip("a hybrid model's layers of experts came later")
     argv = [*MAMBA, PATTERN, "ME*E", "--num-experts", "4", "--disable-bias-linear"]
     argv += ["--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    found = routes_json([*argv, "--world-size", "4"], capsys)
-    names = [{row["name"] for row in stage["parameters"]} for stage in found["stages"]]
+    routes = routes_json([*argv, "--world-size", "4"], capsys)
+    names = [{row["name"] for row in stage["parameters"]} for stage in routes["stages"]]
     assert "decoder.layers.0.mixer.in_proj.weight" in names[0]
     assert "decoder.layers.2.self_attention.linear_qkv.weight" in names[1]
     for stage, layer in enumerate((1, 3)):
@@ -129,13 +129,13 @@ def test_a_specification_alone_is_a_model_of_mamba_layers(
 def test_segments_and_mtp_of_a_pattern(capsys: pytest.CaptureFixture[str]) -> None:
     """Four segments on two stages: stage 0 has layers 0, 1 and 4, 5."""
     argv = [*MAMBA, PATTERN, "M*|-M|M-|*M/M*", "--pipeline-model-parallel-size", "2"]
-    found = routes_json([*argv, "--position-embedding-type", "rope"], capsys)
+    routes = routes_json([*argv, "--position-embedding-type", "rope"], capsys)
     layers = [
         {int(name.split(".")[2]) for name in names if name.startswith("decoder.layers")}
-        for names in ([row["name"] for row in stage["parameters"]] for stage in found["stages"])
+        for names in ([row["name"] for row in stage["parameters"]] for stage in routes["stages"])
     ]
     assert layers == [{0, 1, 4, 5}, {2, 3, 6, 7}]
-    names = parameters(found)
+    names = parameters(routes)
     assert "mtp.layers.0.mtp_model_layer.layers.0.mixer.out_proj.weight" in names
     assert "mtp.layers.0.mtp_model_layer.layers.1.self_attention.linear_qkv.weight" in names
 
@@ -148,14 +148,14 @@ def test_a_gated_delta_net_is_in_the_place_of_attention(
     argv = [*TINY, "--num-layers", "4", "--linear-attention-freq", "2", *variant]
     argv += ["--linear-num-key-heads", "2", "--linear-num-value-heads", "4"]
     argv += ["--linear-key-head-dim", "8", "--linear-value-head-dim", "8"]
-    found = parameters(routes_json([*argv, "--tensor-model-parallel-size", "2"], capsys))
+    by_name = parameters(routes_json([*argv, "--tensor-model-parallel-size", "2"], capsys))
     rows = 2 * 2 * 8 + 2 * 4 * 8 + 2 * 4  # q, k; v, gate; beta, alpha
     for layer in range(4):
         attention = f"decoder.layers.{layer}.self_attention"
-        assert (f"{attention}.linear_qkv.weight" in found) == (layer % 2 == 1)
+        assert (f"{attention}.linear_qkv.weight" in by_name) == (layer % 2 == 1)
         if layer % 2 == 0:
-            assert found[f"{attention}.in_proj.weight"]["shape"] == [rows // 2, HIDDEN]
-            assert found[f"{attention}.A_log"]["tp"] == "rows"
+            assert by_name[f"{attention}.in_proj.weight"]["shape"] == [rows // 2, HIDDEN]
+            assert by_name[f"{attention}.A_log"]["tp"] == "rows"
 
 
 def test_the_model_and_its_modules_are_named_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,8 +302,8 @@ def test_routes_of_a_hybrid_model_are_what_ranks_plan(
     tp: int, dp: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--tensor-model-parallel-size", str(tp), "--world-size", str(tp * dp)]
-    found = routes_json([*MAMBA, PATTERN, "M*-M", *sizes], capsys)
-    rows = parameters(found)
+    routes = routes_json([*MAMBA, PATTERN, "M*-M", *sizes], capsys)
+    rows = parameters(routes)
     for made in run(_planned_by_ranks, tp * dp, "M*-M", tp):
         assert {name: row["shape"] for name, row in rows.items()} == made["shapes"]
         assert [

@@ -50,25 +50,27 @@ def lines(*records: object) -> bytes:
 
 
 def test_steps_come_back() -> None:
-    found = read([lines(start(), step(1, 0.1), step(2, None), step(3, muon={}))])
-    assert (found.start.ranks, found.start.muon_share, found.fault_count) == (2, 0.9, 0)
-    assert found.start.promised == {ROW: 0.2} and found.start.full_rank == {ROW: 2.0}
-    first, second, third = found.values(COLUMN)
+    history = read([lines(start(), step(1, 0.1), step(2, None), step(3, muon={}))])
+    assert (history.start.ranks, history.start.muon_share, history.fault_count) == (2, 0.9, 0)
+    assert history.start.promised == {ROW: 0.2} and history.start.full_rank == {ROW: 2.0}
+    first, second, third = history.values(COLUMN)
     assert first == 0.1 and math.isinf(second) and math.isnan(third)
-    assert [(each.step, each.lr) for each in found.steps] == [(1, 0.01), (2, 0.01), (3, 0.01)]
+    assert [(each.step, each.lr) for each in history.steps] == [(1, 0.01), (2, 0.01), (3, 0.01)]
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_bytes_may_come_in_any_parts(size: int) -> None:
     data = lines(start(), step(1), step(2))
-    found = read(data[at : at + size] for at in range(0, len(data), size))
-    assert [each.step for each in found.steps] == [1, 2] and not found.faults
+    history = read(data[at : at + size] for at in range(0, len(data), size))
+    assert [each.step for each in history.steps] == [1, 2] and not history.faults
 
 
 def test_a_restart_replaces_the_steps_that_it_repeats() -> None:
-    found = read([lines(start(), step(1, 0.1), step(2, 0.2), start(), step(2, 0.3), step(3, 0.4))])
-    assert [each.step for each in found.steps] == [1, 2, 3]
-    assert found.values(COLUMN) == [0.1, 0.3, 0.4]
+    history = read(
+        [lines(start(), step(1, 0.1), step(2, 0.2), start(), step(2, 0.3), step(3, 0.4))]
+    )
+    assert [each.step for each in history.steps] == [1, 2, 3]
+    assert history.values(COLUMN) == [0.1, 0.3, 0.4]
 
 
 DAMAGED = {
@@ -99,42 +101,42 @@ DAMAGED = {
 @pytest.mark.parametrize("which", DAMAGED)
 def test_a_damaged_line_is_named_and_the_others_are_read(which: str) -> None:
     line, why = DAMAGED[which]
-    found = read([lines(start(), step(1), line, step(2))])
-    (fault,) = found.faults
+    history = read([lines(start(), step(1), line, step(2))])
+    (fault,) = history.faults
     assert fault.line == 3 and why in fault.why and len(fault.why) < 400
-    assert [each.step for each in found.steps] == [1, 2]
+    assert [each.step for each in history.steps] == [1, 2]
 
 
 def test_a_line_without_an_end_is_named_only_at_the_end_of_the_file() -> None:
-    found = History()
-    found.feed(lines(start(), step(1)) + b'{"kind":')
-    assert not found.faults
-    found.end()
-    assert [(fault.line, fault.why[:7]) for fault in found.faults] == [(3, "cut off")]
+    history = History()
+    history.feed(lines(start(), step(1)) + b'{"kind":')
+    assert not history.faults
+    history.end()
+    assert [(fault.line, fault.why[:7]) for fault in history.faults] == [(3, "cut off")]
 
 
 def test_a_long_line_takes_no_memory() -> None:
-    found = History()
-    found.feed(lines(start(), step(1)))
+    history = History()
+    history.feed(lines(start(), step(1)))
     for _ in range(5):
-        found.feed(b"a" * (MOST_LINE // 2))
-        assert len(found._rest) <= MOST_LINE
-    found.feed(b"\n" + lines(step(2)))
-    assert [each.step for each in found.steps] == [1, 2] and found.fault_count == 1
+        history.feed(b"a" * (MOST_LINE // 2))
+        assert len(history._rest) <= MOST_LINE
+    history.feed(b"\n" + lines(step(2)))
+    assert [each.step for each in history.steps] == [1, 2] and history.fault_count == 1
 
 
 def test_many_steps_are_thinned_and_the_newest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_module, "MOST_NUMBERS", 16)
-    found = read([lines(start(), *(step(number) for number in range(1, 200)))])
-    assert len(found.steps) <= 17 and found.stride > 1
-    kept = [each.step for each in found.steps]
+    history = read([lines(start(), *(step(number) for number in range(1, 200)))])
+    assert len(history.steps) <= 17 and history.stride > 1
+    kept = [each.step for each in history.steps]
     assert kept[-1] == 199 and kept == sorted(set(kept)) and kept[0] == 1
 
 
 def test_the_number_of_names_and_faults_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_module, "MOST_COLUMNS", 3)
     many = step(2, muon={str(row): {"update_rms": 1.0} for row in range(4)})
-    found = read([lines(start(), step(1), many, step(3))])
-    assert "more than 3 different numbers" in found.faults[0].why and len(found.columns) == 1
-    found = read([lines(*[b"x"] * 100)])
-    assert found.fault_count == 100 and len(found.faults) == history_module.MOST_FAULTS
+    history = read([lines(start(), step(1), many, step(3))])
+    assert "more than 3 different numbers" in history.faults[0].why and len(history.columns) == 1
+    history = read([lines(*[b"x"] * 100)])
+    assert history.fault_count == 100 and len(history.faults) == history_module.MOST_FAULTS

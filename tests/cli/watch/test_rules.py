@@ -22,11 +22,11 @@ def history(
     **begin: Any,
 ) -> History:
     """A run that is well, but for ``change`` of each record and ``begin`` of its start."""
-    found = History()
+    records = History()
     rows = {ROW: {"promised_rms": 0.2, "full_rank": 96.0}}
     record = {"kind": "start", "format": 1, "ranks": 4, "muon_share": 0.9, "rows": rows}
     record |= {"newton_schulz_planned": 1.2, **begin}
-    found.feed(json.dumps(record).encode() + b"\n")
+    records.feed(json.dumps(record).encode() + b"\n")
     for number in range(1, steps + 1):
         record = {
             "kind": "step",
@@ -37,9 +37,9 @@ def history(
             "newton_schulz_ms": {"mean": 1.0, "max": 1.4, "rank": number % 4},
             **change(number),
         }
-        found.feed(json.dumps(record).encode() + b"\n")
-    assert not found.faults, found.faults
-    return found
+        records.feed(json.dumps(record).encode() + b"\n")
+    assert not records.faults, records.faults
+    return records
 
 
 def _muon(**numbers: float | None) -> dict[str, Any]:
@@ -71,8 +71,8 @@ SIGNS: dict[str, tuple[History, str]] = {
 def test_a_sign_gives_its_warning_alone(which: str) -> None:
     import re
 
-    found, text = SIGNS[which]
-    (only,) = warnings(found, 100.0)
+    records, text = SIGNS[which]
+    (only,) = warnings(records, 100.0)
     assert re.search(text, only.text), only.text
 
 
@@ -91,14 +91,14 @@ def test_one_odd_step_gives_none() -> None:
 
 @pytest.mark.parametrize(("steps", "every"), [(7, 1000), (20, 10)])
 def test_growth_needs_several_records_and_a_run_past_its_start(steps: int, every: int) -> None:
-    found = history(lambda step: {"layers": {LAYER: {"output_rms": 1.3**step}}}, steps, every)
-    assert warnings(found, 100.0) == []
+    records = history(lambda step: {"layers": {LAYER: {"output_rms": 1.3**step}}}, steps, every)
+    assert warnings(records, 100.0) == []
 
 
 def test_every_warning_names_a_heading_of_the_page() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    for found, _ in SIGNS.values():
-        for each in warnings(found, 100.0):
+    for records, _ in SIGNS.values():
+        for each in warnings(records, 100.0):
             assert f"### {each.see}\n" in page
 
 
@@ -110,5 +110,5 @@ def test_the_threshold_is_the_given_one_then_the_runs_then_100(
     own: float | None, given: float | None, fires: bool
 ) -> None:
     large = {"logits": {LAYER: {"max_logit": 130.0}}}
-    found = history(lambda step: large, logit_threshold=own)
-    assert bool(warnings(found, given)) == fires
+    records = history(lambda step: large, logit_threshold=own)
+    assert bool(warnings(records, given)) == fires

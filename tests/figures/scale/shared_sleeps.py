@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from figures.sleeping_ranks import _muon
+from figures.sleeping_ranks import muon_of, seconds_of_steps
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import ns_flops, strip_flops, sums_of_squares
 from megatron_muon.planning.grid import RankGrid
@@ -93,18 +93,12 @@ def _steps(split: int | None, repeats: int) -> list[float]:
             sharing.add([square] * len(strips))
             time.sleep(strip_flops(*whole, rows, config, "cuda") * second / sums / 2)
 
-    muon, groups, state = _muon(config, plan_of(split), dist.get_rank())
-    times = []
+    muon, groups, state = muon_of(config, plan_of(split), dist.get_rank())
     with (
         mock.patch.object(muon_round, "orthogonalize_staged", orthogonalize_staged),
         mock.patch.object(muon_round, "orthogonalize_strips", orthogonalize_strips),
     ):
-        for _ in range(1 + repeats):
-            dist.barrier()
-            start = time.perf_counter()
-            muon.step(groups, state, lambda: None)
-            times.append(time.perf_counter() - start)
-    return times[1:]
+        return seconds_of_steps(muon, groups, state, repeats)
 
 
 def main() -> None:

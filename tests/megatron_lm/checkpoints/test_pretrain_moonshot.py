@@ -46,9 +46,9 @@ def _proof_of_concept(processes: int, *options: str) -> str:
 
 
 def _loss_and_norm(line: str) -> tuple[float, float]:
-    found = re.search(r"lm loss: (\S+) .* grad norm: (\S+) ", line)
-    assert found is not None, line
-    return float(found[1]), float(found[2])
+    match = re.search(r"lm loss: (\S+) .* grad norm: (\S+) ", line)
+    assert match is not None, line
+    return float(match[1]), float(match[2])
 
 
 def _by_step(text: str) -> dict[int, tuple[float, float]]:

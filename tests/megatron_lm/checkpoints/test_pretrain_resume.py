@@ -125,7 +125,7 @@ def test_the_schedule_after_a_load_is_the_one_that_was_asked_for(
     pretrain(1, run, "--train-iters 2")
     text = pretrain(1, run, f"--train-iters 4 --lr 2e-2 --load {tmp_path} {option}")
     rates = re.findall(r"learning rate: (\S+)", text)
-    assert [float(found) for found in rates] == [rate, rate], text[-3000:]
+    assert [float(each) for each in rates] == [rate, rate], text[-3000:]
 
 
 @pytest.mark.parametrize("saved_by", ["muon", "adamw"])

@@ -72,8 +72,8 @@ def test_a_patched_checkout_trains_as_through_the_launcher(patched: Path) -> Non
     options = [*RUN_BF16, *words(MUON, "--tensor-model-parallel-size 2")]
     start = [*TORCHRUN, "--nproc-per-node=2"]
     text = done([*start, str(patched / "pretrain_gpt.py"), *options], **COMPILING)
-    found = losses(text)
-    assert len(found) >= 6 and found[5] < found[2] < found[0]
+    by_step = losses(text)
+    assert len(by_step) >= 6 and by_step[5] < by_step[2] < by_step[0]
     assert "[megatron_muon] pipeline stage 0" in text and argument(text, "optimizer") == "muon"
     assert text.count("[megatron_muon] no GPU is here") == 1
     launched = done([*start, "-m", "megatron_muon", str(CHECKOUT / "pretrain_gpt.py"), *options])

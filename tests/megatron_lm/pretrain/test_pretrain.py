@@ -47,8 +47,8 @@ TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --seq
 )
 def test_muon_trains(processes: int, layout: str) -> None:
     text = pretrain(processes, MUON, "--bf16", layout)
-    found = losses(text)
-    assert len(found) >= 6 and found[5] < found[2] < found[0]
+    by_step = losses(text)
+    assert len(by_step) >= 6 and by_step[5] < by_step[2] < by_step[0]
     assert "[megatron_muon] pipeline stage 0" in text
     assert "[megatron_muon] no GPU is here" in text
     assert argument(text, "optimizer") == "muon"
@@ -62,8 +62,8 @@ def test_muon_trains_with_other_matrices_rates_and_clip() -> None:
         "--muon-lr-mult *.linear_fc1.*=0.5 --muon-wd-mult embedding.*=0"
     )
     text = pretrain(2, MUON, "--bf16", flags)
-    found = losses(text)
-    assert len(found) >= 6 and found[5] < found[2] < found[0]
+    by_step = losses(text)
+    assert len(by_step) >= 6 and by_step[5] < by_step[2] < by_step[0]
     assert argument(text, "muon_split_matrices") == "2"
     assert argument(text, "muon_clip_scope") == "adamw"
 
@@ -122,9 +122,9 @@ def tokenised(folder: Path) -> str:
 
 def test_muon_trains_on_a_tokenised_file(tmp_path: Path) -> None:
     text = pretrain(1, MUON, "--bf16", data=tokenised(tmp_path))
-    found = losses(text)
+    by_step = losses(text)
     assert "[megatron_muon] pipeline stage 0" in text
-    assert found[5] < 0.9 * found[0]
+    assert by_step[5] < 0.9 * by_step[0]
 
 
 # --- flags -----------------------------------------------------------------------------------

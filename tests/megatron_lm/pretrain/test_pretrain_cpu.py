@@ -60,9 +60,9 @@ def test_a_gpus_command_line_trains(optimizer: str) -> None:
     command = [executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
     command += ["--standalone", "-m", "megatron_muon", str(CHECKOUT / "pretrain_gpt.py")]
     text = done([*command, *of_a_gpu("--bf16 --attention-backend flash", given)])
-    found = losses(text)
+    by_step = losses(text)
     # each step has new data: AdamW's losses in between rise, as they do without the plugin
-    assert len(found) >= 6 and found[5] < found[0]
+    assert len(by_step) >= 6 and by_step[5] < by_step[0]
     for said in (
         "--distributed-backend gloo in place of nccl: NCCL connects GPUs only",
         "--transformer-impl local in place of transformer_engine: ",

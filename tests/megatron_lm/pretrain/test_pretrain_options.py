@@ -107,8 +107,8 @@ def options_of(row: str, folder: Path) -> tuple[int, str]:
 def test_an_option_runs(row: str, tmp_path: Path) -> None:
     processes, options = options_of(row, tmp_path)
     text = pretrain(processes, MUON, options, **ENVIRONMENT)
-    found = losses(text)
-    assert len(found) >= 6 and found[5] < found[0], text[-3000:]
+    by_step = losses(text)
+    assert len(by_step) >= 6 and by_step[5] < by_step[0], text[-3000:]
     assert "[megatron_muon] pipeline stage 0" in text
     events = [file.read_bytes() for file in tmp_path.rglob("events.out.tfevents.*")]
     for sign in SIGNS.get(row, ()):  # up to 0.14 timers that are written there are not printed
@@ -125,8 +125,8 @@ def test_an_option_is_refused(
     text = pretrain(processes, MUON, options, fails=True, **more)
     error = r"(?:^|\]: )\w+(?:Error|Exception): (.*(?:\n  --.*)*)"  # a list of options, too
     errors = re.findall(error, text, re.MULTILINE)
-    found = [error for error in errors if re.search(REFUSED[row], error)]
-    assert found, text[-3000:]
-    ours = any("muon" in error for error in found)
+    refusals = [error for error in errors if re.search(REFUSED[row], error)]
+    assert refusals, text[-3000:]
+    ours = any("muon" in error for error in refusals)
     record_property("cell", "refused" if ours else "refused by Megatron")
     assert losses(text) == []

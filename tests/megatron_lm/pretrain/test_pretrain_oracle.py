@@ -38,8 +38,8 @@ def recorded(folder: Path, ns_dtype: str) -> dict[str, Any]:
         RECORD=str(file),
         PYTHONPATH=f"{CHECKOUT}:{ROOT}:{PYTHON311}",
     )
-    found: dict[str, Any] = torch.load(file)
-    return found
+    step: dict[str, Any] = torch.load(file)
+    return step
 
 
 @pytest.fixture(scope="module")

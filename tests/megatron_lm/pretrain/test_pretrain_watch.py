@@ -41,15 +41,15 @@ def test_a_run_is_the_same_and_tensorboard_has_its_numbers(tmp_path: Path) -> No
     assert argument(logged, "muon_log_file") == str(folder / "muon_watch.jsonl")
     start, *lines = records(folder / "muon_watch.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 6] and start["ranks"] == 4
-    found = _scalars(folder)
-    named = {name for name in found if name.startswith("muon_")}
+    scalars = _scalars(folder)
+    named = {name for name in scalars if name.startswith("muon_")}
     for line in lines:
         for kind in ("muon", "adamw", "layers"):
             assert line[kind]
             for row, numbers in line[kind].items():
                 for name, value in numbers.items():
                     tag = f"muon_{name}/{row}"
-                    assert found[tag][line["step"]] == pytest.approx(value, rel=1e-5), tag
+                    assert scalars[tag][line["step"]] == pytest.approx(value, rel=1e-5), tag
                     named.discard(tag)
     assert named == {f"muon_newton_schulz_ms/{name}" for name in ("mean", "max", "rank")}
     assert len(lines[0]["layers"]) == 4  # on both stages

@@ -41,10 +41,10 @@ def test_muons_state_has_no_second_moment_on_disk(format: str, tmp_path: Path) -
     for optimizer in ("adam", "muon"):
         folder = tmp_path / optimizer
         folder.mkdir()
-        found, numel, of_muon = sizes(optimizer, format, folder)
-        cells = [f"{found[kind] / numel:.2f}" for kind in STATE]
-        states[optimizer] = sum(found[kind] for kind in STATE) / numel
-        files = f"{found['total'] / numel:.2f}"
+        by_kind, numel, of_muon = sizes(optimizer, format, folder)
+        cells = [f"{by_kind[kind] / numel:.2f}" for kind in STATE]
+        states[optimizer] = sum(by_kind[kind] for kind in STATE) / numel
+        files = f"{by_kind['total'] / numel:.2f}"
         lines.append(
             f"| {format} | {optimizer} | {' | '.join(cells)} | {states[optimizer]:.2f} | {files} |"
         )

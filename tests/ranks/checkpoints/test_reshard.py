@@ -237,6 +237,6 @@ def test_the_covering_set_covers() -> None:
     full = [change for change in every if change.format in FULL]
     sizes = ["tp", "pp", "dp", "cp", "chunks", "instances", "bucket_size", "overlap"]
     for size in [*sizes, "ep"] if VERSION >= (0, 14) else sizes:
-        found = {(getattr(c.saved, size), getattr(c.loaded, size)) for c in full}
-        changed = {(a, b) for a, b in found if a != b}
+        pairs = {(getattr(c.saved, size), getattr(c.loaded, size)) for c in full}
+        changed = {(a, b) for a, b in pairs if a != b}
         assert changed and changed == {(b, a) for a, b in changed}, size

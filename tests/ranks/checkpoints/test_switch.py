@@ -50,7 +50,7 @@ def _switched(
     spoil(built)
     with reading_adamw(built.optimizer, momentum):
         load(built, folder, format)
-    found = held(built)
+    before = held(built)
     for step in range(case.steps, case.steps + 2):
         take_step(built, step)
     groups = [
@@ -58,7 +58,7 @@ def _switched(
         for part in built.optimizer.chained_optimizers
         for group in part.optimizer.param_groups
     ]
-    return {"held": found, "after": held(built), "steps": {group.get("step") for group in groups}}
+    return {"held": before, "after": held(built), "steps": {group.get("step") for group in groups}}
 
 
 SHAPES = {"dp3": (MUON, Topology(dp=3)), "moe": (MOE, Topology(dp=2, ep=2))}
@@ -125,14 +125,14 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
     with reading_muon(built.optimizer, settings_of(muon)):
         load(built, f"{folder}/muon", format)
     now = held(built)
-    found = []
+    unlike = []
     state = {}
     for name, (*_, arrays) in now["shards"].items():
         theirs = before["shards"][name][2]
         expected = {kind: theirs[kind] for kind in ("main", *arrays) if kind in theirs}
         if name in muon_weights(case):
             expected |= {"exp_avg": 0 * theirs["main"], "exp_avg_sq": 0 * theirs["main"]}
-        found += [f"{kind} of {name}" for kind in arrays if (arrays[kind] != expected[kind]).any()]
+        unlike += [f"{kind} of {name}" for kind in arrays if (arrays[kind] != expected[kind]).any()]
         state[name] = arrays
     for step in range(case.steps, case.steps + 2):
         take_step(built, step)
@@ -145,7 +145,7 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
             state[name] = _adamw_step(state[name], grad, t, lr_at(case, step, name), decay)
             ours = torch.from_numpy(arrays["main"]).double()
             if not torch.allclose(ours, state[name]["main"], rtol=1e-5, atol=1e-6):
-                found.append(f"{name} after step {step}")
+                unlike.append(f"{name} after step {step}")
     save(built, f"{folder}/adamw", format)
     take_step(built, case.steps + 2)
     expected_after = held(built)
@@ -155,7 +155,7 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
     spoil(again)
     load(again, f"{folder}/adamw", format)
     take_step(again, case.steps + 2)
-    found += unequal(expected_after, held(again), "after a resume: ", log=False)
+    unlike += unequal(expected_after, held(again), "after a resume: ", log=False)
     plain = start(case, topology)  # AdamW as it is without the plugin
     spoil(plain)
     load(plain, f"{folder}/adamw", format)
@@ -163,10 +163,10 @@ def _to_adamw(case: Case, topology: Topology, format: str, folder: str) -> list[
     for name, (*_, arrays) in held(plain)["shards"].items():
         if name not in muon_weights(case):
             *_, ours = expected_after["shards"][name]
-            found += [
+            unlike += [
                 f"plain {kind} of {name}" for kind in arrays if (arrays[kind] != ours[kind]).any()
             ]
-    return found
+    return unlike
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -177,8 +177,8 @@ def test_adamw_goes_on_from_muon(format: str, shape: str, tmp_path: Path) -> Non
     for name in ("muon", "adamw"):
         (tmp_path / name).mkdir()
     adam = replace(case, optimizer="adam")
-    for found in run(_to_adamw, topology.world_size, adam, topology, format, str(tmp_path)):
-        assert found == []
+    for unlike in run(_to_adamw, topology.world_size, adam, topology, format, str(tmp_path)):
+        assert unlike == []
 
 
 def _to_adamw_with_apexs_loop(*args: Any) -> list[str]:
@@ -192,8 +192,8 @@ def test_apexs_adam_goes_on_from_muon(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     adam = replace(case, optimizer="adam")
     format, size = formats()[0], topology.world_size
-    for found in run(_to_adamw_with_apexs_loop, size, adam, topology, format, str(tmp_path)):
-        assert found == []
+    for unlike in run(_to_adamw_with_apexs_loop, size, adam, topology, format, str(tmp_path)):
+        assert unlike == []
 
 
 # --- from the proof of concept ----------------------------------------------------------------

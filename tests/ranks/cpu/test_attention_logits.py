@@ -59,7 +59,7 @@ def _maxima(built: Built) -> list[Any]:
     return [each.core_attention.current_max_attn_logits for each in attentions(built)]
 
 
-def _expected_and_found(case: Case) -> list[tuple[list[float], list[float]]]:
+def _expected_and_kept(case: Case) -> list[tuple[list[float], list[float]]]:
     """Of each attention, over two micro-batches; expected are products of what it was given."""
     built = _watched(case, Topology())
     seen: list[list[torch.Tensor]] = []
@@ -71,14 +71,14 @@ def _expected_and_found(case: Case) -> list[tuple[list[float], list[float]]]:
         )
     for batch in range(BATCHES):
         _forward(built, batch)
-    found = [each.tolist() for each in _maxima(built)]
+    kept = [each.tolist() for each in _maxima(built)]
     expected = [torch.stack(largest).amax(0).tolist() for largest in seen]
     built.ddp.eval()
     _forward(built, BATCHES)
-    assert [each.tolist() for each in _maxima(built)] == found, "evaluation counts"
+    assert [each.tolist() for each in _maxima(built)] == kept, "evaluation counts"
     built.optimizer.logits.after_step()
-    assert _maxima(built) == [None] * len(found)
-    return list(zip(expected, found, strict=True))
+    assert _maxima(built) == [None] * len(kept)
+    return list(zip(expected, kept, strict=True))
 
 
 def _by_hand(core: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -99,11 +99,11 @@ def _by_hand(core: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def test_each_heads_largest_logit_of_a_step_is_kept(changes: dict[str, Any]) -> None:
     case = replace(WATCHED, **changes)
     tolerance = 2e-2 if case.bf16 else 1e-5
-    (layers,) = run(_expected_and_found, 1, case)
+    (layers,) = run(_expected_and_kept, 1, case)
     assert len(layers) == 2
-    for expected, found in layers:
+    for expected, kept in layers:
         assert len(set(expected)) == case.heads
-        assert found == pytest.approx(expected, rel=tolerance)
+        assert kept == pytest.approx(expected, rel=tolerance)
 
 
 def _largest_of_stage(case: Case, topology: Topology) -> tuple[list[float], float]:
@@ -174,8 +174,8 @@ def _logged() -> tuple[float, bool]:
 
 @pytest.mark.skipif(VERSION < (0, 16), reason="this core has no clip_qk")
 def test_the_log_has_the_logits_that_a_step_has_clipped() -> None:
-    ((found, logged),) = run(_logged_after_a_step, 1)
-    assert found == logged > 0.05
+    ((largest, logged),) = run(_logged_after_a_step, 1)
+    assert largest == logged > 0.05
 
 
 def _logged_after_a_step() -> tuple[float, float]:
@@ -183,12 +183,12 @@ def _logged_after_a_step() -> tuple[float, float]:
 
     built = _watched(replace(WATCHED, muon=(("qk_clip", 0.05),)), Topology())
     _forward(built, 0)
-    found = max(max(each.tolist()) for each in _maxima(built))
+    largest = max(max(each.tolist()) for each in _maxima(built))
     built.optimizer.logits.after_step()
     megatron_muon.install()
     try:
         from megatron.core.optimizer import qk_clip
 
-        return found, qk_clip.clip_qk(built.chunks, log_max_only=True)
+        return largest, qk_clip.clip_qk(built.chunks, log_max_only=True)
     finally:
         megatron_muon.uninstall()

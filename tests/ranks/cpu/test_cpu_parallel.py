@@ -26,10 +26,10 @@ MTP, MLA = replace(MODEL, mtp=True), replace(MODEL, mla="column")
 
 def check(m: Case, t: Topology) -> None:
     """Losses, norms and each gradient equal those of one process but for rounding."""
-    expected, found = truth(m), trained(m, t)
-    assert found.losses == pytest.approx(expected.losses, rel=REDUCTION)
-    assert found.norms == pytest.approx(expected.norms, rel=REDUCTION)
-    far = {name: d for name, d in differences(expected, found).items() if d > REDUCTION}
+    expected, parallel = truth(m), trained(m, t)
+    assert parallel.losses == pytest.approx(expected.losses, rel=REDUCTION)
+    assert parallel.norms == pytest.approx(expected.norms, rel=REDUCTION)
+    far = {name: d for name, d in differences(expected, parallel).items() if d > REDUCTION}
     assert not far
 
 
@@ -138,14 +138,14 @@ def test_grouped_experts_equal_sequential_ones(t: Topology) -> None:
 
 def by_expert(gradients: dict[str, Any]) -> dict[str, Any]:
     """Gradients of a GroupedMLP's batches under the names of SequentialMLP's experts."""
-    found = {}
+    of_experts = {}
     for name, grad in gradients.items():
         before, mark, which = name.partition(".experts.weight")
         for expert, part in enumerate(grad) if mark else ():
-            found[f"{before}.experts.local_experts.{expert}.linear_fc{which}.weight"] = part.T
+            of_experts[f"{before}.experts.local_experts.{expert}.linear_fc{which}.weight"] = part.T
         if not mark:
-            found[name] = grad
-    return found
+            of_experts[name] = grad
+    return of_experts
 
 
 def test_fp16_skips_steps_until_the_loss_scale_fits() -> None:
@@ -185,6 +185,6 @@ def keys_without_the_others_gradient() -> Any:
 
 @pytest.mark.parametrize("mutation", [chunks_in_order, keys_without_the_others_gradient])
 def test_mutants_of_the_context_parallel_attention_are_noticed(mutation: Any) -> None:
-    found = trained(DENSE, spread(cp=2), mutation)
-    worst = max(differences(truth(DENSE), found).values())
+    mutant = trained(DENSE, spread(cp=2), mutation)
+    worst = max(differences(truth(DENSE), mutant).values())
     assert worst > 100 * REDUCTION

@@ -22,7 +22,7 @@ from support.models.gpt import (
     take_step,
     write_grads,
 )
-from support.ranks import run
+from support.ranks import error_of, run
 
 CASE = Case(layers=2, steps=1)
 
@@ -105,11 +105,7 @@ def _nan_with_megatrons_check(topology: Topology) -> str:
         group.ddp_config = replace(group.ddp_config, check_for_nan_in_grad=True)
     write_grads(built, 0)
     next(iter(built.params.values())).main_grad.view(-1)[0] = float("nan")
-    try:
-        built.ddp.finish_grad_sync()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(built.ddp.finish_grad_sync)
 
 
 def test_with_megatrons_nan_check_on_it_raises() -> None:
@@ -119,11 +115,7 @@ def test_with_megatrons_nan_check_on_it_raises() -> None:
 
 def _error_of_patterns(settings: dict[str, tuple[str, ...]]) -> str:
     case = replace(CASE, muon=tuple(settings.items()))
-    try:
-        start(case, Topology(pp=2))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(lambda: start(case, Topology(pp=2)))
 
 
 def test_a_pattern_that_matches_nothing_on_any_stage_is_an_error_everywhere() -> None:

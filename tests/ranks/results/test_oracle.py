@@ -221,12 +221,12 @@ def allowed(case: Case) -> dict[str, tuple[float, float]]:
     return limits
 
 
-def outside(case: Case, found: Whole, target: Result) -> dict[str, str]:
+def outside(case: Case, result: Whole, target: Result) -> dict[str, str]:
     """What is further from the target than rounding explains."""
     wrong = {}
     for key, limits in allowed(case).items():
         kind, name = key.split()
-        got = sizes(found[kind][name].double() - target[kind][name])
+        got = sizes(result[kind][name].double() - target[kind][name])
         if not all(g <= limit for g, limit in zip(got, limits, strict=True)):
             wrong[key] = f"{got} > {limits}"
     return wrong
@@ -241,8 +241,8 @@ def plugin(case: Case, topology: Topology) -> tuple[Whole, tuple[float, ...]]:
 
 def compare(case: Case, topology: Topology, **changes: Any) -> dict[str, str]:
     """The plugin against the oracle, or against one that is changed."""
-    found, norms = plugin(case, topology)
-    return outside(case, found, computed(case, oracle_for(case, **changes), norms))
+    result, norms = plugin(case, topology)
+    return outside(case, result, computed(case, oracle_for(case, **changes), norms))
 
 
 # --- the plugin against it -------------------------------------------------------------------
@@ -292,9 +292,9 @@ def test_clip_is_active_in_some_steps_and_not_in_others() -> None:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 def test_bf16_parameters_are_the_main_parameters_rounded(topology: Topology) -> None:
-    found = plugin(BF16, topology)[0]
-    for name, main in found["main"].items():
-        assert torch.equal(found["params"][name], main.bfloat16().float()), name
+    result = plugin(BF16, topology)[0]
+    for name, main in result["main"].items():
+        assert torch.equal(result["params"][name], main.bfloat16().float()), name
 
 
 # --- mutants: each must be noticed, and where it should be -----------------------------------
@@ -414,10 +414,10 @@ class _OneMatrix(Oracle):
 
 def test_mutant_with_all_experts_of_a_batch_as_one_matrix_is_noticed() -> None:
     case = CASES["legacy-experts"]
-    found, norms = plugin(case, WHERE["legacy-experts"])
+    result, norms = plugin(case, WHERE["legacy-experts"])
     oracle = oracle_for(case)
     oracle.__class__ = _OneMatrix
-    wrong = outside(case, found, computed(case, oracle, norms))
+    wrong = outside(case, result, computed(case, oracle, norms))
     assert names(wrong) == {"experts.weight1", "experts.weight2"}
 
 

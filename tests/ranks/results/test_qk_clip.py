@@ -33,9 +33,9 @@ def _check(case: Case, topology: Topology, dtype: torch.dtype = torch.float32) -
     lacking = lacks(case, topology)
     if lacking:
         pytest.skip(lacking)
-    found = whole(run(clipped, topology.world_size, case, topology, dtype))
-    assert differences(_whole(case, dtype), found) == []
-    return found
+    result = whole(run(clipped, topology.world_size, case, topology, dtype))
+    assert differences(_whole(case, dtype), result) == []
+    return result
 
 
 @megatrons

@@ -51,8 +51,8 @@ def test_results_are_those_of_one_process(case: Case, topology: Topology) -> Non
 def test_column_parts_of_tp_ranks_are_strips(dp: int) -> None:
     """Of as many as divide the TP ranks; so TP decides how many strips a wide matrix has."""
     case = _shared(BASE, 2)
-    expected, found = trained(case, Topology(2, 1, 1)), trained(case, Topology(2, 1, dp))
-    assert differences(expected, found) == []
+    expected, shared = trained(case, Topology(2, 1, 1)), trained(case, Topology(2, 1, dp))
+    assert differences(expected, shared) == []
     matrices = run(_matrices, 2 * dp, case, Topology(2, 1, dp))[0]
     wide = [matrix for matrix in matrices if "layers.0.mlp.linear_fc2" in matrix[0]]
     name = "decoder.layers.0.mlp.linear_fc2.weight"

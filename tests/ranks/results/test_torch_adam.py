@@ -38,10 +38,10 @@ def test_muon_runs_over_torchs_own_adamw() -> None:
     topology = Topology(tp=2, dp=2)
     results = run(_train_with_torch_adam, topology.world_size, topology)
     assert {result["class"] for result in results} == {"MuonOverAdamW"}
-    found, expected = whole(results), whole(run(_train, topology.world_size, topology))
-    muon = found["main"].keys() - found["exp_avg_sq"].keys()
+    over_torchs, expected = whole(results), whole(run(_train, topology.world_size, topology))
+    muon = over_torchs["main"].keys() - over_torchs["exp_avg_sq"].keys()
     assert len(muon) == 4 * CASE.layers
-    for name, main in found["main"].items():
+    for name, main in over_torchs["main"].items():
         if name in muon:
             assert torch.equal(main, expected["main"][name]), name
         else:

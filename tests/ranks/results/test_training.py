@@ -260,9 +260,9 @@ def test_overlap_does_not_change_a_muon_run(reduce: bool, gather: bool, bf16: bo
     """Bitwise, with other buckets: a sum of two ranks has one order, and the clip is off."""
     plain = Run(dp=2, optimizer="muon", clip=0.0, bf16=bf16)
     expected = run(_train, 2, plain)
-    found = run(_train, 2, replace(plain, overlap_reduce=reduce, overlap_gather=gather))
-    assert (found[0]["buckets"] > 1) is reduce and expected[0]["buckets"] == 1
-    for one, other in zip(expected, found, strict=True):
+    overlapped = run(_train, 2, replace(plain, overlap_reduce=reduce, overlap_gather=gather))
+    assert (overlapped[0]["buckets"] > 1) is reduce and expected[0]["buckets"] == 1
+    for one, other in zip(expected, overlapped, strict=True):
         assert one["losses"] == other["losses"]
         for name, param in one["params"].items():
             assert numpy.array_equal(param, other["params"][name]), name

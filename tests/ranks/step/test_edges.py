@@ -125,11 +125,11 @@ def test_stage_with_nothing_to_train() -> None:
 def test_frozen_parameter_keeps_its_value_and_has_no_state() -> None:
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     case = replace(CASE, frozen=(name,))
-    found = trained(case, Topology(2, 1, 2))
+    result = trained(case, Topology(2, 1, 2))
     initial = whole_weight(case, name, (260, 96))
-    assert torch.equal(found["params"][name], initial)
-    assert name not in found["main"] and name not in found["exp_avg"]
-    assert differences(truth(case), found) == []
+    assert torch.equal(result["params"][name], initial)
+    assert name not in result["main"] and name not in result["exp_avg"]
+    assert differences(truth(case), result) == []
 
 
 # --- gradients -------------------------------------------------------------------------------
@@ -140,16 +140,16 @@ def test_zero_gradient_leaves_only_the_decay() -> None:
         f"decoder.layers.0.{m}.weight" for m in ("mlp.linear_fc1", "self_attention.linear_qkv")
     ]
     case = replace(CASE, zero_grads=tuple(names))
-    found = trained(case, Topology(2, 1, 2))
-    assert differences(truth(case), found) == []
+    result = trained(case, Topology(2, 1, 2))
+    assert differences(truth(case), result) == []
     for name in names:
-        want = whole_weight(case, name, tuple(found["main"][name].shape)).double()
+        want = whole_weight(case, name, tuple(result["main"][name].shape)).double()
         for step in range(case.steps):
             want *= 1 - lr_at(case, step, name) * case.weight_decay
         # One product per step, each rounded by at most 2⁻²⁴, with a factor rounded by as much.
         bound = 2 * case.steps * 2.0**-24
-        torch.testing.assert_close(found["main"][name].double(), want, rtol=bound, atol=0)
-        assert not found["exp_avg"][name].any()
+        torch.testing.assert_close(result["main"][name].double(), want, rtol=bound, atol=0)
+        assert not result["exp_avg"][name].any()
 
 
 def test_groups_with_their_own_lr_and_decay_move_as_told() -> None:

@@ -196,16 +196,16 @@ def _counted(case: Case, topology: Topology) -> dict[str, Any]:
 @pytest.mark.parametrize("case", [SMALL, ALONE], ids=["small", "alone"])
 def test_rounds_move_the_same_bytes_and_are_silent_where_nothing_moves(case: Case) -> None:
     topology = Topology(dp=3)
-    for rank, found in enumerate(run(_counted, 3, case, topology)):
-        plan = found["plan"]
+    for rank, counted in enumerate(run(_counted, 3, case, topology)):
+        plan = counted["plan"]
         silent = plan.silent_rounds()
         assert len(silent) > 2 and any(silent) and not all(silent), silent
         tables = round_tables(plan.for_rank(rank), plan.matrices)
         gathers = sum(bool(table.sent_to or table.received_from) for table in tables)
         scatters = sum(bool(table.directions_to or table.directions_from) for table in tables)
-        assert found["started"] == gathers + scatters <= 2 * silent.count(False)
-        sent = sum(sent for _, sent, _ in found["calls"])
-        assert sent == found["meter"] == plan.sent_bytes()[rank]
+        assert counted["started"] == gathers + scatters <= 2 * silent.count(False)
+        sent = sum(sent for _, sent, _ in counted["calls"])
+        assert sent == counted["meter"] == plan.sent_bytes()[rank]
 
 
 def _peak(case: Case, topology: Topology) -> tuple[int, int, int]:

@@ -67,8 +67,8 @@ def test_every_rank_writes_the_chosen_steps_with_the_bytes_that_it_sent(
 def test_ranks_of_a_stage_share_a_merged_timeline(tmp_path: Path) -> None:
     run(_traced, 4, TOPOLOGIES["tp2-pp2"], "2", str(tmp_path))
     merged = merge(tmp_path)
-    found = {each.stage: [clock.rank for clock in each.clocks] for each in merged}
-    assert found == {0: [0, 1], 1: [2, 3]}
+    ranks = {each.stage: [clock.rank for clock in each.clocks] for each in merged}
+    assert ranks == {0: [0, 1], 1: [2, 3]}
     for each in merged:
         assert [clock.how for clock in each.clocks] == ["first", "same machine"]
         steps = [e for e in TraceFile(each.path).events() if e["name"] == "ProfilerStep#2"]

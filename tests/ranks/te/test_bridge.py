@@ -252,17 +252,17 @@ def _pretrained(
 ) -> dict[str, Any]:
     """Losses, rates and norms of the steps, and this rank's weights after the last."""
     patches = Patches()
-    found: dict[str, Any] = {"losses": [], "rates": [], "norms": []}
+    record: dict[str, Any] = {"losses": [], "rates": [], "norms": []}
 
     def after_a_step(context: Any) -> None:
-        found["losses"].append(float(context.loss_dict["lm loss"]))
-        found["rates"].append([group["lr"] for group in context.optimizer.param_groups])
-        found["norms"].append(float(context.grad_norm))
+        record["losses"].append(float(context.loss_dict["lm loss"]))
+        record["rates"].append([group["lr"] for group in context.optimizer.param_groups])
+        record["norms"].append(float(context.grad_norm))
 
     def after_the_last(context: Any) -> None:
         (chunk,) = context.model
-        found["params"] = {n: p.detach().float().numpy() for n, p in chunk.named_parameters()}
-        found["meter"] = megatron_muon.meter(context.optimizer)
+        record["params"] = {n: p.detach().float().numpy() for n, p in chunk.named_parameters()}
+        record["meter"] = megatron_muon.meter(context.optimizer)
 
     for name in ("FLASH", "FUSED", "UNFUSED"):  # Megatron sets these for each model
         os.environ.pop(f"NVTE_{name}_ATTN", None)
@@ -280,10 +280,10 @@ def _pretrained(
     finally:
         megatron_muon.uninstall()
         patches.undo()
-    return found
+    return record
 
 
 def test_pretrain_trains(tmp_path: Path) -> None:
-    (found,) = run(_pretrained, 1, tmp_path, 8, timeout=400)
-    assert found["meter"].steps == 8
-    assert found["losses"][-1] < found["losses"][0] - 0.1
+    (record,) = run(_pretrained, 1, tmp_path, 8, timeout=400)
+    assert record["meter"].steps == 8
+    assert record["losses"][-1] < record["losses"][0] - 0.1

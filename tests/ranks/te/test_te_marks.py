@@ -58,8 +58,8 @@ def _cut(marks: tuple[Any, ...]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(("case", "topology"), CASES, ids=str)
 def test_marks_are_those_that_are_relied_on(case: Case, topology: Topology) -> None:
-    for found in run(_marks, topology.world_size, case, topology, False):
-        for name, marks in found.items():
+    for by_name in run(_marks, topology.world_size, case, topology, False):
+        for name, marks in by_name.items():
             print("MARKS", NAME, te_on_cpu.TE, topology, name, *marks)
             leaf = name.removeprefix(LAYER)
             if "norm" in leaf or "router" in leaf:

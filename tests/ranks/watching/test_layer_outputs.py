@@ -69,12 +69,12 @@ def _logged(path: Path) -> list[dict[str, float]]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     path = tmp_path_factory.mktemp("alone") / "lines.jsonl"
     (held,) = run(_train, 1, DENSE, Topology(), str(path), 1)
-    found = _logged(path)
-    assert len(found) == DENSE.steps and all(len(rows) == DENSE.layers for rows in found)
+    logged = _logged(path)
+    assert len(logged) == DENSE.steps and all(len(rows) == DENSE.layers for rows in logged)
     for row, squares in held["outputs"].items():
         passes = torch.tensor(squares).view(DENSE.steps, -1).mean(1).sqrt().tolist()
-        assert [rows[row] for rows in found] == pytest.approx(passes, rel=1e-5)
-    return found
+        assert [rows[row] for rows in logged] == pytest.approx(passes, rel=1e-5)
+    return logged
 
 
 @pytest.mark.parametrize(("model", "topology"), RUNS, ids=said)
@@ -83,9 +83,9 @@ def test_outputs_are_those_of_one_process(
 ) -> None:
     path = tmp_path / "lines.jsonl"
     run(_train, topology.world_size, model, topology, str(path), 1)
-    found = _logged(path)
-    assert len(found) == len(alone)
-    for here, there in zip(found, alone, strict=True):
+    logged = _logged(path)
+    assert len(logged) == len(alone)
+    for here, there in zip(logged, alone, strict=True):
         assert here == pytest.approx(there, rel=1e-3)
 
 
@@ -104,10 +104,10 @@ def _train_with_overflow(path: str, at: int, numbered: bool) -> dict[str, Any]:
 
     def forward_backward(**given: Any) -> Any:
         begun.append("a step")
-        found = real()(**given)
+        result = real()(**given)
         if len(begun) == at:
             next(given["model"].parameters()).main_grad.fill_(torch.inf)
-        return found
+        return result
 
     pipeline_parallel.get_forward_backward_func = lambda: forward_backward
     if numbered:
@@ -134,8 +134,8 @@ def test_a_skipped_steps_outputs_are_forgotten(
     assert [step for step, ok in enumerate(held["ok"], 1) if not ok] == [at]
     assert [line["step"] for line in records(path)[1:]] == numbers
     squares = torch.tensor(held["outputs"]["decoder.layers.0"]).view(6, -1).mean(1).sqrt()
-    found = [rows["decoder.layers.0"] for rows in _logged(path)]
-    assert found == pytest.approx([float(squares[step - 1]) for step in times], rel=1e-3)
+    logged = [rows["decoder.layers.0"] for rows in _logged(path)]
+    assert logged == pytest.approx([float(squares[step - 1]) for step in times], rel=1e-3)
 
 
 def test_training_is_the_same_and_only_logging_steps_are_seen(tmp_path: Path) -> None:

@@ -82,10 +82,10 @@ def test_the_first_line_has_the_threshold_of_the_runs_clip(tmp_path: Path, megat
 def test_logits_are_those_of_one_process(tmp_path: Path) -> None:
     alone, cut = tmp_path / "alone.jsonl", tmp_path / "cut.jsonl"
     (heads,) = run(_train, 1, Topology(), str(alone))
-    found = _logged(alone)
+    logged = _logged(alone)
     groups = torch.tensor(heads).view(GROUPS, HEADS // GROUPS).amax(1).tolist()
     names = [f"decoder.layers.{layer}.self_attention" for layer in range(MUON.layers)]
-    assert list(found) == [f"{name}[group {group}]" for name in names for group in range(GROUPS)]
-    assert list(found.values())[:GROUPS] == pytest.approx(groups, rel=1e-5)
+    assert list(logged) == [f"{name}[group {group}]" for name in names for group in range(GROUPS)]
+    assert list(logged.values())[:GROUPS] == pytest.approx(groups, rel=1e-5)
     run(_train, 2, spread(tp=2), str(cut))
-    assert _logged(cut) == pytest.approx(found, rel=1e-3)
+    assert _logged(cut) == pytest.approx(logged, rel=1e-3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.models.gpt import Case, Topology, start, take_step, trained, truth
-from support.ranks import run
+from support.ranks import error_of, run
 from support.runs.watching import records, watched
 from support.runs.whole import differences
 
@@ -76,11 +76,7 @@ def test_a_second_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
 
 
 def _refused(path: str) -> str:
-    try:
-        start(watched(BF16, Path(path)), Topology(dp=2))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(lambda: start(watched(BF16, Path(path)), Topology(dp=2)))
 
 
 def test_a_file_that_cannot_be_written_stops_all_ranks_before_the_first_step(

@@ -42,7 +42,7 @@ def statuses(
         How often each exit status came, and what was wrong: another status, more than a line on
         stderr, or an error of no file's.
     """
-    found: collections.Counter[int] = collections.Counter()
+    counts: collections.Counter[int] = collections.Counter()
     wrong: list[str] = []
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
@@ -52,11 +52,11 @@ def statuses(
         options = rng.choice(([], [], ["--json"], ["--hash"]))
         path = rng.choice((root, root, next(iter(sorted(root.glob("iter_*"))), root)))
         status, lines, error = _inspected([str(path), *options])
-        found[status] += 1
+        counts[status] += 1
         if status not in ALLOWED or len(lines) > 1 or error:
             wrong.append(f"seed {seed} {number}: {what} {options}: {status} {lines} {error}")
         shutil.rmtree(root)
-    return found, wrong
+    return counts, wrong
 
 
 def _inspected(argv: list[str]) -> tuple[int, list[str], str]:
@@ -217,8 +217,8 @@ def _run(count: int, seed: int) -> int:
         roots = make_roots(Path(where))
         (Path(where) / "work").mkdir()
         start = time.monotonic()
-        found, wrong = statuses(roots, count, seed, Path(where) / "work")
-    print(f"{count} in {time.monotonic() - start:.0f} s; statuses: {dict(sorted(found.items()))}")
+        counts, wrong = statuses(roots, count, seed, Path(where) / "work")
+    print(f"{count} in {time.monotonic() - start:.0f} s; statuses: {dict(sorted(counts.items()))}")
     print("\n".join(wrong[:20]), f"{len(wrong)} wrong", sep="\n")
     return 1 if wrong else 0
 

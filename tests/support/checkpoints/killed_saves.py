@@ -205,15 +205,15 @@ def lost(result: dict[str, Any], before: int | None, folder: Path) -> list[str]:
     from megatron_muon.files import digest
 
     now, named = to_load(folder), result["tracker"]
-    found = []
+    faults = []
     if before is not None and set(result["loaded"]) != {before}:
-        found.append(f"loaded {result['loaded']}, to load was {before}")
+        faults.append(f"loaded {result['loaded']}, to load was {before}")
     (last,) = {*result["loaded"]} or {None}
     if last and (now is None or now < last):
-        found.append(f"{last} was loaded, to load is {now} then")
+        faults.append(f"{last} was loaded, to load is {now} then")
     if named is not None and not (digest.read(folder / f"iter_{named:07d}") or {}).get("complete"):
-        found.append(f"the tracker names {named}, which is not complete")
-    return found
+        faults.append(f"the tracker names {named}, which is not complete")
+    return faults
 
 
 def main(spec: Spec) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from support.installed import VERSION
 from support.models.gpt import Built, Case, Topology, distributed_optimizers, held, start, take_step
+from support.ranks import error_of
 
 
 def formats() -> list[str]:
@@ -160,12 +161,12 @@ def _trains(built: Built) -> bool:
 def _models(built: Built) -> dict[str, Any]:
     from megatron.core.transformer.module import Float16Module
 
-    found = {}
+    models = {}
     for number, chunk in enumerate(built.chunks):
         model = chunk.module
         name = f"model{number}" if len(built.chunks) > 1 else "model"
-        found[name] = model.module if isinstance(model, Float16Module) else model
-    return found
+        models[name] = model.module if isinstance(model, Float16Module) else model
+    return models
 
 
 def _files(folder: str) -> tuple[str, str]:
@@ -245,7 +246,7 @@ def resumed(
         take_step(built, step)
     before = held(built)
     save(built, folder, format)
-    found = unequal(before, held(built), "by saving: ")
+    unlike = unequal(before, held(built), "by saving: ")
     for step in range(half, case.steps):
         take_step(built, step)
     expected = held(built)
@@ -257,16 +258,16 @@ def resumed(
     again.log.clear()
     with mutation():
         load(again, folder, format)
-    found += unequal(before, held(again), "by loading: ", log=False)
+    unlike += unequal(before, held(again), "by loading: ", log=False)
     for step in range(half, case.steps):
         take_step(again, step)
     after = held(again)
     for name, values in after["log"].items():
         if values != expected["log"][name][half:]:
-            found.append(f"{name}: {values}, not {expected['log'][name][half:]}")
-    found += unequal(expected, after, "after more steps: ", log=False)
+            unlike.append(f"{name}: {values}, not {expected['log'][name][half:]}")
+    unlike += unequal(expected, after, "after more steps: ", log=False)
     moved = bool(unequal(before, after, "", log=False))
-    return {"differences": found, "moved": moved, "held": after}
+    return {"differences": unlike, "moved": moved, "held": after}
 
 
 def save_new(case: Case, topology: Topology, format: str, folder: str) -> None:
@@ -290,19 +291,15 @@ def error_of_load(case: Case, topology: Topology, format: str, folder: str) -> s
 def error_of_save(case: Case, topology: Topology, format: str, folder: str) -> str:
     """What saving raises, as text."""
     built = start(case, topology)
-    try:
-        save(built, folder, format)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(lambda: save(built, folder, format))
 
 
 def unequal(one: dict[str, Any], two: dict[str, Any], where: str, log: bool = True) -> list[str]:
     """Names of what differs between two ``held`` of one rank."""
-    found = [f"{where}log"] * (log and one["log"] != two["log"])
+    unlike = [f"{where}log"] * (log and one["log"] != two["log"])
     for name, array in one["params"].items():
         if not numpy.array_equal(array, two["params"][name]):
-            found.append(f"{where}{name}")
+            unlike.append(f"{where}{name}")
     assert one["shards"].keys() == two["shards"].keys()
     for name, (*span, arrays) in one["shards"].items():
         *other_span, others = two["shards"][name]
@@ -310,5 +307,5 @@ def unequal(one: dict[str, Any], two: dict[str, Any], where: str, log: bool = Tr
         assert not where.startswith("after") or arrays.keys() == others.keys(), (name, others)
         for kind in arrays.keys() & others.keys():
             if not numpy.array_equal(arrays[kind], others[kind]):
-                found.append(f"{where}{kind} of {name}")
-    return found
+                unlike.append(f"{where}{kind} of {name}")
+    return unlike

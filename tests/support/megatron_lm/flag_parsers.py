@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.megatron_lm.flags import add_flags, muon_config
+from megatron_muon.megatron_lm.flags.parser import add_flags
+from megatron_muon.megatron_lm.flags.settings import muon_config
 
 # megatron/training/arguments.py at core_v0.12.0 (as until 0.15.3), 0.16.1, 0.17.1, 0.19.0 (as
 # 0.18.2), and after it; what is new in each.

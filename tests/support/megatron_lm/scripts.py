@@ -132,12 +132,12 @@ def losses(text: str) -> list[float]:
 
 def steps(text: str) -> dict[int, str]:
     """What Megatron prints of each iteration: loss, loss scale and norm, to the last digit."""
-    found = re.findall(r"iteration +(\d+)/.*?(lm loss: .*?nan iterations: +\d+)", text)
-    return {int(number): line for number, line in found}
+    matches = re.findall(r"iteration +(\d+)/.*?(lm loss: .*?nan iterations: +\d+)", text)
+    return {int(number): line for number, line in matches}
 
 
 def argument(text: str, name: str) -> str:
     """The value that Megatron prints for an argument at start."""
-    found = re.findall(rf"^ *{name} \.+ (.*)$", text, re.MULTILINE)
-    assert len(found) == 1, (name, found)
-    return str(found[0])
+    values = re.findall(rf"^ *{name} \.+ (.*)$", text, re.MULTILINE)
+    assert len(values) == 1, (name, values)
+    return str(values[0])

@@ -106,8 +106,8 @@ def table(rows: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
     for name, row in rows.items():
         cells = []
         for column, start in COLUMNS.items():
-            found = [row[test] for test in row if test.startswith(start)]
-            text, why = worst(found)
+            of_test = [row[test] for test in row if test.startswith(start)]
+            text, why = worst(of_test)
             cells.append(text)
             if why:
                 notes.append(f"{name}, {column}: {text}, {why}")
@@ -133,13 +133,13 @@ def table_of_options(rows: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
     return [*lines, "", *(f"- {note}" for note in notes)]
 
 
-def worst(found: Sequence[tuple[str, str]]) -> tuple[str, str]:
+def worst(cells: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """Of the tests of a column."""
     for text in ("FAILED", "not run"):
-        for cell in found:
+        for cell in cells:
             if cell[0] == text:
                 return cell
-    return found[0] if found else ("not run", "left out")
+    return cells[0] if cells else ("not run", "left out")
 
 
 if __name__ == "__main__":

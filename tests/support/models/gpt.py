@@ -412,9 +412,9 @@ def truth(case: Case) -> Whole:
 
 def check(case: Case, topology: Topology) -> Whole:
     """Compare with one process; what was computed is returned for further looks."""
-    found = trained(case, topology)
+    result = trained(case, topology)
     if case.optimizer == "muon" and case.steps:  # they have Muon's state and not Adam's
-        assert found["main"].keys() - found["exp_avg_sq"].keys() == muon_weights(case)
-    assert differences(truth(case), found) == []
+        assert result["main"].keys() - result["exp_avg_sq"].keys() == muon_weights(case)
+    assert differences(truth(case), result) == []
     VERIFIED.append((case, topology))
-    return found
+    return result

@@ -27,9 +27,9 @@ def table() -> list[str]:
     return lines + _lines(_grouped((_case(c), _precision(c), _topology(t)) for c, t in muons))
 
 
-def _grouped(found: Iterable[tuple[str, str, str]]) -> Rows:
+def _grouped(runs: Iterable[tuple[str, str, str]]) -> Rows:
     rows: Rows = {}
-    for model, precision, topology in found:
+    for model, precision, topology in runs:
         topologies = rows.setdefault((model, precision), [])
         if topology not in topologies:
             topologies.append(topology)

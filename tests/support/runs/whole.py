@@ -94,12 +94,12 @@ def whole(results: list[dict[str, Any]]) -> Whole:
     for name in {name: None for result in results for name in result["params"]}:
         holders = {rank: r for rank, r in enumerate(results) if name in r["params"]}
         pieces = {r["pieces"][name]: None for r in holders.values()}
-        found = [
+        tensors_by_piece = [
             _one_piece(name, {n: r for n, r in holders.items() if r["pieces"][name] == piece})
             for piece in pieces
         ]
-        for kind in _same_kinds(name, found):
-            parts = zip(pieces, found, strict=True)
+        for kind in _same_kinds(name, tensors_by_piece):
+            parts = zip(pieces, tensors_by_piece, strict=True)
             out.setdefault(kind, {})[name] = join({p.cuts: tensors[kind] for p, tensors in parts})
     return out
 
@@ -123,13 +123,13 @@ def _one_piece(name: str, replicas: dict[int, dict[str, Any]]) -> dict[str, Tens
         for copy in copies:
             same = torch.equal(copy[kind], copies[0][kind])
             assert same, f"{kind} of {name}: replicas with owners of their own differ"
-    found = {"params": params[0], **copies[0]}
-    return {kind: tensor.view(shape) for kind, tensor in found.items()}
+    tensors = {"params": params[0], **copies[0]}
+    return {kind: tensor.view(shape) for kind, tensor in tensors.items()}
 
 
-def _same_kinds(name: str, found: list[dict[str, Tensor]]) -> list[str]:
+def _same_kinds(name: str, tensors_by_piece: list[dict[str, Tensor]]) -> list[str]:
     """The kinds that all have; else e.g. Muon would have one copy of a parameter, Adam another."""
-    kinds = [list(tensors) for tensors in found]
+    kinds = [list(tensors) for tensors in tensors_by_piece]
     assert all(each == kinds[0] for each in kinds), f"{name} has the kinds {kinds}"
     return kinds[0]
 
@@ -149,8 +149,8 @@ def _joined_shards(name: str, shards: list[Any], numel: int) -> dict[str, Tensor
 def differences(one: Whole, other: Whole) -> list[str]:
     """Kinds and names that are not bitwise equal; empty when all is."""
     assert one.keys() == other.keys(), (one.keys(), other.keys())
-    found = []
+    unlike = []
     for kind, tensors in one.items():
         assert tensors.keys() == other[kind].keys(), tensors.keys() ^ other[kind].keys()
-        found += [f"{kind} {n}" for n, t in tensors.items() if not torch.equal(t, other[kind][n])]
-    return found
+        unlike += [f"{kind} {n}" for n, t in tensors.items() if not torch.equal(t, other[kind][n])]
+    return unlike

@@ -124,8 +124,8 @@ def _accept_tensors_without_cuda() -> None:
     @functools.wraps(prepare)
     def prepare_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _as_on_cuda():
-            found = prepare(self, *args, **kwargs)
-        return _entered_so(found) if hasattr(found, "__enter__") else found
+            prepared = prepare(self, *args, **kwargs)
+        return _entered_so(prepared) if hasattr(prepared, "__enter__") else prepared
 
     module.__init__, module.prepare_forward = made_without_cuda, prepare_forward
 

@@ -91,14 +91,24 @@ HEAD = (
 def rows_of(model: Model, **settings: object) -> list[ReportRow]:
     """Rank 0 and the busiest rank of a model."""
     config, plans = plans_of(model, **settings)
-    work = [sum(flops) for flops in zip(*(plan.ns_flops() for _, plan in plans), strict=True)]
-    busiest = work.index(max(work))
+    busiest = _busiest(plans)
     if busiest == 0:
         return [_row(model, config, plans, 0, "first and busiest")]
     return [
         _row(model, config, plans, 0, "first"),
         _row(model, config, plans, busiest, "busiest"),
     ]
+
+
+def busiest_row(model: Model, **settings: object) -> ReportRow:
+    """The busiest rank of a model; no other rank is recorded."""
+    config, plans = plans_of(model, **settings)
+    return _row(model, config, plans, _busiest(plans), "busiest")
+
+
+def _busiest(plans: Sequence[tuple[str, ExchangePlan]]) -> int:
+    work = [sum(flops) for flops in zip(*(plan.ns_flops() for _, plan in plans), strict=True)]
+    return work.index(max(work))
 
 
 def _row(

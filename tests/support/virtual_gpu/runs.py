@@ -64,9 +64,9 @@ def record_megatron(
 ) -> Recording:
     """The recording that ``record_training`` makes of a run."""
     from megatron_muon.dry_run.model import ranks_of
-    from megatron_muon.virtual_gpu.megatron import Training, record_training
+    from megatron_muon.virtual_gpu.megatron import OptimizerSettings, record_training
 
     flags = flags_of(run.words())
-    training = Training(run.optimizer, run.clip, steps)
+    training = OptimizerSettings(run.optimizer, run.clip, steps)
     trained = record_training(flags, ranks_of(flags), rank, config or MuonConfig(), training)
     return trained.recording

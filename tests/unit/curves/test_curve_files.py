@@ -50,7 +50,7 @@ def test_json_lines_and_the_quickstarts_json(tmp_path: Path) -> None:
     assert seed["train"].points == ((1.0, 2.0), (2.0, 1.0))
     whole = {"curve": {"train": [[1, 3.0]], "validation": [[0, 5.5], [1, 3.1]], "other": [[1, 4]]}}
     (seed,) = read_run("run", [written(tmp_path, json.dumps(whole, indent=1), "b.json")], {}).seeds
-    assert {kind: found.points[-1] for kind, found in seed.items()} == {
+    assert {kind: loss.points[-1] for kind, loss in seed.items()} == {
         "train": (1.0, 3.0), "validation": (1.0, 3.1), "other": (1.0, 4.0)
     }  # fmt: skip
 

@@ -37,9 +37,9 @@ def power_law(scale: float, steps: int = 1000, noise: float = 0.0, seed: int = 0
 
 
 def test_a_run_that_needs_half_the_steps_leads_by_one_all_along() -> None:
-    found = leads([power_law(2.0)], [power_law(1.0)], 0.0)
-    assert [lead.step for lead in found] == [100.0 * n for n in range(1, 11)]
-    for lead in found:
+    along = leads([power_law(2.0)], [power_law(1.0)], 0.0)
+    assert [lead.step for lead in along] == [100.0 * n for n in range(1, 11)]
+    for lead in along:
         assert lead.reached[0] == pytest.approx(lead.step / 2, rel=1e-9)
         assert lead.ratio == pytest.approx(1.0, rel=1e-9)
 
@@ -52,10 +52,10 @@ def test_the_same_run_leads_by_nothing_and_a_slower_one_by_less() -> None:
 
 
 def test_the_baselines_steps_for_a_loss_are_the_same_law_the_other_way_round() -> None:
-    found = needs([power_law(2.0)], [power_law(1.0)], 0.0)
-    for need in found[:5]:
+    steps_needed = needs([power_law(2.0)], [power_law(1.0)], 0.0)
+    for need in steps_needed[:5]:
         assert need.baseline_step == pytest.approx(2 * need.step, rel=1e-9)
-    assert [need.baseline_step for need in found[5:]] == [None] * 5
+    assert [need.baseline_step for need in steps_needed[5:]] == [None] * 5
 
 
 def test_the_band_is_that_of_all_pairs_of_seeds() -> None:
@@ -78,11 +78,11 @@ def test_pairs_that_never_reach_a_loss_count_as_the_lowest() -> None:
 @pytest.mark.parametrize("window", [0.0, 0.02])
 def test_noise_spreads_the_ratio_and_does_not_shift_it(window: float) -> None:
     """Noise of 0.01 is that of a loss 37 steps away, of the 250 at which the level is reached."""
-    found = [
+    by_seed = [
         leads([power_law(2.0, noise=0.01, seed=n)], [power_law(1.0, noise=0.01, seed=-n)], window)
         for n in range(1, 17)
     ]
-    ratios = [lead[4].ratio for lead in found]
+    ratios = [lead[4].ratio for lead in by_seed]
     assert all(ratio is not None and 0.5 < ratio < 1.6 for ratio in ratios)
     assert statistics.fmean(ratio or 0 for ratio in ratios) == pytest.approx(1.0, abs=0.1)
 
@@ -105,9 +105,9 @@ def test_a_ratio_that_hangs_on_the_window_is_told() -> None:
 @given(LOSSES)
 def test_an_envelope_never_rises_and_keeps_the_mean(losses: list[float]) -> None:
     points = tuple((float(step), loss) for step, loss in enumerate(losses))
-    found = [loss for _, loss in envelope(points)]
-    assert all(later <= earlier for earlier, later in pairwise(found))
-    assert math.fsum(found) == pytest.approx(math.fsum(losses), abs=1e-9)
+    fitted = [loss for _, loss in envelope(points)]
+    assert all(later <= earlier for earlier, later in pairwise(fitted))
+    assert math.fsum(fitted) == pytest.approx(math.fsum(losses), abs=1e-9)
 
 
 @given(LOSSES)
@@ -119,11 +119,11 @@ def test_an_envelope_is_the_nearest_one(losses: list[float]) -> None:
     def mean(first: int, last: int) -> float:
         return math.fsum(losses[first : last + 1]) / (last + 1 - first)
 
-    for at, (_, found) in enumerate(envelope(points)):
+    for at, (_, fitted) in enumerate(envelope(points)):
         nearest = min(
             max(mean(first, last) for last in range(at, count)) for first in range(at + 1)
         )
-        assert found == pytest.approx(nearest, abs=1e-9)
+        assert fitted == pytest.approx(nearest, abs=1e-9)
 
 
 @given(st.lists(st.floats(0.001, 1), min_size=2, max_size=20), st.floats(0, 1))
@@ -145,6 +145,6 @@ def test_blocks_stand_at_the_mean_of_their_steps() -> None:
 
 
 def test_a_resumed_runs_later_losses_win_and_what_is_not_finite_is_counted() -> None:
-    found = curve("loss", [(1, 3.0), (2, 2.0), (3, float("nan")), (2, 2.5), (3, 1.0)])
-    assert found == Curve("loss", ((1, 3.0), (2, 2.5), (3, 1.0)), dropped=1)
+    joined = curve("loss", [(1, 3.0), (2, 2.0), (3, float("nan")), (2, 2.5), (3, 1.0)])
+    assert joined == Curve("loss", ((1, 3.0), (2, 2.5), (3, 1.0)), dropped=1)
     assert curve("loss", [(1, float("inf"))]) is None

@@ -134,9 +134,9 @@ def test_state_of_another_optimizers_is_refused() -> None:
         Source(keys, states_of(STATES))
 
 
-@pytest.mark.parametrize("found", [(), (0.9, 0.95)])
-def test_one_momentum_coefficient_must_be_said(found: tuple[float, ...]) -> None:
-    groups = [{**COMMON, "momentum": mu} for mu in found]
+@pytest.mark.parametrize("coefficients", [(), (0.9, 0.95)])
+def test_one_momentum_coefficient_must_be_said(coefficients: tuple[float, ...]) -> None:
+    groups = [{**COMMON, "momentum": mu} for mu in coefficients]
     with pytest.raises(ValueError, match="must say one momentum coefficient"):
         Source(KEYS, [{"optimizer": {"param_groups": groups}}])
 

@@ -17,9 +17,10 @@ import numpy
 import pytest
 import torch
 
-from megatron_muon.files import archive, pickles
+from megatron_muon.files import archive
 from megatron_muon.files.archive import ArchiveError
-from megatron_muon.files.pickles import PickleError, Unknown
+from megatron_muon.files.pickles import reader
+from megatron_muon.files.pickles.objects import Name, PickleError, Unknown
 from support.checkpoints.attacks import ATTACKS, PICKLES, STRANGE, tensor_pickle, trusted, zipped
 
 
@@ -109,7 +110,7 @@ def test_nothing_runs(attack: str, tmp_path: Path) -> None:
     assert canary.exists(), "the attack itself does not work"
     canary.unlink()
     try:
-        loaded = pickles.load(file.read_bytes()) if attack in PICKLES else archive.load(file)
+        loaded = reader.load(file.read_bytes()) if attack in PICKLES else archive.load(file)
     except ArchiveError as error:
         assert attack in ("old_torch", "old_torch_object", "oldest_torch", "torch_script")
         assert ("TorchScript" in str(error)) == (attack == "torch_script")
@@ -125,7 +126,7 @@ def test_nothing_runs(attack: str, tmp_path: Path) -> None:
 def test_a_pickle_that_no_pickler_writes(strange: str) -> None:
     """Each is refused, or is an object that does nothing, in no time and no memory."""
     before = {**vars(argparse.Namespace)}, torch._utils._rebuild_tensor_v2.__defaults__
-    for load in (pickles.load, lambda data: archive.load_bytes(zipped(data))):
+    for load in (reader.load, lambda data: archive.load_bytes(zipped(data))):
         try:
             value = load(STRANGE[strange])
         except (PickleError, ArchiveError):
@@ -134,7 +135,7 @@ def test_a_pickle_that_no_pickler_writes(strange: str) -> None:
             *("an attribute of a module", "a name with dots", "getattr", "eval"),
             *("a memo of 2**32", "many lists"),
         )
-        assert value is None or isinstance(value, (Unknown, pickles.Name, list))
+        assert value is None or isinstance(value, (Unknown, Name, list))
     assert before == (
         {**vars(argparse.Namespace)},
         torch._utils._rebuild_tensor_v2.__defaults__,

@@ -70,8 +70,8 @@ def _routed(chunk: torch.nn.Module, tp_size: int = 1, **settings: Any) -> list[P
 
 
 def _one(name: str, weight: torch.nn.Parameter, class_name: str = "ColumnParallelLinear") -> Weight:
-    (found,) = weights([_Chunk({name: weight}, class_name)])
-    return found
+    (only,) = weights([_Chunk({name: weight}, class_name)])
+    return only
 
 
 def _is_muons(name: str, weight: torch.nn.Parameter, class_name: str = "Linear") -> bool:
@@ -167,8 +167,8 @@ def test_a_subclass_of_a_known_module_is_known(class_name: str) -> None:
     chunk = torch.nn.Module()
     chunk.add_module("here", subclass)
     chunk.config = SimpleNamespace(gated_linear_unit=False)
-    (found,) = weights([chunk])
-    assert why_adamw(found, 1, MuonConfig()) is None
+    (only,) = weights([chunk])
+    assert why_adamw(only, 1, MuonConfig()) is None
 
 
 def test_a_matrix_of_an_unknown_module_is_adamws_and_reported() -> None:
@@ -221,18 +221,18 @@ def test_an_adapter_is_an_error_until_a_pattern_decides() -> None:
 def test_a_fused_qkv_is_three_matrices_or_one() -> None:
     rows = 2 * (3 + 2) * 4
     weight = _weight(rows // 2, 24, tensor_model_parallel=True, partition_dim=0)
-    (found,) = _routed(_Chunk({QKV: weight}, **SIZES), 2)
-    assert found.name == QKV.removeprefix("module.module.")
-    assert [(m.rows, m.cols) for m in found.matrices] == [(24, 24), (8, 24), (8, 24)]
-    (found,) = _routed(_Chunk({QKV: weight}, **SIZES), 2, split_qkv=False)
-    assert [(m.rows, m.cols) for m in found.matrices] == [(rows, 24)]
+    (routed,) = _routed(_Chunk({QKV: weight}, **SIZES), 2)
+    assert routed.name == QKV.removeprefix("module.module.")
+    assert [(m.rows, m.cols) for m in routed.matrices] == [(24, 24), (8, 24), (8, 24)]
+    (routed,) = _routed(_Chunk({QKV: weight}, **SIZES), 2, split_qkv=False)
+    assert [(m.rows, m.cols) for m in routed.matrices] == [(rows, 24)]
 
 
 def test_gated_attention_has_a_fourth_matrix() -> None:
     rows = 2 * (3 + 3 + 2) * 4
     weight = _weight(rows // 2, 24, tensor_model_parallel=True, partition_dim=0)
-    (found,) = _routed(_Chunk({QKV: weight}, attention_output_gate=True, **SIZES), 2)
-    assert [(m.name[-6:], m.rows) for m in found.matrices] == [
+    (routed,) = _routed(_Chunk({QKV: weight}, attention_output_gate=True, **SIZES), 2)
+    assert [(m.name[-6:], m.rows) for m in routed.matrices] == [
         ("ght[q]", 24),
         ("[gate]", 24),
         ("ght[k]", 8),
@@ -282,10 +282,10 @@ def test_the_whole_matrix_follows_the_partition_dim(
     marks: dict[str, Any], shape: tuple[int, int]
 ) -> None:
     name = "decoder.layers.0.mlp.linear_fc2.weight"
-    (found,) = _routed(_Chunk({name: _weight(6, 5, **marks)}, **SIZES), 2)
-    (matrix,) = found.matrices
+    (routed,) = _routed(_Chunk({name: _weight(6, 5, **marks)}, **SIZES), 2)
+    (matrix,) = routed.matrices
     assert (matrix.rows, matrix.cols) == shape
-    assert found.replicated == (shape == (6, 5))
+    assert routed.replicated == (shape == (6, 5))
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,8 @@ def test_a_replicated_linear_is_known_by_its_module_not_by_its_marks(
     name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
     weight = _weight(6, 5, tensor_model_parallel=True, partition_dim=0)
     attributes = {"parallel_mode": parallel_mode, "tp_size": te_tp_size}
-    (found,) = _routed(_Chunk({name: weight}, "TELinear", attributes, **SIZES), 2)
-    assert found.replicated == replicated
+    (routed,) = _routed(_Chunk({name: weight}, "TELinear", attributes, **SIZES), 2)
+    assert routed.replicated == replicated
 
 
 @pytest.mark.parametrize("name", [QKV, "decoder.layers.0.mlp.linear_fc1.weight"])
@@ -353,9 +353,9 @@ def test_experts_second_layers_are_partitioned_by_columns_whatever_te_says() -> 
         {"parallel_mode": None},
         **MOE,
     )
-    found = _routed(chunk, tp_size=1, expert_tp_size=2)
-    assert [[(m.rows, m.cols) for m in p.matrices] for p in found] == [[(12, 5)], [(5, 12)]]
-    assert [p.partition_dim for p in found] == [0, 1]
+    routed = _routed(chunk, tp_size=1, expert_tp_size=2)
+    assert [[(m.rows, m.cols) for m in p.matrices] for p in routed] == [[(12, 5)], [(5, 12)]]
+    assert [p.partition_dim for p in routed] == [0, 1]
 
 
 def test_legacy_grouped_experts_are_a_batch_of_transposed_matrices() -> None:
@@ -377,8 +377,8 @@ def test_legacy_grouped_experts_are_a_batch_of_transposed_matrices() -> None:
 
 @pytest.mark.parametrize("leaf", ["local_experts.1.linear_fc1.weight", "linear_fc1.weight1"])
 def test_experts_are_numbered_over_all_ep_ranks(leaf: str) -> None:
-    (found,) = _routed(_Chunk({EXPERTS + leaf: _weight(4, 5)}, **MOE))
-    everywhere = on_every_ep_rank([found], ep_size=3, local_experts=2)
+    (routed,) = _routed(_Chunk({EXPERTS + leaf: _weight(4, 5)}, **MOE))
+    everywhere = on_every_ep_rank([routed], ep_size=3, local_experts=2)
     assert [p.ep_rank for p in everywhere] == [0, 1, 2]
     wanted = [f"{EXPERTS}{leaf.replace('1', str(n), 1)}" for n in (1, 3, 5)]
     if leaf.endswith("weight1"):

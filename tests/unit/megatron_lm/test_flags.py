@@ -7,14 +7,10 @@ import re
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.megatron_lm.flag_table import FLAGS
-from megatron_muon.megatron_lm.flags import (
-    add_flags,
-    differences,
-    muon_backend,
-    muon_config,
-    restore_defaults,
-)
+from megatron_muon.megatron_lm.flags.differences import differences
+from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend, restore_defaults
+from megatron_muon.megatron_lm.flags.settings import muon_config
+from megatron_muon.megatron_lm.flags.table import FLAGS
 from support.megatron_lm.flag_parsers import (
     EVERY,
     MEANINGS,

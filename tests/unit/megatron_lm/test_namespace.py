@@ -8,8 +8,9 @@ import json
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.megatron_lm.flag_table import FLAGS, OF_ANY
-from megatron_muon.megatron_lm.flags import add_flags, muon_backend, muon_config
+from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend
+from megatron_muon.megatron_lm.flags.settings import muon_config
+from megatron_muon.megatron_lm.flags.table import FLAGS, OF_ANY
 from megatron_muon.megatron_lm.install import asks_for_muon
 from megatron_muon.megatron_lm.namespace import given_on, leave_to_megatron, put_in_force
 from support.megatron_lm.flag_parsers import EVERY, MEANINGS, WITH_MUON, parsed, parser_of
@@ -143,6 +144,6 @@ def test_options_of_muons_are_found_on_a_line() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--muon-new", type=int)
     line = "--lr 1 --optimizer muon --muon-new 3 --muon-momentum=0.9 --weight-decay-all-params"
-    found = ["--optimizer muon", "--muon-new", "--muon-momentum=0.9", "--weight-decay-all-params"]
-    assert given_on(parser, line.split()) == found
+    options = ["--optimizer muon", "--muon-new", "--muon-momentum=0.9", "--weight-decay-all-params"]
+    assert given_on(parser, line.split()) == options
     assert given_on(parser, ["--optimizer", "adam", "muon"]) == []

@@ -159,8 +159,8 @@ def test_collectives_that_wait_in_line_are_matched_in_order(tmp_path: Path) -> N
         gloo("all_reduce", 55, 100, 8),
         gloo("all_reduce", 100, 200, 5),
     )
-    found = {kind.name: kind.bytes for kind in rank.kinds}
-    assert found == {
+    bytes_by_kind = {kind.name: kind.bytes for kind in rank.kinds}
+    assert bytes_by_kind == {
         "all_reduce fp32": (3 + 5) * 4,
         "reduce_scatter fp32 grads/reduce": 32,
     }
@@ -403,8 +403,8 @@ def test_other_values_may_be_anything(key: str, value: object, tmp_path: Path) -
     for each in (odd, launch):
         (each["args"] if " " in key else each)[key] = value
     step = STEP | ({key: value} if key in ("pid", "tid") else {})
-    found = read(write(tmp_path / "t.json", [step, launch, odd]))
-    assert len(found.collectives) == (key not in ("name", "cat"))
+    trace = read(write(tmp_path / "t.json", [step, launch, odd]))
+    assert len(trace.collectives) == (key not in ("name", "cat"))
 
 
 def test_metadata_may_be_anything(tmp_path: Path) -> None:
@@ -444,8 +444,8 @@ def test_the_lanes_of_a_step_begin_with_it_and_keep_its_gaps(tmp_path: Path) -> 
             gloo("send", 2110, 3110),
         ],
     )
-    found = {lane.name: lane for lane in lanes(read(path))}
-    assert list(found) == ["compute", "optimizer", "muon/newton_schulz", "send"]
-    assert found["compute"].spans == ((0.0, pytest.approx(1.0)),)
-    assert found["send"].spans == ((pytest.approx(0.11), pytest.approx(1.0)),)
-    assert found["send"].is_traffic and not found["compute"].is_traffic
+    by_name = {lane.name: lane for lane in lanes(read(path))}
+    assert list(by_name) == ["compute", "optimizer", "muon/newton_schulz", "send"]
+    assert by_name["compute"].spans == ((0.0, pytest.approx(1.0)),)
+    assert by_name["send"].spans == ((pytest.approx(0.11), pytest.approx(1.0)),)
+    assert by_name["send"].is_traffic and not by_name["compute"].is_traffic

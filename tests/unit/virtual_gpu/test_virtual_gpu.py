@@ -15,12 +15,13 @@ from megatron_muon import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.runtime.fused import Fused
-from megatron_muon.virtual_gpu.device.nccl import Launcher, Part, Work
+from megatron_muon.virtual_gpu.device.nccl import Handle, Launcher, Operation
 from megatron_muon.virtual_gpu.races import MEMORY, Memory, races
 from megatron_muon.virtual_gpu.recording import Recording
 from megatron_muon.virtual_gpu.stage import check_stage
 from megatron_muon.virtual_gpu.step import record_step
 from megatron_muon.virtual_gpu.trace import Kernel
+from support.virtual_gpu.mutants import Launch, early_free, early_read, with_launch
 from support.virtual_gpu.plans import small_plan
 
 SIZES = {"one round": 1 << 30, "some": 60_000, "a round each": 1}  # a fc1 has 160 kB
@@ -69,80 +70,45 @@ def test_sent_bytes_are_the_plans() -> None:
 
 # --- mutants: the exchange's calls of torch.distributed, broken on the way -----------------------
 
-Launch = Callable[..., Work | None]
 Mutant = Callable[[pytest.MonkeyPatch], None]
-
-
-def _with_launch(patch: pytest.MonkeyPatch, change: Callable[..., Work | None]) -> None:
-    original: Launch = Launcher.launch
-
-    def launch(self: Launcher, parts: list[Part], *args: Any) -> Work | None:
-        return change(self, original, parts, *args)
-
-    patch.setattr(Launcher, "launch", launch)
 
 
 def no_wait(patch: pytest.MonkeyPatch) -> None:
     """The exchange goes on without waiting for its messages."""
-    patch.setattr(Work, "wait", lambda self, timeout=None: True)
+    patch.setattr(Handle, "wait", lambda self, timeout=None: True)
 
 
 def dropped_message(patch: pytest.MonkeyPatch) -> None:
     """What is sent is a copy that no one keeps until it has gone."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
         copies = [dataclasses.replace(p, reads=[x.clone() for x in p.reads]) for p in parts]
         return launch(nccl, copies, *args)
 
-    _with_launch(patch, change)
-
-
-def early_free(patch: pytest.MonkeyPatch) -> None:
-    """What is received goes to memory that is given back at once."""
-
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
-        new = [
-            dataclasses.replace(p, writes=[torch.empty_like(x) for x in p.writes]) for p in parts
-        ]
-        return launch(nccl, new, *args)
-
-    _with_launch(patch, change)
-
-
-def early_read(patch: pytest.MonkeyPatch) -> None:
-    """What is received is read before the wait."""
-
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
-        work = launch(nccl, parts, *args)
-        for part in parts:
-            for received in part.writes:
-                received.clone()
-        return work
-
-    _with_launch(patch, change)
+    with_launch(patch, change)
 
 
 def overwritten_message(patch: pytest.MonkeyPatch) -> None:
     """What is sent is written to before it has gone."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
         work = launch(nccl, parts, *args)
         for part in parts:
             for sent in part.reads:
                 sent.zero_()
         return work
 
-    _with_launch(patch, change)
+    with_launch(patch, change)
 
 
 def launched_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
     """NCCL waits for another stream than the one that made the message."""
 
-    def change(nccl: Launcher, launch: Launch, parts: list[Part], *args: Any) -> Work | None:
+    def change(nccl: Launcher, launch: Launch, parts: list[Operation], *args: Any) -> Handle | None:
         with torch.cuda.Stream():
             return launch(nccl, parts, *args)
 
-    _with_launch(patch, change)
+    with_launch(patch, change)
 
 
 def newton_schulz_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
@@ -336,8 +302,8 @@ def updated_on_a_wrong_stream(patch: pytest.MonkeyPatch) -> None:
 def test_a_fused_update_that_nothing_orders_races(monkeypatch: pytest.MonkeyPatch) -> None:
     config = MuonConfig(round_bytes=SIZES["some"])
     updated_on_a_wrong_stream(monkeypatch)
-    found = races(record_step(small_plan(config), 0, config, steps=2).trace, "stash")
-    assert any("apply_updates" in race.operation + race.other for race in found)
+    unordered = races(record_step(small_plan(config), 0, config, steps=2).trace, "stash")
+    assert any("apply_updates" in race.operation + race.other for race in unordered)
 
 
 def test_state_is_main_parameter_gradient_and_momentum() -> None:

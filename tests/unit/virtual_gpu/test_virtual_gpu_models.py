@@ -10,13 +10,13 @@ import pytest
 from megatron_muon.orthogonalize.iteration import scratch_elements
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, LEAST_SCRATCH
 from support.virtual_gpu.plans import MODELS
-from support.virtual_gpu.report import MIB, ReportRow, rows_of
+from support.virtual_gpu.report import MIB, ReportRow, busiest_row
 
 BY_NAME = {model.name: model for model in MODELS}
 
 
 def _busiest(name: str, **settings: object) -> ReportRow:
-    return rows_of(BY_NAME[name], **settings)[-1]
+    return busiest_row(BY_NAME[name], **settings)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from megatron_muon.bench.accept.outcome import Figure, Part
+from megatron_muon.bench.accept.outcome import Figure, Finding
 from megatron_muon.bench.accept.settings import Settings
 from megatron_muon.bench.newton_schulz.accuracy import in_float64
 from megatron_muon.coefficients import NsDtype
@@ -24,18 +24,18 @@ from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.runtime.fused import Fused, elementwise_on, trial
 from megatron_muon.runtime.update import Elementwise, Foreach
 
-# Errors of the same iteration on two devices differ by the order of sums alone; between the two
-# iterations, which differ by more, the largest factor seen is 3 (``newton_schulz``).
+# Errors of the same iteration on two devices differ by the order of sums alone. The two iterations
+# differ by more: the largest factor seen is 3 (``newton_schulz``).
 _FACTOR = 3.0
 _SHAPES = ((256, 1024), (512, 512))
 _FP32 = 1e-4  # a CPU's is below 2e-6; TF32, which has 10 bits, gives more than 1e-3
 _CPU = torch.device("cpu")
 
 
-def run(settings: Settings) -> list[Part]:
+def run(settings: Settings) -> list[Finding]:
     """Elementwise work, Newton-Schulz, and the same twice."""
     if settings.device == "virtual":
-        return [Part("bits", "not run", settings.why_no_gpu)]
+        return [Finding("bits", "not run", settings.why_no_gpu)]
     device = torch.device("cuda" if settings.gpus else "cpu")
     return [
         *elementwise(device),
@@ -44,7 +44,7 @@ def run(settings: Settings) -> list[Part]:
     ]
 
 
-def elementwise(device: torch.device) -> Iterator[Part]:
+def elementwise(device: torch.device) -> Iterator[Finding]:
     """Momentum, norm, update and casts in every way of doing them, against torch's on the CPU."""
     ways: dict[str, Callable[[], Elementwise]] = {"foreach": Foreach}
     config = MuonConfig()
@@ -52,20 +52,20 @@ def elementwise(device: torch.device) -> Iterator[Part]:
         ways["fused kernels"] = Fused
     else:
         why = "no GPU" if device.type == "cpu" else "triton is not installed"
-        yield Part("momentum, norm and update: fused kernels", "not run", why)
+        yield Finding("momentum, norm and update: fused kernels", "not run", why)
     expected = trial(Foreach(), _CPU, config)
     for name, make in ways.items():
         title = f"momentum, norm and update: {name}"
         if device.type == "cpu":
-            yield Part(title, "not run", "no GPU whose bits a CPU's could be compared with")
+            yield Finding(title, "not run", "no GPU whose bits a CPU's could be compared with")
             continue
         made = [tensor.cpu() for tensor in trial(make(), device, config)]
         same = [torch.equal(a, b) for a, b in zip(made, expected, strict=True)]
         bad = [name for name, is_same in zip(_TRIAL, same, strict=True) if not is_same]
         yield (
-            Part(title, "FAILED", f"other bits than a CPU's in {', '.join(bad)}")
+            Finding(title, "FAILED", f"other bits than a CPU's in {', '.join(bad)}")
             if bad
-            else Part(title, "ok", "bits equal to a CPU's after two steps")
+            else Finding(title, "ok", "bits equal to a CPU's after two steps")
         )
 
 
@@ -78,7 +78,7 @@ _TRIAL = (
 )  # what ``trial`` returns
 
 
-def newton_schulz(device: torch.device, config: MuonConfig) -> Part:
+def newton_schulz(device: torch.device, config: MuonConfig) -> Finding:
     """The error against float64, and on a GPU its ratio to a CPU's."""
     name = f"Newton-Schulz, {config.ns_dtype}, {config.ns_iteration}"
     bound = _BOUNDS[dtype_of(config, plan_device(device))]
@@ -102,9 +102,9 @@ def newton_schulz(device: torch.device, config: MuonConfig) -> Part:
         if not here <= bound:
             faults.append(f"{rows}x{cols}: error {here:.2e}, not below {bound:g}")
     if faults:
-        return Part(name, "FAILED", "; ".join(faults), tuple(figures))
+        return Finding(name, "FAILED", "; ".join(faults), tuple(figures))
     text = f"error to float64 below {bound:g}"
-    return Part(name, "ok", text, tuple(figures))
+    return Finding(name, "ok", text, tuple(figures))
 
 
 # Twice a CPU's relative errors in bf16, fifty times in fp32; a wrong iteration's are near 1. A CPU
@@ -118,17 +118,17 @@ def _error(matrix: Tensor, config: MuonConfig) -> float:
     return float((made - exact).norm() / exact.norm())
 
 
-def twice(device: torch.device, config: MuonConfig) -> Part:
+def twice(device: torch.device, config: MuonConfig) -> Finding:
     """The same matrix twice gives the same bits; a matrix of zeros gives zeros."""
     name = f"the same twice, {config.ns_dtype}, {config.ns_iteration}"
     matrix = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)).to(device)
     one, two = (orthogonalize(matrix, config) for _ in range(2))
     zero = orthogonalize(torch.zeros_like(matrix), config)
     if not torch.equal(one, two):
-        return Part(name, "FAILED", "two results for one matrix differ in their bits")
+        return Finding(name, "FAILED", "two results for one matrix differ in their bits")
     if zero.count_nonzero().item():
-        return Part(name, "FAILED", "the direction of a matrix of zeros is not zero")
-    return Part(name, "ok", "bits equal; zero gives zero")
+        return Finding(name, "FAILED", "the direction of a matrix of zeros is not zero")
+    return Finding(name, "ok", "bits equal; zero gives zero")
 
 
 def _configs() -> Iterator[MuonConfig]:

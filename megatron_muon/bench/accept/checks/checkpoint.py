@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.bench.accept.apart import Ended, run_apart
-from megatron_muon.bench.accept.outcome import Part
+from megatron_muon.bench.accept.outcome import Finding
 from megatron_muon.bench.accept.settings import Settings, from_json
 
 _RANKS = "megatron_muon.bench.accept.checks.checkpoint_ranks"
 _SECONDS = 140.0  # of each set
 
 
-def run(settings: Settings) -> list[Part]:
+def run(settings: Settings) -> list[Finding]:
     """Both sets, and what each shows."""
     if settings.device == "virtual":
-        return [Part("save, load, kill, switch", "not run", settings.why_no_gpu)]
+        return [Finding("save, load, kill, switch", "not run", settings.why_no_gpu)]
     with tempfile.TemporaryDirectory(prefix="megatron_muon") as folder:
         argument = {"settings": settings.as_json(), "folder": folder}
         first = run_apart(
@@ -31,25 +31,27 @@ def run(settings: Settings) -> list[Part]:
         )
         made = [killed(first)]
         if not Path(folder, "first", "metadata.json").exists():
-            return [*made, Part("a save", "FAILED", f"there is no save: {_errors(first)}")]
+            return [*made, Finding("a save", "FAILED", f"there is no save: {_errors(first)}")]
         second = run_apart(
             f"{_RANKS}:load_and_switch", argument, settings.ranks, settings.gpus, _SECONDS
         )
         return [*made, *after(second)]
 
 
-def killed(ranks: list[Ended]) -> Part:
+def killed(ranks: list[Ended]) -> Finding:
     """Whether a rank was killed in its second save."""
     name = "a rank is killed during a save"
     if -signal.SIGKILL in [rank.code for rank in ranks]:
-        return Part(name, "ok", "with its shards written and its metadata not")
-    return Part(name, "FAILED", f"no rank was killed there: {_errors(ranks) or 'all ended'}")
+        return Finding(name, "ok", "with its shards written and its metadata not")
+    return Finding(name, "FAILED", f"no rank was killed there: {_errors(ranks) or 'all ended'}")
 
 
-def after(ranks: list[Ended]) -> list[Part]:
+def after(ranks: list[Ended]) -> list[Finding]:
     """A part for each claim that the second set tests on all ranks."""
     if any(not isinstance(rank.value, dict) for rank in ranks):
-        return [Part("load and switch", "FAILED", _errors(ranks) or "a rank did not end in time")]
+        return [
+            Finding("load and switch", "FAILED", _errors(ranks) or "a rank did not end in time")
+        ]
     made = []
     for name in ranks[0].value:
         faults = [
@@ -57,7 +59,7 @@ def after(ranks: list[Ended]) -> list[Part]:
             for number, rank in enumerate(ranks)
             if rank.value.get(name) != "ok"
         ]
-        made.append(Part(name, "FAILED", "; ".join(faults)) if faults else Part(name, "ok"))
+        made.append(Finding(name, "FAILED", "; ".join(faults)) if faults else Finding(name, "ok"))
     return made
 
 

@@ -21,7 +21,7 @@ from megatron_muon.bench.accept.checks.checkpoint import settings_of
 from megatron_muon.bench.accept.checks.model import fill, flags_of, named_params, row_of
 from megatron_muon.bench.step.build import Built, build
 from megatron_muon.bench.step.measure import optimizers_of
-from megatron_muon.bench.step.meter import Stopwatch
+from megatron_muon.bench.step.meter import StepTimers
 from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 from megatron_muon.mcore.shards import owned_shards
 from megatron_muon.runtime import collectives
@@ -117,7 +117,7 @@ def _built(argument: dict[str, Any], row: str) -> Built:
     if not parallel_state.model_parallel_is_initialized():
         initialize_groups(ranks_of(flags))
     megatron_muon.uninstall()  # ``build`` installs it where its row needs it
-    made = build(row_of(row), flags, Stopwatch(torch.device(torch.cuda.current_device())))
+    made = build(row_of(row), flags, StepTimers(torch.device(torch.cuda.current_device())))
     return _with_weights(made)
 
 

@@ -9,8 +9,8 @@ import torch
 
 from megatron_muon.bench.accept.checks import speeds
 from megatron_muon.bench.accept.checks.model import flags_of, row_of, task_of
-from megatron_muon.bench.accept.checks.predicted import Predicted, most, predicted, solved
-from megatron_muon.bench.accept.outcome import EXACT, Figure, Part
+from megatron_muon.bench.accept.checks.predicted import PredictedStep, most, predicted, solved
+from megatron_muon.bench.accept.outcome import EXACT, Figure, Finding
 from megatron_muon.bench.accept.settings import Settings
 from megatron_muon.bench.step.measure import Measured, StepJob, measure
 from megatron_muon.orthogonalize.iteration import Device
@@ -34,7 +34,7 @@ _PHASES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
 )
 
 
-def run(settings: Settings) -> list[Part]:
+def run(settings: Settings) -> list[Finding]:
     """Predict in this process, measure on the ranks."""
     from megatron_muon.bench.ranks import run_ranks
     from megatron_muon.pricing.presets import hardware_of
@@ -55,7 +55,7 @@ def run(settings: Settings) -> list[Part]:
         *made,
         peak(expected, ranks),
         launches(expected, ranks),
-        Part("constants of the time model", "ok", "measured one by one", measured_constants),
+        Finding("constants of the time model", "ok", "measured one by one", measured_constants),
         times(expected.price, ranks, hardware, measured_constants),
     ]
 
@@ -69,12 +69,12 @@ def device_of(settings: Settings) -> Device:
     return plan_device(torch.device(settings.device))
 
 
-def _not_measured(settings: Settings, more: Sequence[str] = ()) -> Iterator[Part]:
+def _not_measured(settings: Settings, more: Sequence[str] = ()) -> Iterator[Finding]:
     for name in (*more, "peak memory", "launches", "time"):
-        yield Part(name, "not run", settings.why_no_gpu)
+        yield Finding(name, "not run", settings.why_no_gpu)
 
 
-def sent(expected: Predicted, ranks: Sequence[Measured]) -> Part:
+def sent(expected: PredictedStep, ranks: Sequence[Measured]) -> Finding:
     """The exchange's bytes: the plan's, the meter's, and those seen from outside."""
     figures, faults = [], []
     for rank, (planned, of_rank) in enumerate(zip(expected.sent, ranks, strict=True)):
@@ -87,11 +87,11 @@ def sent(expected: Predicted, ranks: Sequence[Measured]) -> Part:
             if not figure.as_predicted:
                 faults.append(f"{name}: {measured:,}, in the plan {planned:,}")
     if faults:
-        return Part("bytes", "FAILED", "; ".join(faults), tuple(figures))
-    return Part("bytes", "ok", "those of the plan, on every rank", tuple(figures))
+        return Finding("bytes", "FAILED", "; ".join(faults), tuple(figures))
+    return Finding("bytes", "ok", "those of the plan, on every rank", tuple(figures))
 
 
-def on_virtual_gpu(expected: Predicted, hardware: Hardware) -> Iterator[Part]:
+def on_virtual_gpu(expected: PredictedStep, hardware: Hardware) -> Iterator[Finding]:
     """The plan and the time model against the virtual GPU, which runs the step's code."""
     figures = [
         Figure(
@@ -102,12 +102,12 @@ def on_virtual_gpu(expected: Predicted, hardware: Hardware) -> Iterator[Part]:
     ]  # fmt: skip
     bad = [figure.name for figure in figures if not figure.as_predicted]
     yield (
-        Part("bytes of the plan", "FAILED", f"others: {'; '.join(bad)}", tuple(figures))
+        Finding("bytes of the plan", "FAILED", f"others: {'; '.join(bad)}", tuple(figures))
         if bad
-        else Part("bytes of the plan", "ok", "on the virtual GPU", tuple(figures))
+        else Finding("bytes of the plan", "ok", "on the virtual GPU", tuple(figures))
     )
     price = expected.price(hardware)
-    yield Part(
+    yield Finding(
         "the time model against the virtual GPU",
         "ok",
         "no time is measured",
@@ -125,7 +125,7 @@ def on_virtual_gpu(expected: Predicted, hardware: Hardware) -> Iterator[Part]:
     )
 
 
-def peak(expected: Predicted, ranks: Sequence[Measured]) -> Part:
+def peak(expected: PredictedStep, ranks: Sequence[Measured]) -> Finding:
     """Most bytes in a step above those at its start; ``torch.cuda``'s against the virtual GPU's."""
     figures = tuple(
         Figure(
@@ -139,10 +139,10 @@ def peak(expected: Predicted, ranks: Sequence[Measured]) -> Part:
         )
         for report, measured in zip(expected.reports, ranks, strict=True)
     )
-    return Part("peak memory", "ok", "torch.cuda.max_memory_allocated", figures)
+    return Finding("peak memory", "ok", "torch.cuda.max_memory_allocated", figures)
 
 
-def launches(expected: Predicted, ranks: Sequence[Measured]) -> Part:
+def launches(expected: PredictedStep, ranks: Sequence[Measured]) -> Finding:
     """Kernels and copies by torch's profiler against the virtual GPU's; memsets do not count."""
     figures = tuple(
         Figure(
@@ -158,8 +158,8 @@ def launches(expected: Predicted, ranks: Sequence[Measured]) -> Part:
     )
     if not any(measured.launched.get("kernels") for measured in ranks):
         why = "torch's profiler saw no kernel: it needs CUPTI, and permission to use it"
-        return Part("launches", "not run", why)
-    return Part("launches", "ok", "by torch's profiler", figures)
+        return Finding("launches", "not run", why)
+    return Finding("launches", "ok", "by torch's profiler", figures)
 
 
 def constants(settings: Settings, hardware: Hardware) -> Iterator[Figure]:
@@ -188,11 +188,11 @@ def times(
     ranks: Sequence[Measured],
     hardware: Hardware,
     measured_constants: Sequence[Figure],
-) -> Part:
+) -> Finding:
     """The time model's phases against the stopwatch's, with the constants that were measured.
 
     Args:
-        price: ``Predicted.price``.
+        price: ``PredictedStep.price``.
         ranks: measurements of each rank.
         hardware: hardware of the predictions.
         measured_constants: each by a measurement of its own. A phase is priced with them, too, so
@@ -209,7 +209,7 @@ def times(
     host = max(rank.host_ms for rank in ranks)
     figures += _host(host, price, (hardware, own))
     text = f"phases on {hardware.name}, then with the constants measured here"
-    return Part("time", "ok", text, tuple(figures))
+    return Finding("time", "ok", text, tuple(figures))
 
 
 def with_measured(hardware: Hardware, measured_constants: Sequence[Figure]) -> Hardware:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 
-from megatron_muon.bench.accept.outcome import Part
+from megatron_muon.bench.accept.outcome import Finding
 from megatron_muon.bench.accept.settings import Settings
 from megatron_muon.cli.doctor_rows import examine
 
 _PATH = re.compile(r" \(/[^)]*\)")  # of this machine, which a report does not need
 
 
-def run(settings: Settings) -> list[Part]:
+def run(settings: Settings) -> list[Finding]:
     """A part for each row."""
     return [
-        Part(row.name, "FAILED", f"{row.value}: {row.fault}")
+        Finding(row.name, "FAILED", f"{row.value}: {row.fault}")
         if row.fault
-        else Part(row.name, "ok", _PATH.sub("", row.value))
+        else Finding(row.name, "ok", _PATH.sub("", row.value))
         for row in examine(None)
     ]

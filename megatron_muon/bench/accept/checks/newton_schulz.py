@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.bench.accept.outcome import Figure, Part
+from megatron_muon.bench.accept.outcome import Figure, Finding
 from megatron_muon.bench.accept.settings import Settings
 from megatron_muon.bench.newton_schulz.command import main
 
@@ -16,10 +16,10 @@ _GPU = ("--shapes", "2048x2048", "4096x14336", "--rounds", "9")
 _ACCURACY = ("--accuracy", "--coefficients", "simple", "--shapes")
 
 
-def run(settings: Settings) -> list[Part]:
+def run(settings: Settings) -> list[Finding]:
     """Two calls of the command."""
     if settings.device == "virtual":
-        return [Part("bench newton-schulz", "not run", settings.why_no_gpu)]
+        return [Finding("bench newton-schulz", "not run", settings.why_no_gpu)]
     device = ("--device", settings.device)
     speeds = called([*(_GPU if settings.gpus else _CPU), *device])
     accuracy = called([*_ACCURACY, "512x2048" if settings.gpus else "64x128", *device])
@@ -37,17 +37,19 @@ def called(arguments: list[str]) -> dict[str, Any]:
         return figures
 
 
-def times(speeds: dict[str, Any]) -> Part:
+def times(speeds: dict[str, Any]) -> Finding:
     """A figure for each row: its median."""
     figures = [
         Figure(f"Newton-Schulz of {row['shape']}: {row['name']}", "ms", None, row["ms"]["median"])
         for row in speeds["rows"]
     ]
     names = dict.fromkeys(row["name"] for row in speeds["rows"])
-    return Part("times, beside other packages", "ok", f"rows: {', '.join(names)}", tuple(figures))
+    return Finding(
+        "times, beside other packages", "ok", f"rows: {', '.join(names)}", tuple(figures)
+    )
 
 
-def errors(accuracy: dict[str, Any]) -> Part:
+def errors(accuracy: dict[str, Any]) -> Finding:
     """Every direction is finite."""
     rows = [row for row in accuracy["rows"] if isinstance(row, dict)]
     refused = [row for row in accuracy["rows"] if isinstance(row, str)]
@@ -60,6 +62,8 @@ def errors(accuracy: dict[str, Any]) -> Part:
     figures = tuple(Figure(name, "", None, value) for name, value in worst.items())
     if bad or not rows:
         why = f"not finite: {', '.join(bad)}" if bad else f"no row: {'; '.join(refused)}"
-        return Part("accuracy", "FAILED", why, figures)
+        return Finding("accuracy", "FAILED", why, figures)
     inputs = len({row["input"] for row in rows})
-    return Part("accuracy", "ok", f"every direction of {inputs} kinds of input is finite", figures)
+    return Finding(
+        "accuracy", "ok", f"every direction of {inputs} kinds of input is finite", figures
+    )

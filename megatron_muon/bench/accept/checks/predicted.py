@@ -23,7 +23,7 @@ _HALVINGS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Predicted:
+class PredictedStep:
     """The predictions of a step.
 
     Attributes:
@@ -39,7 +39,7 @@ class Predicted:
 
 def predicted(
     flags: Namespace, config: MuonConfig, device: Device, *, on_virtual_gpu: bool
-) -> Predicted:
+) -> PredictedStep:
     """Predict the step of every rank of a model in one pipeline stage.
 
     Args:
@@ -55,16 +55,16 @@ def predicted(
     reports = []
     if on_virtual_gpu:
         reports = [report(flags, config, rank) for rank in range(ranks.world)]
-    return Predicted(
+    return PredictedStep(
         sent, reports, lambda hardware: price_step(optimizers, config, hardware, device=device)
     )
 
 
 def report(flags: Namespace, config: MuonConfig, rank: int) -> RankReport:
     """A rank's second step, on the virtual GPU."""
-    from megatron_muon.virtual_gpu.megatron import Training, record_training
+    from megatron_muon.virtual_gpu.megatron import OptimizerSettings, record_training
 
-    training = Training(clip_grad=NO_CLIP)
+    training = OptimizerSettings(clip_grad=NO_CLIP)
     trained = record_training(flags, ranks_of(flags), rank, config, training)
     return report_of(trained.recording, Chosen(rank, "every rank"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_muon.bench.accept.checks.model import flags_of, row_of, task_of
-from megatron_muon.bench.accept.outcome import Part
+from megatron_muon.bench.accept.outcome import Finding
 from megatron_muon.bench.accept.settings import Settings
 
 _STEPS = 2
@@ -13,31 +13,34 @@ _ELEMENTS = 1 << 24
 _STEP, _PLANTED = "no race in two steps", "a race that is planted is found"
 
 
-def run(settings: Settings) -> list[Part]:
+def run(settings: Settings) -> list[Finding]:
     """On GPUs the sanitizer; on the virtual GPU its record of streams; else nothing."""
     from megatron_muon.bench.ranks import run_ranks
 
     if settings.device == "cpu":
-        return [Part(name, "not run", settings.why_no_gpu) for name in (_STEP, _PLANTED)]
+        return [Finding(name, "not run", settings.why_no_gpu) for name in (_STEP, _PLANTED)]
     if settings.device == "virtual":
         why = "the virtual GPU has no addresses, by which the sanitizer knows a tensor"
-        sanitizer = Part("torch's CUDA sanitizer", "not run", why)
+        sanitizer = Finding("torch's CUDA sanitizer", "not run", why)
         return [sanitizer, on_virtual_gpu(settings), planted_on_virtual_gpu()]
     return judged(run_ranks(task_of(settings, under_sanitizer, settings, 110.0)))
 
 
-def judged(ranks: list[tuple[str, str]]) -> list[Part]:
+def judged(ranks: list[tuple[str, str]]) -> list[Finding]:
     """Two parts, from each rank's error of the steps and of the planted race; empty for none."""
     faults = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(ranks) if error]
     missed = [str(rank) for rank, (_, error) in enumerate(ranks) if not error]
     if faults:
         why = "the steps raced first"
-        return [Part(_STEP, "FAILED", "; ".join(faults)), Part(_PLANTED, "not run", why)]
-    step = Part(_STEP, "ok")
+        return [
+            Finding(_STEP, "FAILED", "; ".join(faults)),
+            Finding(_PLANTED, "not run", why),
+        ]
+    step = Finding(_STEP, "ok")
     if missed:
         why = f"not on rank(s) {', '.join(missed)}, so its silence on the steps shows nothing"
-        return [step, Part(_PLANTED, "FAILED", why)]
-    return [step, Part(_PLANTED, "ok")]
+        return [step, Finding(_PLANTED, "FAILED", why)]
+    return [step, Finding(_PLANTED, "ok")]
 
 
 def under_sanitizer(settings: Settings) -> tuple[str, str]:
@@ -45,7 +48,7 @@ def under_sanitizer(settings: Settings) -> tuple[str, str]:
     from torch.cuda import _sanitizer
 
     from megatron_muon.bench.step.build import build
-    from megatron_muon.bench.step.meter import Stopwatch
+    from megatron_muon.bench.step.meter import StepTimers
     from megatron_muon.dry_run.model import ranks_of
     from megatron_muon.dry_run.world import initialize_groups
 
@@ -53,7 +56,7 @@ def under_sanitizer(settings: Settings) -> tuple[str, str]:
     initialize_groups(ranks_of(flags))
     device = torch.device("cuda", torch.cuda.current_device())
     _sanitizer.enable_cuda_sanitizer()  # type: ignore[no-untyped-call]
-    built = build(row_of("muon-contiguous"), flags, Stopwatch(device))
+    built = build(row_of("muon-contiguous"), flags, StepTimers(device))
     try:
         for _ in range(_STEPS):
             step(built.chunks, built.optimizer)
@@ -86,7 +89,7 @@ def plant(device: torch.device) -> None:
     torch.cuda.synchronize()
 
 
-def on_virtual_gpu(settings: Settings) -> Part:
+def on_virtual_gpu(settings: Settings) -> Finding:
     """The races and early frees that the virtual GPU finds in two steps of each rank."""
     from megatron_muon.bench.accept.checks.predicted import report
 
@@ -94,11 +97,11 @@ def on_virtual_gpu(settings: Settings) -> Part:
     reports = [report(flags, config, rank) for rank in range(settings.ranks)]
     faults = [fault for each in reports for fault in (*each.races, *each.early_frees)]
     if faults:
-        return Part(_STEP, "FAILED", "; ".join(faults))
-    return Part(_STEP, "ok", f"streams of {len(reports)} rank(s), by the virtual GPU's record")
+        return Finding(_STEP, "FAILED", "; ".join(faults))
+    return Finding(_STEP, "ok", f"streams of {len(reports)} rank(s), by the virtual GPU's record")
 
 
-def planted_on_virtual_gpu() -> Part:
+def planted_on_virtual_gpu() -> Finding:
     """Whether the virtual GPU finds the planted race."""
     from megatron_muon.virtual_gpu.step import closed, virtual_gpu
 
@@ -106,5 +109,5 @@ def planted_on_virtual_gpu() -> Part:
         plant(torch.device("cuda"))
         races = closed(0, gpu).races
     if races:
-        return Part(_PLANTED, "ok", "by the virtual GPU's record")
-    return Part(_PLANTED, "FAILED", "not by the virtual GPU, so its silence shows nothing")
+        return Finding(_PLANTED, "ok", "by the virtual GPU's record")
+    return Finding(_PLANTED, "FAILED", "not by the virtual GPU, so its silence shows nothing")

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.bench.accept.checks.model import arguments
-from megatron_muon.bench.accept.outcome import Figure, Part
+from megatron_muon.bench.accept.outcome import Figure, Finding
 from megatron_muon.bench.accept.settings import Settings
 
 _ROUNDS = {"cpu": "2", "cuda": "9"}
 
 
-def run(settings: Settings) -> list[Part]:
+def run(settings: Settings) -> list[Finding]:
     """One call of the command, over NCCL with GPUs and over gloo without."""
     from megatron_muon.bench.step.command import main
 
     if settings.device == "virtual":
-        return [Part("bench step", "not run", settings.why_no_gpu)]
+        return [Finding("bench step", "not run", settings.why_no_gpu)]
     with tempfile.TemporaryDirectory(prefix="megatron_muon") as folder:
         file = Path(folder, "step.json")
         rounds = ("--rounds", _ROUNDS[settings.device])
@@ -30,16 +30,16 @@ def run(settings: Settings) -> list[Part]:
     return parts(status, result)
 
 
-def parts(status: int, result: dict[str, Any]) -> list[Part]:
+def parts(status: int, result: dict[str, Any]) -> list[Finding]:
     """A part for the weights, and one for the times."""
     name = "rows of Muon end a step with the same bits"
     backend = result["run"]["backend"]
     made = [
-        Part(name, "ok", f"over {backend}")
+        Finding(name, "ok", f"over {backend}")
         if status == 0
-        else Part(name, "FAILED", "they end it with different weights")
+        else Finding(name, "FAILED", "they end it with different weights")
     ]
-    return [*made, Part("times", "ok", f"over {backend}", tuple(_figures(result)))]
+    return [*made, Finding("times", "ok", f"over {backend}", tuple(_figures(result)))]
 
 
 def _figures(result: dict[str, Any]) -> list[Figure]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.bench.accept.checks.model import flags_of, row_of, task_of
-from megatron_muon.bench.accept.outcome import Part
+from megatron_muon.bench.accept.outcome import Finding
 from megatron_muon.bench.accept.settings import Settings
 from megatron_muon.runtime import collectives
 
@@ -24,40 +24,40 @@ _PERIOD = 7
 _LR = 0.01
 
 
-def run(settings: Settings) -> list[Part]:
+def run(settings: Settings) -> list[Finding]:
     """Train on all ranks, and look at the losses."""
     from megatron_muon.bench.ranks import run_ranks
 
     if settings.device == "virtual":
-        return [Part("a small GPT learns", "not run", settings.why_no_gpu)]
+        return [Finding("a small GPT learns", "not run", settings.why_no_gpu)]
     task = task_of(settings, train, settings, 110.0)
     return [judged(run_ranks(task))]
 
 
-def judged(ranks: list[list[float]]) -> Part:
+def judged(ranks: list[list[float]]) -> Finding:
     """Whether the loss is finite, the same on all ranks, and falls."""
     name, losses = "a small GPT learns", ranks[0]
     text = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"
     if not all(math.isfinite(loss) for loss in losses):
-        return Part(name, "FAILED", f"a loss is not finite: {text}")
+        return Finding(name, "FAILED", f"a loss is not finite: {text}")
     if any(other != losses for other in ranks):
-        return Part(name, "FAILED", "ranks have other losses after their all-reduce")
+        return Finding(name, "FAILED", "ranks have other losses after their all-reduce")
     if losses[-1] > _FALL * losses[0]:
-        return Part(name, "FAILED", f"{text}: more than {_FALL:g} of the first is left")
-    return Part(name, "ok", text)
+        return Finding(name, "FAILED", f"{text}: more than {_FALL:g} of the first is left")
+    return Finding(name, "ok", text)
 
 
 def train(settings: Settings) -> list[float]:
     """The mean loss over all ranks of each step; torch's world is up."""
     from megatron_muon.bench.step.build import build
-    from megatron_muon.bench.step.meter import Stopwatch
+    from megatron_muon.bench.step.meter import StepTimers
     from megatron_muon.dry_run.model import ranks_of
     from megatron_muon.dry_run.world import initialize_groups
 
     flags = flags_of(settings, tiny=True)
     initialize_groups(ranks_of(flags))
     device = torch.device(torch.cuda.current_device())
-    built = build(row_of("muon-contiguous"), flags, Stopwatch(device))
+    built = build(row_of("muon-contiguous"), flags, StepTimers(device))
     (chunk,) = built.chunks
     for group in built.optimizer.param_groups:
         group["lr"] = _LR

@@ -129,10 +129,10 @@ def _ratio(timed: Timed) -> float:
     return timed.muon_ms / timed.adamw_ms
 
 
-def _text(found: Advantage) -> str:
-    if not found.changes:
-        return f"{'Muon' if found.ahead else 'AdamW'} at every rate"
-    return ", then ".join(map(_change_text, found.changes))
+def _text(advantage: Advantage) -> str:
+    if not advantage.changes:
+        return f"{'Muon' if advantage.ahead else 'AdamW'} at every rate"
+    return ", then ".join(map(_change_text, advantage.changes))
 
 
 def _change_text(change: Change) -> str:
@@ -143,18 +143,18 @@ def _change_text(change: Change) -> str:
     return f"{word}{change.mbits:.3g} ({slow:g} to {'none' if math.isinf(fast) else f'{fast:g}'})"
 
 
-def _plain(found: Advantage) -> dict[str, Any]:
+def _plain(advantage: Advantage) -> dict[str, Any]:
     """For JSON, which has no infinity: null stands for a rate without limit."""
     return {
-        "lead": found.lead,
-        "ahead_without_limit": found.ahead,
+        "lead": advantage.lead,
+        "ahead_without_limit": advantage.ahead,
         "changes": [
             {
                 "mbits": _finite(change.mbits),
                 "ends": change.ends,
                 "between": change.between and [_finite(rate) for rate in change.between],
             }
-            for change in found.changes
+            for change in advantage.changes
         ],
     }
 

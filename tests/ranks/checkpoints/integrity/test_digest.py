@@ -135,15 +135,15 @@ CONTENT = {"wrote": {"world_size": 2}, "parameters": {}, "files": {}, "vocabular
 def test_begin_and_finish(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000003"
     digest.begin(folder, CONTENT["wrote"])
-    found = digest.read(folder)
-    assert found is not None and found["complete"] is False
+    read_back = digest.read(folder)
+    assert read_back is not None and read_back["complete"] is False
     with pytest.raises(DigestError, match=r"is not complete: .* no other checkpoint that is known"):
-        digest.require_complete(folder, found)
+        digest.require_complete(folder, read_back)
     digest_parts.write_part(folder, claim.identity(), 1, {"files": {}})
     digest.finish(folder, CONTENT)
-    found = digest.read(folder)
-    assert found is not None and found["complete"] is True and found["format"] == 2
-    digest.require_complete(folder, found)
+    read_back = digest.read(folder)
+    assert read_back is not None and read_back["complete"] is True and read_back["format"] == 2
+    digest.require_complete(folder, read_back)
     assert [path.name for path in folder.iterdir()] == [digest.FILE_NAME]  # no part is left
     assert digest.complete_iterations(tmp_path) == [3]
 
@@ -210,10 +210,10 @@ def test_the_way_out_names_the_last_complete_one(tmp_path: Path) -> None:
         digest.begin(tmp_path / f"iter_{number:07d}", {})
         if number != 9:
             digest.finish(tmp_path / f"iter_{number:07d}", CONTENT)
-    found = digest.read(tmp_path / "iter_0000009")
-    assert found is not None
+    incomplete = digest.read(tmp_path / "iter_0000009")
+    assert incomplete is not None
     with pytest.raises(DigestError, match="one beside it is 4: --ckpt-step 4 loads it"):
-        digest.require_complete(tmp_path / "iter_0000009", found)
+        digest.require_complete(tmp_path / "iter_0000009", incomplete)
 
 
 def test_every_changed_character_of_it_is_seen(tmp_path: Path) -> None:
@@ -269,20 +269,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_was_saved_is_loaded(format: str, checkpoint: Any, tmp_path: Path) -> None:
-    found = digest.read(checkpoint(format))
-    assert found is not None and found["complete"]
-    assert {entry["optimizer"] for entry in found["parameters"].values()} == {"muon", "adamw"}
-    qkv = found["parameters"]["decoder.layers.1.self_attention.linear_qkv.weight"]
+    kept = digest.read(checkpoint(format))
+    assert kept is not None and kept["complete"]
+    assert {entry["optimizer"] for entry in kept["parameters"].values()} == {"muon", "adamw"}
+    qkv = kept["parameters"]["decoder.layers.1.self_attention.linear_qkv.weight"]
     assert qkv == {"shape": [160, 96], "optimizer": "muon", "split": "qkv"}
     files = {
         str(path.relative_to(checkpoint(format))): path
         for path in checkpoint(format).rglob("*")
         if path.is_file() and path.name != digest.FILE_NAME
     }
-    assert found["files"].keys() == files.keys()
+    assert kept["files"].keys() == files.keys()
     for name, path in files.items():
-        assert found["files"][name]["size"] == path.stat().st_size
-        assert found["files"][name]["hash"] == checksum(path)
+        assert kept["files"][name]["size"] == path.stat().st_size
+        assert kept["files"][name]["hash"] == checksum(path)
     for result in run(loaded, 2, CASE, DP, format, str(checkpoint(format))):
         assert result["error"] is None
 
@@ -387,8 +387,8 @@ def test_a_save_into_it_marks_it_incomplete_first(tmp_path: Path) -> None:
     """A rank that stops in the middle leaves a folder that is refused."""
     with pytest.raises(RankError, match="here it stops"):
         run(_stops_in_a_save, 2, CASE, DP, FORMATS[0], str(tmp_path))
-    found = digest.read(tmp_path)
-    assert found is not None and not found["complete"]
+    interrupted = digest.read(tmp_path)
+    assert interrupted is not None and not interrupted["complete"]
 
 
 def _stops_in_a_save(case: Case, topology: Topology, format: str, folder: str) -> None:

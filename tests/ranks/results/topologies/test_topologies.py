@@ -211,8 +211,8 @@ def test_the_machinery_itself_with_plain_adam() -> None:
 
 @pytest.mark.parametrize("case", [BF16, FP32], ids=["bf16", "fp32"])
 def test_mutant_with_a_wrong_piece_is_noticed(case: Case) -> None:
-    found = differences(truth(case), trained(case, Topology(2, 1, 2), wrong_piece))
-    assert found and all("linear_qkv.weight" in name for name in found)
+    unlike = differences(truth(case), trained(case, Topology(2, 1, 2), wrong_piece))
+    assert unlike and all("linear_qkv.weight" in name for name in unlike)
 
 
 @pytest.mark.parametrize(
@@ -225,5 +225,5 @@ def test_mutant_with_swapped_tp_order_is_noticed(case: Case, noticed: set[str]) 
     is what canonical order is for, and only a bitwise comparison sees it. In bf16 that needs a sum
     that is rounded differently when its halves change places, which the long side of fc1 and fc2
     (260 = two blocks of the fp32 product) does not."""
-    found = differences(truth(case), trained(case, Topology(2, 1, 2), swapped_tp_order))
-    assert {name.split(".")[-2] for name in found if name.startswith("main ")} >= noticed
+    unlike = differences(truth(case), trained(case, Topology(2, 1, 2), swapped_tp_order))
+    assert {name.split(".")[-2] for name in unlike if name.startswith("main ")} >= noticed

@@ -56,8 +56,8 @@ def test_duplicated_weights_are_really_marked_as_partitioned() -> None:
 
 
 def test_mutant_that_believes_the_marks_is_noticed() -> None:
-    found = differences(truth(DUPLICATED), trained(DUPLICATED, Topology(tp=2), believed_marks))
-    assert found and all(name.endswith(DOWN_PROJECTIONS) for name in found)
+    unlike = differences(truth(DUPLICATED), trained(DUPLICATED, Topology(tp=2), believed_marks))
+    assert unlike and all(name.endswith(DOWN_PROJECTIONS) for name in unlike)
 
 
 @pytest.mark.parametrize("topology", [Topology(pp=2), Topology(2, 2, 2)], ids=str)
@@ -65,8 +65,8 @@ def test_mutant_that_believes_the_marks_is_noticed() -> None:
 def test_multi_token_prediction(tied: bool, topology: Topology) -> None:
     """The copy of the embedding on the last stage never goes to Muon: ``check`` knows what does,
     and ``whole`` wants all copies to have the same state."""
-    found = check(replace(MTP, tied=tied), topology)
-    assert TIED in found["exp_avg_sq"]
+    result = check(replace(MTP, tied=tied), topology)
+    assert TIED in result["exp_avg_sq"]
 
 
 def test_last_stage_really_has_a_copy_of_the_embedding() -> None:

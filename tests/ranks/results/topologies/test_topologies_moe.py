@@ -165,8 +165,8 @@ def test_matrices_of_experts_are_really_cut_over_expert_dp_ranks(case: Case) -> 
 @pytest.mark.parametrize("topology", [EP2_ETP2, EP2_EDP3], ids=str)
 @pytest.mark.parametrize("case", [MOE, LEGACY], ids=["sequential", "legacy"])
 def test_mutant_with_swapped_ep_ranks_is_noticed(case: Case, topology: Topology) -> None:
-    found = differences(truth(case), trained(case, topology, swapped_ep_ranks))
-    weights = {name.split(" ")[1] for name in found}
+    unlike = differences(truth(case), trained(case, topology, swapped_ep_ranks))
+    weights = {name.split(" ")[1] for name in unlike}
     experts = {name for name in muon_weights(case) if ".mlp.experts." in name}
     assert weights and weights <= experts
     if topology == EP2_ETP2:  # a part of every expert went wrong
@@ -174,11 +174,11 @@ def test_mutant_with_swapped_ep_ranks_is_noticed(case: Case, topology: Topology)
 
 
 def test_mutant_with_a_wrong_piece_of_an_expert_is_noticed() -> None:
-    found = differences(truth(LEGACY), trained(LEGACY, EP2_ETP2, wrong_expert_piece))
-    assert found and all(".experts.weight" in name for name in found)
+    unlike = differences(truth(LEGACY), trained(LEGACY, EP2_ETP2, wrong_expert_piece))
+    assert unlike and all(".experts.weight" in name for name in unlike)
 
 
 def test_mutant_with_swapped_expert_tp_order_is_noticed() -> None:
     """Only rounding tells; see the dense models' test."""
-    found = differences(truth(FP32), trained(FP32, EP2_ETP2, swapped_tp_order))
-    assert any(".local_experts." in name for name in found)
+    unlike = differences(truth(FP32), trained(FP32, EP2_ETP2, swapped_tp_order))
+    assert any(".local_experts." in name for name in unlike)

@@ -25,10 +25,10 @@ def test_a_matrix_of_which_a_rank_has_one_row_or_column_is_muons(case: Case) -> 
 def test_a_key_of_one_row_is_a_matrix_at_every_tp_size() -> None:
     """96 heads of 1, and one query group: K and V are (1, 96)."""
     case = Case(heads=96, groups=1, steps=3)
-    found = check(case, Topology(2, 1, 1))
+    result = check(case, Topology(2, 1, 1))
     before = truth(replace(case, steps=0))["main"]
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    assert bool((found["main"][name] != before[name]).all())
+    assert bool((result["main"][name] != before[name]).all())
 
 
 @pytest.mark.parametrize(

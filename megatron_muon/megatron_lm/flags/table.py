@@ -1,4 +1,4 @@
-"""Muon's flags and their help texts; ``flags`` turns them into settings."""
+"""Muon's flags and their help texts; ``settings`` turns them into settings."""
 
 from __future__ import annotations
 

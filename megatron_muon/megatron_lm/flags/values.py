@@ -1,8 +1,4 @@
-"""The value of each of Muon's flags: the given one, else Megatron's default or the plugin's.
-
-It stands apart from ``flags``, which adds them to a parser and makes the settings of them: together
-they would be one module of more than 500 lines.
-"""
+"""The value of each of Muon's flags: the given one, else Megatron's default or the plugin's."""
 
 from __future__ import annotations
 
@@ -11,6 +7,9 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 KEPT = "megatron_muon_defaults"  # the argument that holds Megatron's own defaults, by dest
+# With medium, Emerging-Optimizers' newton_schulz casts matrices to bf16. high is TF32, which is not
+# supported here: its restarts are not known.
+PRECISIONS = {"medium": "bf16"}
 
 
 def value_given(args: Namespace, dest: str) -> Any:
@@ -91,3 +90,9 @@ def refuse_value(
     if value_given(args, dest) is None:
         said += " (Megatron's own default, by --muon-defaults upstream)"
     raise ValueError(f"{said} has no meaning in megatron_muon: {why}; {way_out}")
+
+
+def tp_size(args: Namespace) -> int:
+    """The largest number of TP ranks that share a matrix."""
+    dense = value_given(args, "tensor_model_parallel_size") or 1
+    return max(dense, value_given(args, "expert_tensor_parallel_size") or dense)

@@ -5,7 +5,7 @@ becomes a ``Name``, an object of a class becomes an ``Unknown`` with its argumen
 Only the makers that the caller passes are called, and each checks its arguments. The opcodes are
 those that torch and Megatron write in protocols 2 to 5: no LONG4, no EXT and no out-of-band buffer.
 
-Python's unpickler also fails in ways that no caller can catch: a nested tuple as a key overflows
+Python's unpickler also fails in ways that no caller can catch. A nested tuple as a key overflows
 the C stack, and one opcode makes it allocate 64 GB. Here keys are checked and the memo is a dict.
 
 Source: the comments on opcodes in CPython's ``pickletools``.
@@ -16,109 +16,13 @@ from __future__ import annotations
 import struct
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from megatron_muon.files.pickles.makers import PLAIN, Makers
+from megatron_muon.files.pickles.objects import Name, PickleError, Unknown, checked_key
 
 MOST_BYTES = 1 << 31  # of one pickle; a large run's .metadata has some 10**8
-_KEY_DEPTH = 8  # levels of tuples in a key; Megatron's keys have one
-
-
-class PickleError(ValueError):
-    """A pickle that is damaged, or that neither torch.save nor Megatron has written."""
-
-
-class Name(NamedTuple):
-    """A class or function that a pickle names."""
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-class Unknown:
-    """An object of a class for which there is no maker.
-
-    Attributes:
-        name: its class, or the function that would have made it.
-        args: the arguments that it would have been made with.
-        state: its attributes, or whatever its class saves; None where it has no state.
-    """
-
-    __slots__ = ("args", "name", "state")
-
-    def __init__(self, name: Name, args: tuple[Any, ...] = (), state: Any = None) -> None:
-        self.name, self.args, self.state = name, args, state
-
-    def __repr__(self) -> str:
-        return f"an object of {self.name}"
-
-
 _STATELESS = (bool, bytes, float, frozenset, int, list, set, str, tuple, type(None))
-Maker = Callable[..., Any]
-Makers = Mapping[tuple[str, str], Maker]
-
-
-def _plain(make: Callable[[Any], Any]) -> Maker:
-    """A maker of a container from the items of another one, which the pickle has already."""
-
-    def maker(items: Any = ()) -> Any:
-        if not isinstance(items, (list, tuple, set, frozenset, bytes)):
-            raise PickleError(f"a container is made of {type(items).__name__}")
-        return make(items)
-
-    return maker
-
-
-def _hashed(make: Callable[[Any], Any]) -> Maker:
-    return _plain(lambda items: make([_key(item) for item in items]))
-
-
-def _dict(*args: Any) -> dict[Any, Any]:
-    """An empty dict, also for OrderedDict and defaultdict; their items follow one by one."""
-    if args and not isinstance(args[0], (Name, type(None))):
-        raise PickleError("a dict is made of an object")
-    return {}
-
-
-def _bytearray(data: Any = b"", encoding: str = "") -> bytearray:
-    if isinstance(data, str) and encoding == "latin-1":  # protocol 2
-        return bytearray(data, "latin-1")
-    if not isinstance(data, bytes):
-        raise PickleError(f"a bytearray is made of {type(data).__name__}")
-    return bytearray(data)
-
-
-def _encoded(text: Any, encoding: Any) -> bytes:
-    """Bytes in protocol 2."""
-    if not isinstance(text, str) or encoding != "latin1":
-        raise PickleError("bytes are made of what is no text in latin1")
-    return text.encode("latin1")
-
-
-def _complex(real: Any, imaginary: Any) -> complex:
-    if not isinstance(real, float) or not isinstance(imaginary, float):
-        raise PickleError("a complex number is made of what is no number")
-    return complex(real, imaginary)
-
-
-def _namespace() -> Namespace:
-    return Namespace()
-
-
-PLAIN: Makers = {
-    ("argparse", "Namespace"): _namespace,
-    ("collections", "OrderedDict"): _dict,
-    ("collections", "defaultdict"): _dict,
-    ("builtins", "dict"): _dict,
-    ("builtins", "list"): _plain(list),
-    ("builtins", "set"): _hashed(set),
-    ("builtins", "frozenset"): _hashed(frozenset),
-    ("builtins", "bytes"): _plain(bytes),  # empty ones, in protocol 2
-    ("builtins", "bytearray"): _bytearray,
-    ("builtins", "complex"): _complex,
-    ("_codecs", "encode"): _encoded,
-}
 _BUILTINS = {"__builtin__": "builtins"}  # the name in protocol 2
 
 
@@ -144,18 +48,6 @@ def load(
     if len(data) > MOST_BYTES:
         raise PickleError(f"a pickle of {len(data)} bytes, more than {MOST_BYTES}")
     return _Machine(data, makers, values or {}, persistent).run()
-
-
-def _key(value: Any, depth: int = 0) -> Any:
-    """The value, if it may be hashed: hashing a deeply nested tuple would overflow the stack."""
-    if isinstance(value, tuple) and not isinstance(value, Name):
-        if depth == _KEY_DEPTH:
-            raise PickleError("a key is nested too deeply")
-        for each in value:
-            _key(each, depth + 1)
-    elif type(value).__hash__ is None:
-        raise PickleError(f"a key is of type {type(value).__name__}")
-    return value
 
 
 class _Stop(Exception):
@@ -308,7 +200,7 @@ class _Machine:
         self._set(items)
 
     def put_frozenset(self) -> None:
-        items = frozenset([_key(item) for item in self._marked()])
+        items = frozenset([checked_key(item) for item in self._marked()])
         self._stack.append(items)
 
     def append(self) -> None:
@@ -340,7 +232,7 @@ class _Machine:
         if type(target) is dict:
             for key in items[::2]:
                 if type(key) is not str:
-                    _key(key)
+                    checked_key(key)
             target.update(zip(items[::2], items[1::2], strict=True))
         elif not isinstance(target, Unknown):
             raise PickleError(f"values are put into a {type(target).__name__}")
@@ -350,7 +242,7 @@ class _Machine:
         target = self._stack[-1]
         if type(target) is not set:
             raise PickleError(f"elements are put into a {type(target).__name__}")
-        target.update([_key(item) for item in items])
+        target.update([checked_key(item) for item in items])
 
     # --- objects --------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Pickles read as data: no byte of a pickle chooses code that runs."""
