@@ -52,10 +52,12 @@ START = {
 class Question:
     """Flags beside the tuned ones (later ones win), and the factors of the tuned rate to try.
 
-    ``warm_up`` is the factor of each optimizer's tuned warm-up, in steps.
+    ``warm_up`` is the factor of each optimizer's tuned warm-up, in steps. ``matrices`` are flags
+    of Muon's runs alone: AdamW, which knows no matrices, has the runs of its other flags.
     """
 
     flags: str = ""
+    matrices: str = ""
     warm_up: float = 1.0
     adam: tuple[float, ...] = (1.0,)
     muon: tuple[float, ...] = (1.0,)
@@ -64,8 +66,13 @@ class Question:
 
 _AGAIN = (0.5, 1.0, 2.0)
 _SMALL = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 2 "
+_FUSED = "--muon-split *.linear_qkv.weight=whole --muon-split *.linear_fc1.weight=whole"
 QUESTIONS = {
-    "as tuned": Question("--evaluate-other-text"),
+    "as tuned": Question("--evaluate-other-text"),  # Q, K and V are three matrices, fc1 is one
+    "QKV fused, gate and up fused": Question("--evaluate-other-text", _FUSED, muon=_AGAIN),
+    "QKV split, gate and up split": Question(
+        "--evaluate-other-text", "--muon-split *.linear_fc1.weight=gate-up", muon=_AGAIN
+    ),
     "decay on all parameters": Question("--weight-decay-all-params"),
     "batch x 4, the same tokens": Question(
         "--global-batch-size 128 --train-iters 40 --eval-interval 2 --eval-iters 1",
@@ -154,7 +161,8 @@ def _words(settings: dict[str, float]) -> str:
 
 def ask(study: Study, question: Question, tuned: dict[str, Any]) -> dict[str, Any]:
     """Each optimizer's runs at its best rate under the question's flags."""
-    report: dict[str, Any] = {"flags": question.flags, "seeds": question.seeds}
+    every = " ".join(filter(None, (question.flags, question.matrices)))
+    report: dict[str, Any] = {"flags": every, "seeds": question.seeds}
     for optimizer in NAMES:
         settings = tuned[optimizer]["found"]
         rates = tuple(
@@ -162,6 +170,8 @@ def ask(study: Study, question: Question, tuned: dict[str, Any]) -> dict[str, An
         )
         scaled = round(settings["--lr-warmup-iters"] * question.warm_up)
         flags = f"{_words({**settings, '--lr-warmup-iters': scaled})} {question.flags}"
+        if optimizer == "muon":
+            flags += f" {question.matrices}"
         tried = study.losses(optimizer, rates, question.seeds[:1], flags)
         rate = best(tried)
         runs = study.losses(optimizer, (rate,), question.seeds, flags)[rate]
