@@ -161,8 +161,9 @@ def _words(settings: dict[str, float]) -> str:
 
 def ask(study: Study, question: Question, tuned: dict[str, Any]) -> dict[str, Any]:
     """Each optimizer's runs at its best rate under the question's flags."""
-    every = " ".join(filter(None, (question.flags, question.matrices)))
-    report: dict[str, Any] = {"flags": every, "seeds": question.seeds}
+    report: dict[str, Any] = {"flags": question.flags, "seeds": question.seeds}
+    if question.matrices:
+        report["matrices"] = question.matrices
     for optimizer in NAMES:
         settings = tuned[optimizer]["found"]
         rates = tuple(

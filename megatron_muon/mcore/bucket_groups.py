@@ -22,7 +22,7 @@ _REDUCTION = ("grads/reduce", "Megatron's reduction of gradients")
 _ALL_GATHER = ("params/gather", "Megatron's all-gather of parameters")
 
 
-class NamedBucketGroup(_ParamAndGradBucketGroup):
+class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     """A bucket group whose errors name the phase.
 
     Without overlap, or in an all-gather by force, the methods that start one wait for it too.

@@ -63,6 +63,7 @@ def test_thousands_of_steps_end_with_equal_replicas_and_a_named_error(ranks: int
     killed = found["killed"]
     assert (killed["dead"], killed["with_error"]) == (1, ranks - 1)
     assert killed["latest_seconds"] < found["timeout"]
+    assert "gloo's own error" not in killed["named"]
 
 
 @pytest.mark.parametrize("name", ["compare", "links"])
@@ -133,6 +134,7 @@ def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:
     for name, question in found.items():
         asked = convergence.QUESTIONS[name]
         assert (question["flags"], question["seeds"]) == (asked.flags, list(asked.seeds))
+        assert question.get("matrices", "") == asked.matrices
         for optimizer in ("adam", "muon"):
             rate = tuning[optimizer]["found"]["--lr"]
             rates = {f"{round(rate * factor, 6):g}" for factor in getattr(asked, optimizer)}
@@ -159,7 +161,7 @@ def test_a_questions_flags_are_those_of_train_py(script: Any) -> None:
     convergence, arguments = script("convergence"), script("arguments")
     gpt = f"@{QUICKSTART / 'gpt.args'}"
     for question in convergence.QUESTIONS.values():
-        words = [*convergence.BASE.split(), *question.flags.split()]
+        words = [*convergence.BASE.split(), *question.flags.split(), *question.matrices.split()]
         args = arguments.parse([gpt, "--lr", "1", "--micro-batch-size", "32", *words])
         assert args.eval_iters * args.global_batch_size == 128  # the same windows for all
         assert args.global_batch_size % args.micro_batch_size == 0
