@@ -26,7 +26,11 @@ def _groups(built: Built) -> list[Any]:
 
 
 def _reduce(built: Built) -> None:
+    """As a step does: with overlap the last gradient of a bucket starts its reduction."""
     built.ddp.zero_grad_buffer()
+    if built.topology.overlap:
+        for param in reversed(list(built.ddp.parameters())):
+            built.ddp.param_to_bucket_group[param].register_grad_ready(param)
     built.ddp.finish_grad_sync()
 
 
@@ -88,7 +92,7 @@ class _LostHandle:
 def _errors_of_lost_handles() -> dict[str, str]:
     built = start(CASE, Topology(overlap=True))
     (group, *_) = _groups(built)
-    group.is_first_batch = False
+    group.is_first_batch = False  # in which newer cores start a reduction where they wait
     group.grad_reduce_handle = group.param_gather_handle = _LostHandle()
     group.param_gather_dispatched = True
     return {
