@@ -8,7 +8,8 @@
 
 Each run is the quickstart's training (gpt.args) in one process, with half the steps. A question's
 rates are tried with the first seed; the best one of each optimizer is repeated with the others.
-Runs that are in the work folder with the same flags are not repeated.
+Runs that are in the work folder with the same flags are not repeated. Further flags go to train.py,
+each with its value behind an equals sign (``--train-iters=8``); then name other folders.
 """
 
 from __future__ import annotations
