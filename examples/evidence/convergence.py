@@ -8,7 +8,8 @@
 
 Each run is the quickstart's training (gpt.args) in one process, with half the steps. A question's
 rates are tried with the first seed; the best one of each optimizer is repeated with the others.
-Runs that are in the work folder with the same flags are not repeated.
+Runs that are in the work folder with the same flags are not repeated. Further flags go to train.py,
+each with its value behind an equals sign (``--train-iters=8``); then name other folders.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ START = {
 class Question:
     """Flags beside the tuned ones (later ones win), and the factors of the tuned rate to try.
 
-    ``warm_up`` is the factor of each optimizer's tuned warm-up, in steps.
+    ``warm_up`` is the factor of each optimizer's tuned warm-up, in steps. ``matrices`` are flags
+    of Muon's runs alone: AdamW, which knows no matrices, has the runs of its other flags.
     """
 
     flags: str = ""
+    matrices: str = ""
     warm_up: float = 1.0
     adam: tuple[float, ...] = (1.0,)
     muon: tuple[float, ...] = (1.0,)
@@ -64,8 +67,13 @@ class Question:
 
 _AGAIN = (0.5, 1.0, 2.0)
 _SMALL = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 2 "
+_FUSED = "--muon-split *.linear_qkv.weight=whole --muon-split *.linear_fc1.weight=whole"
 QUESTIONS = {
-    "as tuned": Question("--evaluate-other-text"),
+    "as tuned": Question("--evaluate-other-text"),  # Q, K and V are three matrices, fc1 is one
+    "QKV fused, gate and up fused": Question("--evaluate-other-text", _FUSED, muon=_AGAIN),
+    "QKV split, gate and up split": Question(
+        "--evaluate-other-text", "--muon-split *.linear_fc1.weight=gate-up", muon=_AGAIN
+    ),
     "decay on all parameters": Question("--weight-decay-all-params"),
     "batch x 4, the same tokens": Question(
         "--global-batch-size 128 --train-iters 40 --eval-interval 2 --eval-iters 1",
@@ -155,6 +163,8 @@ def _words(settings: dict[str, float]) -> str:
 def ask(study: Study, question: Question, tuned: dict[str, Any]) -> dict[str, Any]:
     """Each optimizer's runs at its best rate under the question's flags."""
     report: dict[str, Any] = {"flags": question.flags, "seeds": question.seeds}
+    if question.matrices:
+        report["matrices"] = question.matrices
     for optimizer in NAMES:
         settings = tuned[optimizer]["found"]
         rates = tuple(
@@ -162,6 +172,8 @@ def ask(study: Study, question: Question, tuned: dict[str, Any]) -> dict[str, An
         )
         scaled = round(settings["--lr-warmup-iters"] * question.warm_up)
         flags = f"{_words({**settings, '--lr-warmup-iters': scaled})} {question.flags}"
+        if optimizer == "muon":
+            flags += f" {question.matrices}"
         tried = study.losses(optimizer, rates, question.seeds[:1], flags)
         rate = best(tried)
         runs = study.losses(optimizer, (rate,), question.seeds, flags)[rate]

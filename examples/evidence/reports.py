@@ -154,5 +154,5 @@ def draw(found: dict[str, Any], path: Path) -> None:
     grid[0, 0].set_ylabel("validation loss, nats per byte")
     grid[0, 0].legend(frameon=False)
     figure.supxlabel("step")
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=72)
     plt.close(figure)

@@ -2,6 +2,7 @@
 
     python stress.py                       # 8 ranks, 2,000 steps; writes figures/stress-8.json
     python stress.py --ranks 32 --tp 4     # figures/stress-32.json
+    python stress.py --kill-only           # repeats the end alone, and keeps the rest of the figure
     python stress.py --table               # prints the table of all of them again
 
 Each rank is a process with megatron-core's DDP and DistributedOptimizer over gloo, and a small GPT.
@@ -150,7 +151,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             raise RuntimeError(f"replicas of TP rank {tp_rank} have other weights")
     warm = max(0, len(reports[0]["rss_mib"]) // 10)
     growth = [report["rss_mib"][-1][1] - report["rss_mib"][warm][1] for report in reports]
-    ends = started(args, kill=True)
     return {
         "ranks": args.ranks,
         "tp": args.tp,
@@ -160,17 +160,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "rss_mib": max(report["rss_mib"][-1][1] for report in reports),
         "rss_growth_mib": {"from_step": reports[0]["rss_mib"][warm][0], "most": max(growth)},
         "timeout": TIMEOUT,
-        "killed": {
-            "dead": ends.count(None),
-            "with_error": sum("error" in end for end in ends if end is not None),
-            "latest_seconds": round(max(e["seconds_after"] for e in ends if e is not None), 1),
-            "named": sorted({_named(end["error"]) for end in ends if end and "error" in end}),
-        },
+        "killed": kill_one(args),
+    }
+
+
+def kill_one(args: argparse.Namespace) -> dict[str, Any]:
+    """How the others end after one rank is killed in the middle of a step."""
+    ends = started(args, kill=True)
+    return {
+        "dead": ends.count(None),
+        "with_error": sum("error" in end for end in ends if end is not None),
+        "latest_seconds": round(max(e["seconds_after"] for e in ends if e is not None), 1),
+        "named": sorted({_named(end["error"]) for end in ends if end and "error" in end}),
     }
 
 
 def _named(error: str) -> str:
-    """The phase that an error names; gloo's own text where Megatron's reduction was not ours."""
+    """The phase that an error names; with AdamW gloo's own text has none."""
     phase, colon, _ = error.partition(":")
     return phase if colon and re.fullmatch(r"[a-z_]+/[a-z_]+", phase) else "gloo's own error"
 
@@ -216,6 +222,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="steps between two comparisons")
     parser.add_argument("--optimizer", choices=("muon", "adam"), default="muon")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--kill-only", action="store_true", help="repeat the end of a figure alone")
     parser.add_argument("--figures", type=Path, default=HERE / "figures")
     for name in ("--rank", "--kill"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
@@ -223,8 +230,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank is not None:
         worker(args)
-    if not args.table:
-        write(args.figures / f"stress-{args.ranks}.json", measure(args))
+    path = args.figures / f"stress-{args.ranks}.json"
+    if args.kill_only:
+        write(path, json.loads(path.read_text()) | {"killed": kill_one(args)})
+    elif not args.table:
+        write(path, measure(args))
     print(table(recorded(args.figures)))
 
 

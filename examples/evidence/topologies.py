@@ -2,7 +2,8 @@
 
     python topologies.py [FOLDER ...]
 
-prints those of the figures in the clone, or of the ``report.json`` of each given folder.
+prints those of the figures in the clone, or of the ``report.json`` in each given folder. A report
+itself may be given in place of its folder.
 """
 
 from __future__ import annotations
@@ -113,10 +114,11 @@ def tables(found: dict[str, Any]) -> str:
     return f"{table(found)}\n\n{peaks(found)}"
 
 
-def main(folders: list[str]) -> None:
-    for folder in folders:
-        print(tables(json.loads(Path(folder, "report.json").read_text())), end="\n\n")
-    if not folders:
+def main(given: list[str]) -> None:
+    for path in map(Path, given):
+        report = path / "report.json" if path.is_dir() else path
+        print(tables(json.loads(report.read_text())), end="\n\n")
+    if not given:
         for name in ("compare", "links"):
             print(tables(_figures(name)), end="\n\n")
         print(peaks(_figures("memory")))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore import process_groups
+from megatron_muon.mcore.bucket_groups import name_phases
 from megatron_muon.mcore.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.mcore.distributed_optimizer import (
     MuonDistributedOptimizer,
@@ -110,6 +111,7 @@ def make_muons(
     lines = [*_active(), *(said if stage.speaks else []), *survey(model_chunks, config, stage)]
     lines += count_once(parts, stage)
     turn_into(optimizer, MuonChainedOptimizer)
+    name_phases(model_chunks)
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, config, stage), None, device)

@@ -17,6 +17,7 @@ import torch
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.late_norm import norm_grads
 from megatron_muon.mcore.shards import device_of, owned_shards
+from megatron_muon.runtime.collectives import raise_named
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 
 TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of each parameter
@@ -41,6 +42,14 @@ class MuonDistributedOptimizer(MuonCheckpoint):
         """The gradients of the norm, from core 0.19 on; see ``norm_grads``."""
         counted: list[torch.Tensor] = super().get_grads_for_grad_norm(grad_norm_group)
         return counted if grad_norm_group is not None else self._with_all(counted)
+
+    def _unscale_main_grads_and_check_for_nan(self) -> bool:
+        """Megatron's, with a loss scale; raises PhaseError where a peer is lost."""
+        try:
+            return bool(super()._unscale_main_grads_and_check_for_nan())
+        except RuntimeError as error:
+            group = self.get_grad_stats_parallel_group()
+            raise_named("grads/found_inf", group, error, "Megatron's vote on overflowed gradients")
 
     def _with_all(self, counted: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.is_stub_optimizer or self.grad_scaler:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -351,11 +351,29 @@ def _named(name: str, group: Group | None, part: str = "collective") -> Iterator
     try:
         with record_function(f"{name}/{part}"):
             yield
-    except _OWN_FAULT:
-        raise
     except RuntimeError as error:
-        raise PhaseError(
-            f"{name}: rank {dist.get_rank(group)} of the group of {dist.get_world_size(group)} did "
-            "not get through its collective. Most often another rank was stopped or killed or "
-            f"raised an error: look for the first error among the ranks' logs ({error})"
-        ) from error
+        raise_named(name, group, error)
+
+
+def raise_named(
+    name: str, group: Group | None, error: RuntimeError, what: str = "its collective"
+) -> NoReturn:
+    """Raise the error of a collective with the name of its phase.
+
+    Args:
+        name: name of the phase.
+        group: the collective's process group; None for the world.
+        error: the error. It is raised as it is where it names a phase already, and where it is one
+            of this rank's own device.
+        what: the collective, for the text.
+
+    Raises:
+        PhaseError: names the phase and this rank, and quotes ``error``.
+    """
+    if isinstance(error, (PhaseError, *_OWN_FAULT)):
+        raise error
+    raise PhaseError(
+        f"{name}: rank {dist.get_rank(group)} of the group of {dist.get_world_size(group)} did "
+        f"not get through {what}. Most often another rank was stopped or killed or "
+        f"raised an error: look for the first error among the ranks' logs ({error})"
+    ) from error

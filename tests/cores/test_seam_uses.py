@@ -48,6 +48,9 @@ GAPS = {
 BASES = {
     "megatron.core.optimizer.ChainedOptimizer": "ChainedOptimizer",
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": "DistributedOptimizer",
+    "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup": (
+        "_ParamAndGradBucketGroup"
+    ),
 }
 EVERY_OBJECTS = ("__class__", "__dict__", "__file__", "__init__", "__name__", "__new__", "__path__")
 EVERY_OBJECTS += ("__module__", "__qualname__")

@@ -63,6 +63,7 @@ def test_thousands_of_steps_end_with_equal_replicas_and_a_named_error(ranks: int
     killed = figures["killed"]
     assert (killed["dead"], killed["with_error"]) == (1, ranks - 1)
     assert killed["latest_seconds"] < figures["timeout"]
+    assert "gloo's own error" not in killed["named"]
 
 
 @pytest.mark.parametrize("name", ["compare", "links"])
@@ -106,6 +107,18 @@ def test_every_page_with_a_command_of_figures_is_in_the_list_of_claims() -> None
     assert "../../docs/watching.md" in claims  # there are such pages
 
 
+def test_every_command_of_figures_in_a_document_is_in_the_report() -> None:
+    """All but those that look at the user's own files or environment."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages += (ROOT / "examples").glob("*/README.md")
+    named: set[str] = set()
+    for text in (page.read_text() for page in pages if page.parent != EVIDENCE):
+        named |= set(re.findall(r"\bpython (\w+\.py)", text))
+        named |= set(re.findall(r"\bmegatron-muon (bench [a-z-]+|[a-z]+)", text))
+    named -= {"doctor", "patch", "checkpoint"}
+    assert len(named) > 15 and [each for each in sorted(named) if each not in REPORT] == []
+
+
 def test_bytes_over_topologies_are_the_plans_and_state_is_near_it() -> None:
     for each in recorded("compare.json")["topologies"]:
         assert each["muon"]["exchange"] == each["predicted"]["exchange"]
@@ -133,6 +146,7 @@ def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:
     for name, question in questions.items():
         asked = convergence.QUESTIONS[name]
         assert (question["flags"], question["seeds"]) == (asked.flags, list(asked.seeds))
+        assert question.get("matrices", "") == asked.matrices
         for optimizer in ("adam", "muon"):
             rate = tuning[optimizer]["found"]["--lr"]
             rates = {f"{round(rate * factor, 6):g}" for factor in getattr(asked, optimizer)}
@@ -159,7 +173,7 @@ def test_a_questions_flags_are_those_of_train_py(script: Any) -> None:
     convergence, arguments = script("convergence"), script("arguments")
     gpt = f"@{QUICKSTART / 'gpt.args'}"
     for question in convergence.QUESTIONS.values():
-        words = [*convergence.BASE.split(), *question.flags.split()]
+        words = [*convergence.BASE.split(), *question.flags.split(), *question.matrices.split()]
         args = arguments.parse([gpt, "--lr", "1", "--micro-batch-size", "32", *words])
         assert args.eval_iters * args.global_batch_size == 128  # the same windows for all
         assert args.global_batch_size % args.micro_batch_size == 0

@@ -29,10 +29,14 @@ def _chained(name: str, use: Use, relied_on: str) -> Seam:
     return Seam(_CHAIN, f"ChainedOptimizer.{name}", use, relied_on, ("self",))
 
 
-def _bucket_group(name: str, relied_on: str) -> Seam:
+def _bucket_group(name: str, relied_on: str) -> tuple[Seam, Seam]:
     name = f"_ParamAndGradBucketGroup.{name}"
-    relied_on = f"{relied_on}; replaced in a step that is traced, to mark it there"
-    return Seam(_BUFFERS, name, "replaced", relied_on, ("self",), part="traces")
+    named = f"{relied_on}; overridden to name it in the error where a peer is lost"
+    marked = f"{relied_on}; replaced in a step that is traced, to mark it there"
+    return (
+        Seam(_BUFFERS, name, "overridden", named, ("self",)),
+        Seam(_BUFFERS, name, "replaced", marked, ("self",), part="traces"),
+    )
 
 
 def _scaler(name: str, parameters: tuple[str, ...], relied_on: str) -> Seam:
@@ -40,11 +44,23 @@ def _scaler(name: str, parameters: tuple[str, ...], relied_on: str) -> Seam:
 
 
 SEAMS = (
-    # --- communication that traces mark
-    _bucket_group("start_grad_sync", "starts the reduction of gradients"),
-    _bucket_group("finish_grad_sync", "waits for the reduction of gradients"),
-    _bucket_group("start_param_sync", "starts the all-gather of parameters"),
-    _bucket_group("finish_param_sync", "waits for the all-gather of parameters"),
+    # --- communication that errors name and traces mark
+    Seam(
+        _BUFFERS,
+        "_ParamAndGradBucketGroup",
+        "subclassed",
+        "buckets that are reduced and gathered together; a built one's class becomes a subclass",
+    ),
+    Seam(
+        _BUFFERS,
+        "_ParamAndGradBucketGroup.check_grads",
+        "read",
+        "the frame from which start_grad_sync raises for gradients that are not finite",
+    ),
+    *_bucket_group("start_grad_sync", "starts the reduction of gradients"),
+    *_bucket_group("finish_grad_sync", "waits for the reduction of gradients"),
+    *_bucket_group("start_param_sync", "starts the all-gather of parameters"),
+    *_bucket_group("finish_param_sync", "waits for the all-gather of parameters"),
     # --- making one
     Seam(
         _CHAIN,
@@ -148,6 +164,13 @@ SEAMS = (
         since=(0, 19),
         inherited=True,
     ),
+    _distributed(
+        "_unscale_main_grads_and_check_for_nan",
+        "overridden",
+        "with a loss scale, reduces the flag that skips a step; overridden to name that in the "
+        "error where a peer is lost",
+        inherited=True,
+    ),
     _chained(
         "grads_states_parallel_group_is_shared",
         "called",
@@ -233,6 +256,10 @@ def _of_bucket(name: str, relied_on: str) -> Attribute:
     return Attribute(_BUFFERS, "_ParamAndGradBucket", name, relied_on)
 
 
+def _of_bucket_group(name: str, relied_on: str) -> Attribute:
+    return Attribute(_BUFFERS, "_ParamAndGradBucketGroup", name, relied_on)
+
+
 def _of_ddp(name: str, relied_on: str) -> Attribute:
     return Attribute("megatron.core.distributed", "DistributedDataParallel", name, relied_on)
 
@@ -290,6 +317,11 @@ ATTRIBUTES = (
     _of_bucket("grad_data", "all of the bucket's elements, padding too"),
     _of_bucket("offset", "where the bucket begins in its buffer"),
     _of_bucket("numel_unpadded", "elements of the bucket without padding"),
+    _of_bucket_group(
+        "intra_distributed_optimizer_instance_group", "the ranks that reduce and gather its buckets"
+    ),
+    _of_ddp("bucket_groups", "those of dense weights, whose errors name the phase"),
+    _of_ddp("expert_parallel_bucket_groups", "those of experts' weights"),
     _of_ddp("buffers", "the grad buffers of dense weights"),
     _of_ddp("expert_parallel_buffers", "the grad buffers of experts' weights"),
     _of_ddp("ddp_config", "whether the distributed optimizer is on, and how many instances"),

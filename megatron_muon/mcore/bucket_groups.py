@@ -1,0 +1,70 @@
+"""Megatron's reduction of gradients and all-gather of parameters, which name themselves if lost.
+
+A rank that waits there for one that is gone gets gloo's error, which has the peer's address and no
+phase. A model that Muon trains has its bucket groups turned into a subclass that adds the phase.
+Its methods add a ``try`` and nothing else. NCCL raises nothing there: its watchdog ends the
+process from another thread.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from megatron_muon.runtime.collectives import raise_named
+from megatron_muon.runtime.patches import turn_into
+
+# The phases of Megatron's own communication, as in traces, and what they are.
+_REDUCTION = ("grads/reduce", "Megatron's reduction of gradients")
+_ALL_GATHER = ("params/gather", "Megatron's all-gather of parameters")
+
+
+class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
+    """A bucket group whose errors name the phase.
+
+    Without overlap, or in an all-gather by force, the methods that start one wait for it too.
+    """
+
+    def start_grad_sync(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's; raises PhaseError where a peer is lost."""
+        try:
+            super().start_grad_sync(*args, **kwargs)
+        except RuntimeError as error:
+            self._raise(error, *_REDUCTION)
+
+    def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's; raises PhaseError where a peer is lost."""
+        try:
+            super().finish_grad_sync(*args, **kwargs)
+        except RuntimeError as error:
+            self._raise(error, *_REDUCTION)
+
+    def start_param_sync(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's; raises PhaseError where a peer is lost."""
+        try:
+            super().start_param_sync(*args, **kwargs)
+        except RuntimeError as error:
+            self._raise(error, *_ALL_GATHER)
+
+    def finish_param_sync(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's; raises PhaseError where a peer is lost."""
+        try:
+            super().finish_param_sync(*args, **kwargs)
+        except RuntimeError as error:
+            self._raise(error, *_ALL_GATHER)
+
+    def _raise(self, error: RuntimeError, name: str, what: str) -> NoReturn:
+        """Megatron's check of gradients raises in ``start_grad_sync``, too: no collective's."""
+        if any(frame.name == "check_grads" for frame in traceback.extract_tb(error.__traceback__)):
+            raise error
+        raise_named(name, self.intra_distributed_optimizer_instance_group, error, what)
+
+
+def name_phases(model_chunks: Iterable[Any]) -> None:
+    """Turn the bucket groups of a model into ones whose errors name the phase."""
+    for chunk in model_chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            turn_into(group, NamedBucketGroup)
