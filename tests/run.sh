@@ -97,3 +97,5 @@ for core in $(grep -o '^megatron-core==[0-9.]*' tests/cores.txt); do
     echo "tests: with $core"
     run "${core#*==}" "${SIDE_BY_SIDE[@]}" tests/cores
 done
+echo "tests: triton's kernels, with the triton of a core in cores.txt"
+run 0.19.0 tests/unit/runtime/test_fused.py tests/unit/orthogonalize/test_normalization.py
