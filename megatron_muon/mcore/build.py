@@ -62,7 +62,8 @@ from megatron_muon.runtime.consensus import (
     raise_together,
     together,
 )
-from megatron_muon.runtime.exchange import Exchange, Meter
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.fused import elementwise_on, said_of_elementwise, try_elementwise
 from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.patches import turn_into

@@ -54,7 +54,8 @@ def orthogonalize_strips(
 
     Args:
         strips: each a view whose first dim is the matrix's rows or a range of them, and whose other
-            dims are its columns or a range of them, in ``matmul.travel_dtype``.
+            dims are its columns or a range of them, in ``matmul.travel_dtype``. How it lies in
+            memory changes no bit.
         whole: rows and columns of the matrix.
         moves: ``(len(strips),)`` bool: whether a strip has a gradient. Without any, the direction
             is zero.
@@ -66,7 +67,7 @@ def orthogonalize_strips(
     is_tall = whole[0] > whole[1]
     entered = _entered(strips, moves, products, sharing)
     # (m, n) with the short side first; a tall strip is a view, and stays as it is in memory
-    x = [one.flatten(1).mT if is_tall else one.flatten(1) for one in entered]
+    x = [one.mT if is_tall else one for one in entered]
     del entered
     with fp32_is_fp32(device):
         if takes_gram(*whole, config, plan_device(device)):
@@ -80,14 +81,15 @@ def orthogonalize_strips(
 def _entered(
     strips: Sequence[Tensor], moves: Tensor, products: Products, sharing: Sharing
 ) -> list[Tensor]:
-    """New tensors with the strips divided by the norm of the whole matrix, as products take them.
+    """New ``(rows, columns)`` of the strips, divided by the whole matrix's norm, for products.
 
     The power of two below the matrix's largest entry is divided out first, which rounds nothing.
     """
     largest = torch.stack([torch.linalg.vector_norm(one, math.inf).float() for one in strips])
     every = sharing.all_numbers(torch.stack([largest, moves.float()], dim=1))
     power = power_of_two(every[:, 0].amax())
-    made = [torch.div(one.float(), power) for one in strips]
+    # a sum goes by the order of elements in memory: rows, and the matrix's columns in them
+    made = [torch.div(one.flatten(1).float(), power) for one in strips]
     squares = torch.stack([torch.linalg.vector_norm(one).square() for one in made])
     norm = sharing.all_numbers(squares[:, None]).sum().sqrt()
     moving = (norm > 0) & (every[:, 1].sum() > 0)

@@ -42,19 +42,19 @@ _NEIGHBOURS = 8  # ranks of a stage that are most likely GPUs of one node
 class Work:
     """A matrix: flops of its Newton-Schulz, its elements, and elements held by rank.
 
-    Replicas are held too, so ``held`` may have more than ``numel`` elements in all. ``squares`` are
+    Replicas are held too, so ``held`` may have more than ``numel`` elements in all. ``shared`` are
     elements that the home of a strip sends to the matrix's other homes, and as many come.
     """
 
     flops: int
     numel: int
     held: Mapping[int, int]
-    squares: int = 0
+    shared: int = 0
 
     def moved(self, home: int) -> int:
         """Elements that a home receives and sends: pieces it lacks, directions of all others."""
         pieces = self.numel + sum(self.held.values()) - 2 * self.held.get(home, 0)
-        return pieces + self.squares
+        return pieces + self.shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class ExchangePlan:
         """Bytes that each rank sends to others in a step: pieces there, directions back.
 
         A segment takes one element more to its home, which says whether it has a gradient. Homes
-        of one matrix also send squares to each other.
+        of one matrix also send squares to each other, and turn it.
         """
         sent = [0] * self.size
         for one in self.shared:
@@ -204,7 +204,7 @@ def _draft(
             _flops(shape, config, device),
             shape.rows * shape.cols,
             by_rank,
-            _square_elements(shape, grid.size, config, device),
+            _shared_elements(shape, grid.size, config, device),
         )
         for (_, shape), by_rank in zip(shapes, held, strict=True)
     ]
@@ -220,7 +220,7 @@ def _loads(plans: Sequence[ExchangePlan], size: int, config: MuonConfig, device:
     for plan in plans:
         if plan.size != size:
             raise ValueError(f"a stage's optimizers have its {size} ranks, not {plan.size}")
-        moved = [_square_elements(matrix, size, config, device) for matrix in plan.matrices]
+        moved = [_shared_elements(matrix, size, config, device) for matrix in plan.matrices]
         for segment in plan.segments:
             if segment.rank != plan.matrices[segment.matrix].home:
                 moved[segment.matrix] += segment.elements.size * (1 if segment.replica else 2)
@@ -265,15 +265,18 @@ def _in_strips(
     return cut(choose_counts(sorted(shapes), grid.size, time_of)) if shapes else parameters
 
 
-def _square_elements(
+def _shared_elements(
     shape: MatrixShape | Matrix, size: int, config: MuonConfig, device: Device
 ) -> int:
-    """Elements of squares that the home of a strip sends."""
+    """Elements that the home of a strip sends to the others: of squares, and to turn it twice."""
     if shape.strip is None:
         return 0
     homes, short = min(size, shape.strip.count), min(shape.strip.rows, shape.strip.cols)
     whole = (shape.strip.rows, shape.strip.cols)
-    return sums_of_squares(*whole, config, device) * 2 * short * short * (homes - 1) // homes
+    sent = sums_of_squares(*whole, config, device) * 2 * short * short
+    if shape.strip.is_turned:
+        sent += 2 * shape.rows * shape.cols
+    return sent * (homes - 1) // homes
 
 
 def _shared(
@@ -293,14 +296,15 @@ def _shared(
                 cols=matrix.strip.cols,
                 sums=sums_of_squares(*matrix.whole, config, device),
                 itemsize=4 if held_dtype(dtype_of(config, device), device) == "fp32" else 2,
+                turns=itemsize_of(config) if matrix.strip.is_turned else 0,
             )
 
 
 def _flops(shape: MatrixShape, config: MuonConfig, device: Device) -> int:
     if shape.strip is None:
         return shape.units * ns_flops(*shape.unit, config, device)
-    long = shape.rows if shape.strip.is_tall else shape.cols
-    return strip_flops(shape.strip.rows, shape.strip.cols, long, config, device)
+    whole = (shape.strip.rows, shape.strip.cols)
+    return strip_flops(*whole, shape.strip.long.size, config, device)
 
 
 def _flops_at_homes(
