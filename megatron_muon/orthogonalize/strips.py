@@ -71,9 +71,9 @@ def orthogonalize_strips(
     del entered
     with fp32_is_fp32(device):
         if takes_gram(*whole, config, plan_device(device)):
-            x = _gram(x, config, products, sharing)
+            _gram(x, config, products, sharing)
         else:
-            x = _standard(x, config, products.plain(), sharing)
+            _standard(x, config, products.plain(), sharing)
     for strip, direction in zip(strips, x, strict=True):
         strip.copy_((direction.mT if is_tall else direction).reshape(strip.shape))
 
@@ -97,23 +97,20 @@ def _entered(
     return [products.enter(one.div_(by)) for one in made]
 
 
-def _gram(
-    x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing
-) -> list[Tensor]:
-    """The Gram iteration (``newton_schulz.gram_iteration``)."""
+def _gram(x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing) -> None:
+    """The Gram iteration (``newton_schulz.gram_iteration``), which replaces the strips of ``x``."""
     of_squares, parts = products.of_squares(), segments(config, plan_device(x[0].device))
     for number, part in enumerate(parts):
         leave = products.leave(is_last=number == len(parts) - 1)
         gram = of_squares.rounded(sharing.add([of_squares.square(one) for one in x]))
         factor = factor_of(gram, part, of_squares)
-        x = [products.times(factor, one, alpha=leave) for one in x]
-    return x
+        for at, one in enumerate(x):
+            x[at] = products.times(factor, one, alpha=leave)
+        del gram, factor, one  # the next sum needs their memory
 
 
-def _standard(
-    x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing
-) -> list[Tensor]:
-    """The standard iteration (``newton_schulz.standard_iteration``)."""
+def _standard(x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing) -> None:
+    """The standard iteration (``newton_schulz.standard_iteration``); see ``_gram``."""
     steps = schedule_of(config)
     for step, (a, b, c) in enumerate(steps):
         leave = products.leave(is_last=step == len(steps) - 1)
@@ -122,5 +119,6 @@ def _standard(
         if c != 0:
             square, alpha = products.symmetric(square, square, square, beta=b, alpha=c), 1.0
         beta = products.fold(square, a * leave, alpha * leave)
-        x = [products.times(square, one, beta=beta, alpha=alpha * leave) for one in x]
-    return x
+        for at, one in enumerate(x):
+            x[at] = products.times(square, one, beta=beta, alpha=alpha * leave)
+        del square, one

@@ -80,8 +80,14 @@ def test_the_papers_figures_are_those_of_its_routes(tp: int, dp: int) -> None:
         MuonConfig(ns_iteration="gram"),
         MuonConfig(elementwise="foreach", round_bytes=1 << 20),
         MuonConfig(elementwise="foreach", nesterov=False),
+        MuonConfig(split_matrices=2),
+        MuonConfig(split_matrices=3, ns_dtype="bf16"),
+        MuonConfig(split_matrices=4, ns_iteration="gram"),
     ],
-    ids=["default", "small rounds", "gram", "lists in small rounds", "lists for the update only"],
+    ids=[
+        *("default", "small rounds", "gram", "lists in small rounds", "lists for the update only"),
+        *("in 2 strips", "in 3 strips of bf16", "in 4 strips with gram"),
+    ],
 )
 def test_the_peak_is_that_of_the_virtual_gpus_allocator(
     tp: int, dp: int, config: MuonConfig
