@@ -29,7 +29,10 @@ PHASES = {
     "muon/gather": ("muon/momentum", "_advance_momentum"),
     "muon/scatter": ("muon/newton_schulz", "_orthogonalize_alike"),
     "muon/share": ("muon/newton_schulz", "_orthogonalize_shared"),
+    "muon/turn": ("muon/newton_schulz", "_orthogonalize_shared"),
 }
+# The first matrix is wide. In 4 strips it is turned, in 2 its column parts come where TP is 2.
+STRIPS = {"muon/share": 2, "muon/turn": 4}
 
 
 @contextmanager
@@ -68,7 +71,7 @@ def _fail(how: str) -> None:
 
 def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple[str, float]:
     """The error of this rank's second step, and how long after the step's start it came."""
-    shared = (("split_matrices", 4),) if phase == "muon/share" else ()
+    shared = (("split_matrices", STRIPS[phase]),) if phase in STRIPS else ()
     with _short_timeout():
         built = start(replace(CASE, muon=shared), topology)
     take_step(built, 0)
@@ -93,7 +96,7 @@ def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple
         ("muon/scatter", "raise", Topology(tp=2, dp=2)),
         ("muon/scatter", "stop", Topology(tp=2, dp=2)),
         ("muon/gather", "stop", Topology(tp=2, dp=2, instances=2)),  # a group of our own
-        ("muon/share", "raise", Topology(dp=4)),
+        ("muon/turn", "raise", Topology(dp=4)),
         ("muon/share", "stop", Topology(tp=2, dp=2)),
     ],
     ids=str,
