@@ -31,8 +31,11 @@ PHASES = {
     "muon/share": ("muon/newton_schulz", "_orthogonalize_shared"),
     "muon/turn": ("muon/newton_schulz", "_orthogonalize_shared"),
 }
-# The first matrix is wide. In 4 strips it is turned, in 2 its column parts come where TP is 2.
-STRIPS = {"muon/share": 2, "muon/turn": 4}
+# The first shared matrix is wide: K, or fc2 where QKV is one. TP 2 has fc2 in two strips as it is.
+SHARED = {
+    "muon/share": (("split_matrices", 2), ("split_qkv", False)),
+    "muon/turn": (("split_matrices", 4),),
+}
 
 
 @contextmanager
@@ -71,7 +74,7 @@ def _fail(how: str) -> None:
 
 def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple[str, float]:
     """The error of this rank's second step, and how long after the step's start it came."""
-    shared = (("split_matrices", STRIPS[phase]),) if phase in STRIPS else ()
+    shared: Any = SHARED.get(phase, ())
     with _short_timeout():
         built = start(replace(CASE, muon=shared), topology)
     take_step(built, 0)

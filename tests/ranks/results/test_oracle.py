@@ -381,20 +381,21 @@ def _with_turned_columns_swapped() -> Any:
 @pytest.mark.parametrize(
     ("mutation", "topology", "wrong"),
     [
-        (_without_sums, Topology(2, 2, 2), {"linear_fc1.weight", "linear_fc2.weight"}),
-        (_with_the_scale_of_a_strip, Topology(2, 2, 2), {"linear_fc1.weight", "linear_fc2.weight"}),
-        (_with_turned_columns_swapped, Topology(1, 2, 2), {"linear_fc2.weight"}),
-        (_with_turned_columns_swapped, Topology(2, 2, 2), set()),  # nothing to turn
+        (_without_sums, Topology(2, 2, 2), {"linear_qkv", "linear_fc1", "linear_fc2"}),
+        (_with_the_scale_of_a_strip, Topology(2, 2, 2), {"linear_fc1", "linear_fc2"}),
+        (_with_turned_columns_swapped, Topology(1, 2, 2), {"linear_qkv", "linear_fc2"}),
+        (_with_turned_columns_swapped, Topology(2, 2, 2), {"linear_qkv"}),  # fc2's parts come
     ],
 )
 def test_mutants_of_shared_matrices_are_noticed(
     mutation: Any, topology: Topology, wrong: set[str]
 ) -> None:
+    """K and V are wide; their scale is that of the columns."""
     case = CASES["shared"]
     results = run(train, topology.world_size, case, topology, mutation)
     norms = results[0]["log"]["norms"]
     found = outside(case, whole(results), computed(case, oracle_for(case), norms))
-    assert names(found) == wrong
+    assert names(found) == {f"{name}.weight" for name in wrong}
 
 
 def test_mutants_without_a_split_are_noticed() -> None:
