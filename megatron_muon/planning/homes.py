@@ -194,12 +194,18 @@ class _Ranks:
         return self._by_work[0][1]
 
 
-def busiest_time(works: Sequence[Work], homes: Sequence[int], price: Price, before: Loads) -> int:
-    """The time of the rank that has most, in the unit of ``price``; see ``choose_homes``."""
+def busiest_time(
+    works: Sequence[Work], homes: Sequence[int], price: Price, before: Loads, later: int = 0
+) -> int:
+    """The time of the rank that has most, in the unit of ``price``; see ``choose_homes``.
+
+    Work that comes ``later``, in flops, has homes by what ranks have to do by then. So it fills
+    those that have less than the mean, and no rank ends before that.
+    """
     times = list(before.times)
     for work, home in zip(works, homes, strict=True):
         times[home] += _time(work, home, price)
-    return max(times)
+    return max(*times, (sum(times) + later * price.flop) // len(times))
 
 
 def _time(matrix: Work, home: int, price: Price) -> int:

@@ -140,6 +140,7 @@ def make_plan(
     config: MuonConfig,
     device: Device = "cuda",
     earlier: Sequence[ExchangePlan] = (),
+    later: int = 0,
 ) -> ExchangePlan:
     """Choose the homes and lay out every segment.
 
@@ -150,12 +151,14 @@ def make_plan(
         device: the kind of device of all ranks, on which an iteration's cost depends.
         earlier: plans of the stage's optimizers that step before this one. Homes balance the work
             of all of them.
+        later: ``flops_of`` those that step after it. Where they fill the ranks, it gains nothing
+            to share a matrix.
 
     Raises:
         ValueError: the pieces do not cover a parameter exactly once, or the plans have other ranks.
     """
     before = _loads(earlier, grid.size, config, device)
-    cut = _in_strips(parameters, grid, config, device, before)
+    cut = _in_strips(parameters, grid, config, device, before, later)
     draft = _draft(cut, grid, config, device, before)
     parameters = draft.parameters
     matrices = tuple(
@@ -176,6 +179,11 @@ def make_plan(
     )
     plan.validate()
     return plan
+
+
+def flops_of(parameters: Sequence[Parameter], config: MuonConfig, device: Device) -> int:
+    """Newton-Schulz flops of whole matrices."""
+    return sum(_flops(m, config, device) for parameter in parameters for m in parameter.matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +244,7 @@ def _in_strips(
     config: MuonConfig,
     device: Device,
     before: Loads,
+    later: int,
 ) -> Sequence[Parameter]:
     """The parameters with the matrices cut that several homes share (``split_of``)."""
     asked = split_of(config, device)
@@ -252,7 +261,8 @@ def _in_strips(
 
     def time_of(counts: Mapping[tuple[int, int], int]) -> int:
         draft = _draft(cut(counts), grid, config, device, before)
-        return busiest_time(draft.works, draft.homes, prices(config, itemsize_of(config)), before)
+        price = prices(config, itemsize_of(config))
+        return busiest_time(draft.works, draft.homes, price, before, later)
 
     least = LEAST_SHARED_PS * config.rank_tflops  # flops
     shapes = {

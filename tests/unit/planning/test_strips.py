@@ -143,6 +143,17 @@ def test_shapes_are_cut_as_long_as_that_gains() -> None:
     assert choose_counts([(80, 10)], 64, lambda counts: 1000 - 5 * sum(counts.values())) == {}
 
 
+def test_auto_shares_nothing_where_experts_fill_the_ranks() -> None:
+    """They have homes by what ranks have to do by then, so no rank waits for the dense ones'."""
+    config = MuonConfig(split_matrices="auto", rank_tflops=1e-6)
+    whole = _plan([(400, 16, None)] * 2, 1, 4, replace(config, split_matrices="off"))
+    stage = whole.parameters, whole.grid, config
+    assert len(make_plan(*stage).shared) == 2
+    mean = sum(whole.ns_flops()) // 4
+    assert len(make_plan(*stage, later=mean // 2).shared) == 2
+    assert make_plan(*stage, later=20 * mean).shared == ()
+
+
 @pytest.mark.parametrize(
     ("name", "at_most"),
     [("Llama-3-8B TP8 × DP64", Fraction(1, 3)), ("Llama-3-70B TP8 PP4 DP16", Fraction(4, 5))],
