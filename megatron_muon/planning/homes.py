@@ -200,12 +200,15 @@ def busiest_time(
     """The time of the rank that has most, in the unit of ``price``; see ``choose_homes``.
 
     Work that comes ``later``, in flops, has homes by what ranks have to do by then. So it fills
-    those that have less than the mean, and no rank ends before that.
+    those that have less than the mean of all; nothing takes bytes from a home's link.
     """
-    times = list(before.times)
+    times, flops = list(before.times), list(before.flops)
     for work, home in zip(works, homes, strict=True):
         times[home] += _time(work, home, price)
-    return max(*times, (sum(times) + later * price.flop) // len(times))
+        flops[home] += work.flops
+    mean = (sum(flops) + later) // len(flops) if later else 0
+    filled = (max(0, mean - own) * price.flop for own in flops)
+    return max(time + more for time, more in zip(times, filled, strict=True))
 
 
 def _time(matrix: Work, home: int, price: Price) -> int:
