@@ -18,7 +18,7 @@ from megatron_muon.version import __version__
 if TYPE_CHECKING:
     from megatron_muon import cpu as cpu
     from megatron_muon.mcore.step_traces import MegatronTraces
-    from megatron_muon.runtime.exchange import Meter
+    from megatron_muon.runtime.exchange.meter import Meter
 
 __all__ = [
     "MuonConfig",

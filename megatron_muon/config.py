@@ -107,13 +107,13 @@ class MuonConfig:
         split_matrices: number of ranks that orthogonalize a long matrix together, each a strip of
             it; ``off``: none is shared. ``auto``: 2, 4 or 8 for the shapes where the busiest rank,
             by ``rank_tflops`` and ``link_gbytes``, then has 5 % less time or better; not for
-            matrices of less than 500 µs. A matrix is long if one side is at least twice the other;
-            a wide one is shared only where TP cuts its columns, and experts' matrices are not. So
-            one home does not keep others waiting, and no link takes a whole matrix. The homes are
-            neighbours in the stage, so that they are of one node. Sums are made in one order, so
-            bits depend on the number of strips and not on their ranks; they are other bits than
-            without. None: ``auto`` on a GPU, but ``off`` in torch's deterministic mode, since the
-            layout decides which matrices are shared, and with ``log_interval``; ``off`` on a CPU
+            matrices of less than 500 µs. A matrix is long if one side is at least twice the other,
+            and it needs as many rows as strips; experts' matrices are not shared. So one home does
+            not keep others waiting, and no link takes a whole matrix. The homes are neighbours in
+            the stage, so that they are of one node. Sums are made in one order, so bits depend on
+            the number of strips and not on their ranks; they are other bits than without. None:
+            ``auto`` on a GPU, but ``off`` in torch's deterministic mode, since the layout decides
+            which matrices are shared, and with ``log_interval``; ``off`` on a CPU
             (``iteration.split_of``).
         rank_tflops: speed of Newton-Schulz on a rank, 10¹² flop/s. Only homes depend on it. A run
             never measures it, so that every rank and every restart has the same homes;

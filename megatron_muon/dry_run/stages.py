@@ -35,7 +35,8 @@ from megatron_muon.mcore.params.validate import refuse_unsupported
 from megatron_muon.mcore.process_groups import Sizes
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.describe import UNSPLIT, Share, fused_lines, share_lines, start_line
-from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.planning.layout import Parameter
+from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.runtime.update import update_scale
 
 Split = Literal["rows", "columns", "replicated", "whole"]
@@ -280,25 +281,30 @@ def planned_optimizers(
     """The DistributedOptimizers of this rank's chunks, in the order of their steps."""
     early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
     parts = (chunks[:1], chunks[1:]) if early else (chunks,)
+    located = [_located(config, ranks, part, experts=False) for part in parts]
+    located.append(_located(config, ranks, chunks, experts=True))
+    built = [one for one in located if one is not None]
+    works = [flops_of(one.parameters, config, device) for one in built]
     planned: list[Planned] = []
-    for part, experts in [*((part, False) for part in parts), (chunks, True)]:
-        plans = [one.plan for one in planned]
-        one = _planned(config, ranks, part, device, plans, experts=experts)
-        if one is not None:
-            planned.append(one)
+    for at, one in enumerate(built):
+        plans = [other.plan for other in planned]
+        planned.append(_planned(one, config, ranks, device, plans, sum(works[at + 1 :])))
     return planned
 
 
-def _planned(
-    config: MuonConfig,
-    ranks: Ranks,
-    chunks: Sequence[Any],
-    device: Device,
-    earlier: Sequence[ExchangePlan],
-    *,
-    experts: bool,
-) -> Planned | None:
-    """One DistributedOptimizer with its exchange plan, as ``mcore.build`` makes it."""
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A DistributedOptimizer before it has a plan; ``parameters`` are on all EP ranks."""
+
+    experts: bool
+    buffers: list[Any]
+    muon: set[Any]
+    parameters: list[Parameter]
+
+
+def _located(
+    config: MuonConfig, ranks: Ranks, chunks: Sequence[Any], *, experts: bool
+) -> _Located | None:
     kind = "expert_parallel_buffers" if experts else "buffers"
     buffers = [buffer for chunk in chunks for buffer in getattr(chunk, kind)]
     if not buffers:
@@ -306,11 +312,23 @@ def _planned(
     here = muon_parameters(chunks, buffers, ranks.tp, ranks.expert_tp, config)
     ep_size = ranks.ep if experts else 1
     parameters = on_every_ep_rank([p for _, p in here], ep_size, local_experts(chunks, ep_size))
-    grid = world.expert_grid(ranks) if experts else world.dense_grid(ranks)
+    return _Located(experts, buffers, {param for param, _ in here}, parameters)
+
+
+def _planned(
+    one: _Located,
+    config: MuonConfig,
+    ranks: Ranks,
+    device: Device,
+    earlier: Sequence[ExchangePlan],
+    later: int,
+) -> Planned:
+    """One DistributedOptimizer with its exchange plan, as ``mcore.build`` makes it."""
+    grid = world.expert_grid(ranks) if one.experts else world.dense_grid(ranks)
     start = time.process_time()
-    plan = make_plan(parameters, grid, config, device, earlier)
+    plan = make_plan(one.parameters, grid, config, device, earlier, later)
     seconds = time.process_time() - start
-    return Planned(plan, experts, buffers, {param for param, _ in here}, seconds)
+    return Planned(plan, one.experts, one.buffers, one.muon, seconds)
 
 
 def _take(planned: _Planned, plan: ExchangePlan, config: MuonConfig) -> None:

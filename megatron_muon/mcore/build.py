@@ -54,7 +54,8 @@ from megatron_muon.planning.describe import (
     not_shared_lines,
     start_line,
 )
-from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.planning.layout import Parameter
+from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.runtime.consensus import (
     PlanMismatchError,
     agree_everywhere,
@@ -63,7 +64,8 @@ from megatron_muon.runtime.consensus import (
     raise_together,
     together,
 )
-from megatron_muon.runtime.exchange import Exchange, Meter
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.fused import elementwise_on, said_of_elementwise, try_elementwise
 from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.patches import turn_into
@@ -201,10 +203,10 @@ def _made_together(
     muons: list[tuple[Any, DistributedMuon]] = []
     plans: list[ExchangePlan] = []
     error: BaseException | None = None
-    for part in parts:
-        if part.is_stub_optimizer:
-            continue
-        agreed_on, own = attempt(partial(_agreed_plan, part, config, stage, plans))
+    parts = [part for part in parts if not part.is_stub_optimizer]
+    for at, part in enumerate(parts):
+        after = parts[at + 1 :]
+        agreed_on, own = attempt(partial(_agreed_plan, part, config, stage, plans, after))
         error = error or own
         if agreed_on is None:
             continue
@@ -226,7 +228,11 @@ class _Agreed:
 
 
 def _agreed_plan(
-    dist_opt: Any, config: MuonConfig, stage: Stage, earlier: Sequence[ExchangePlan]
+    dist_opt: Any,
+    config: MuonConfig,
+    stage: Stage,
+    earlier: Sequence[ExchangePlan],
+    after: Sequence[Any],
 ) -> _Agreed:
     """The plan of an optimizer, once all ranks of the stage agree on it.
 
@@ -237,6 +243,7 @@ def _agreed_plan(
         config: the settings.
         stage: the stage of this rank.
         earlier: plans of the optimizers before it, see ``make_plan``.
+        after: the optimizers after it.
     """
     coordinates, kind = stage.coordinates(dist_opt), plan_device(stage.device)
     mine: Located = []
@@ -246,11 +253,11 @@ def _agreed_plan(
         try_elementwise(stage.device, config)
         if config.align_shards:
             require_ordered(dist_opt.model_chunks)
-        mine = muon_parameters(
-            dist_opt.model_chunks, dist_opt.buffers, stage.sizes.tp, stage.sizes.expert_tp, config
-        )
+        mine = _muon_parameters(dist_opt, config, stage)
         here = [parameter for _, parameter in mine]
-        description = agreed.description(here, config, kind, earlier)
+        others = [_everywhere(other, config, stage) for other in after]
+        later = sum(flops_of(parameters, config, kind) for parameters in others)
+        description = agreed.description(here, config, kind, earlier, later)
     except Exception as routing_error:
         error = routing_error
         description = [*agreed.description([], config, kind, earlier), f"error: {routing_error}"]
@@ -260,11 +267,21 @@ def _agreed_plan(
         raise error or mismatch from None
     if error is not None:
         raise error
-    ep_rank, ep_size = coordinates.ep_rank, coordinates.ep_size
-    everywhere = on_every_ep_rank(here, ep_size, local_experts(dist_opt.model_chunks, ep_size))
-    plan = make_plan(everywhere, grid, config, kind, earlier)
-    first = ep_rank * len(mine)  # index of this EP rank's first parameter
+    plan = make_plan(_everywhere(dist_opt, config, stage), grid, config, kind, earlier, later)
+    first = coordinates.ep_rank * len(mine)  # index of this EP rank's first parameter
     return _Agreed(plan, {first + at: param for at, (param, _) in enumerate(mine)})
+
+
+def _muon_parameters(dist_opt: Any, config: MuonConfig, stage: Stage) -> Located:
+    chunks, sizes = dist_opt.model_chunks, stage.sizes
+    return muon_parameters(chunks, dist_opt.buffers, sizes.tp, sizes.expert_tp, config)
+
+
+def _everywhere(dist_opt: Any, config: MuonConfig, stage: Stage) -> list[Parameter]:
+    """An optimizer's Muon parameters on all EP ranks."""
+    here = [parameter for _, parameter in _muon_parameters(dist_opt, config, stage)]
+    ep_size = stage.coordinates(dist_opt).ep_size
+    return on_every_ep_rank(here, ep_size, local_experts(dist_opt.model_chunks, ep_size))
 
 
 def _muon_of(

@@ -21,7 +21,7 @@ from megatron_muon.mcore.params.validate import frozen_too_late, refuse_groups, 
 from megatron_muon.mcore.seams.rows import SeamError, check_hooks, megatron_version, seams_of
 from megatron_muon.mcore.shards import device_of
 from megatron_muon.runtime.consensus import together
-from megatron_muon.runtime.exchange import Meter
+from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import Patches, around, replaced
 from megatron_muon.setting_names import named
 
@@ -120,6 +120,7 @@ def meter(optimizer: Any) -> Meter:
         gather_bytes=sum(m.gather_bytes for m in meters),
         scatter_bytes=sum(m.scatter_bytes for m in meters),
         square_bytes=sum(m.square_bytes for m in meters),
+        turn_bytes=sum(m.turn_bytes for m in meters),
     )
 
 

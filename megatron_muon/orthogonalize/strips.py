@@ -61,8 +61,8 @@ def orthogonalize_strips(
 
     Args:
         strips: each a view whose first dim is the matrix's rows or a range of them, and whose other
-            dims are its columns or a range of them, in ``matmul.travel_dtype``. Their memory takes
-            the directions, in ``matmul.direction_dtype``.
+            dims are its columns or a range of them, in ``matmul.travel_dtype``. How it lies in
+            memory changes no bit. Its memory takes the directions, in ``matmul.direction_dtype``.
         whole: rows and columns of the matrix.
         moves: ``(len(strips),)`` bool: whether a strip has a gradient. Without any, the direction
             is zero.
@@ -74,13 +74,13 @@ def orthogonalize_strips(
     is_tall = whole[0] > whole[1]
     entered = _entered(strips, moves, products, sharing)
     # (m, n) with the short side first; a tall strip is a view, and stays as it is in memory
-    x = [one.flatten(1).mT if is_tall else one.flatten(1) for one in entered]
+    x = [one.mT if is_tall else one for one in entered]
     del entered
     with fp32_is_fp32(device):
         if takes_gram(*whole, config, plan_device(device)):
-            x = _gram(x, config, products, sharing)
+            _gram(x, config, products, sharing)
         else:
-            x = _standard(x, config, products.plain(), sharing)
+            _standard(x, config, products.plain(), sharing)
     for strip, direction in zip(strips, x, strict=True):
         made = (direction.mT if is_tall else direction).reshape(strip.shape)
         strip.view(direction_dtype(config, device)).copy_(made)
@@ -89,14 +89,15 @@ def orthogonalize_strips(
 def _entered(
     strips: Sequence[Tensor], moves: Tensor, products: Products, sharing: Sharing
 ) -> list[Tensor]:
-    """New tensors with the strips divided by the norm of the whole matrix, as products take them.
+    """New ``(rows, columns)`` of the strips, divided by the whole matrix's norm, for products.
 
     The power of two below the matrix's largest entry is divided out first, which rounds nothing.
     """
     largest = torch.stack([torch.linalg.vector_norm(one, math.inf).float() for one in strips])
     every = sharing.all_numbers(torch.stack([largest, moves.float()], dim=1))
     power = power_of_two(every[:, 0].amax())
-    made = [torch.div(one.float(), power) for one in strips]
+    # a sum goes by the order of elements in memory: rows, and the matrix's columns in them
+    made = [torch.div(one.flatten(1).float(), power) for one in strips]
     squares = torch.stack([torch.linalg.vector_norm(one).square() for one in made])
     norm = sharing.all_numbers(squares[:, None]).sum().sqrt()
     moving = (norm > 0) & (every[:, 1].sum() > 0)
@@ -104,23 +105,20 @@ def _entered(
     return [products.enter(one.div_(by)) for one in made]
 
 
-def _gram(
-    x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing
-) -> list[Tensor]:
-    """The Gram iteration (``newton_schulz.gram_iteration``)."""
+def _gram(x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing) -> None:
+    """The Gram iteration (``newton_schulz.gram_iteration``), which replaces the strips of ``x``."""
     of_squares, parts = products.of_squares(), segments(config, plan_device(x[0].device))
     for number, part in enumerate(parts):
         leave = products.leave(is_last=number == len(parts) - 1)
         gram = of_squares.rounded(sharing.add([of_squares.square(one) for one in x]))
         factor = factor_of(gram, part, of_squares)
-        x = [products.times(factor, one, alpha=leave) for one in x]
-    return x
+        for at, one in enumerate(x):
+            x[at] = products.times(factor, one, alpha=leave)
+        del gram, factor, one  # the next sum needs their memory
 
 
-def _standard(
-    x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing
-) -> list[Tensor]:
-    """The standard iteration (``newton_schulz.standard_iteration``)."""
+def _standard(x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing) -> None:
+    """The standard iteration (``newton_schulz.standard_iteration``); see ``_gram``."""
     steps = schedule_of(config)
     for step, (a, b, c) in enumerate(steps):
         leave = products.leave(is_last=step == len(steps) - 1)
@@ -129,5 +127,6 @@ def _standard(
         if c != 0:
             square, alpha = products.symmetric(square, square, square, beta=b, alpha=c), 1.0
         beta = products.fold(square, a * leave, alpha * leave)
-        x = [products.times(square, one, beta=beta, alpha=alpha * leave) for one in x]
-    return x
+        for at, one in enumerate(x):
+            x[at] = products.times(square, one, beta=beta, alpha=alpha * leave)
+        del square, one

@@ -17,18 +17,20 @@ def description(
     config: MuonConfig,
     device: Device = "cuda",
     earlier: Sequence[ExchangePlan] = (),
+    later: int = 0,
 ) -> list[str]:
     """All inputs of a plan but the grid, one per line.
 
     A line is a name and a value, ``setting momentum: 0.95``, so an error names the line that
     differs. The kind of device has a line only where costs depend on it: with the standard
     iteration and plain products, kinds may differ. Of ``earlier`` plans, whose homes this plan's
-    depend on, there is a fingerprint.
+    depend on, there is a fingerprint; of the work that comes ``later``, its flops.
     """
     devices = [f"kind of device: {device}"] if costs_follow_device(config, device) else []
     settings = [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]
     before = [f"homes of optimizer {at}: {_homes(plan)}" for at, plan in enumerate(earlier)]
-    return [*settings, *devices, *before, *map(_describe, parameters)]
+    after = [f"flops of later optimizers: {later}"] if later else []
+    return [*settings, *devices, *before, *after, *map(_describe, parameters)]
 
 
 def _homes(plan: ExchangePlan) -> str:

@@ -42,19 +42,19 @@ _NEIGHBOURS = 8  # ranks of a stage that are most likely GPUs of one node
 class Work:
     """A matrix: flops of its Newton-Schulz, its elements, and elements held by rank.
 
-    Replicas are held too, so ``held`` may have more than ``numel`` elements in all. ``squares`` are
+    Replicas are held too, so ``held`` may have more than ``numel`` elements in all. ``shared`` are
     elements that the home of a strip sends to the matrix's other homes, and as many come.
     """
 
     flops: int
     numel: int
     held: Mapping[int, int]
-    squares: int = 0
+    shared: int = 0
 
     def moved(self, home: int) -> int:
         """Elements that a home receives and sends: pieces it lacks, directions of all others."""
         pieces = self.numel + sum(self.held.values()) - 2 * self.held.get(home, 0)
-        return pieces + self.squares
+        return pieces + self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +194,21 @@ class _Ranks:
         return self._by_work[0][1]
 
 
-def busiest_time(works: Sequence[Work], homes: Sequence[int], price: Price, before: Loads) -> int:
-    """The time of the rank that has most, in the unit of ``price``; see ``choose_homes``."""
-    times = list(before.times)
+def busiest_time(
+    works: Sequence[Work], homes: Sequence[int], price: Price, before: Loads, later: int = 0
+) -> int:
+    """The time of the rank that has most, in the unit of ``price``; see ``choose_homes``.
+
+    Work that comes ``later``, in flops, has homes by what ranks have to do by then. So it fills
+    those that have less than the mean of all; nothing takes bytes from a home's link.
+    """
+    times, flops = list(before.times), list(before.flops)
     for work, home in zip(works, homes, strict=True):
         times[home] += _time(work, home, price)
-    return max(times)
+        flops[home] += work.flops
+    mean = (sum(flops) + later) // len(flops) if later else 0
+    filled = (max(0, mean - own) * price.flop for own in flops)
+    return max(time + more for time, more in zip(times, filled, strict=True))
 
 
 def _time(matrix: Work, home: int, price: Price) -> int:

@@ -34,6 +34,11 @@ class Span:
         return Span(self.start + offset, self.stop + offset)
 
 
+def range_of(size: int, number: int, count: int) -> Span:
+    """Range ``number`` of ``count`` nearly equal ones that ``size`` elements are cut into."""
+    return Span(number * size // count, (number + 1) * size // count)
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Consecutive local rows of a parameter that are consecutive rows of one of its matrices.
@@ -53,11 +58,15 @@ class Block:
 class Strip:
     """A range of the long side of a matrix that several homes orthogonalize together.
 
+    It travels as it is iterated on, except a *turned* one: a range of a wide matrix's columns has
+    elements in every row, so to its home comes a range of rows. The homes then exchange blocks, so
+    that each has its columns (``runtime.exchange.sharers``), and turn the direction back.
+
     Attributes:
         rows, cols: size of the whole matrix over all TP ranks.
         number, count: which of the matrix's strips it is, and how many there are.
-        parts: where TP cuts the columns, the TP ranks whose column parts are its columns; None
-            where its rows are a range of the matrix's.
+        parts: where TP cuts a wide matrix's columns into a multiple of ``count``, the TP ranks
+            whose column parts are its columns; None where its rows come.
     """
 
     rows: int
@@ -67,9 +76,14 @@ class Strip:
     parts: Span | None = None
 
     @property
-    def is_tall(self) -> bool:
-        """The long side is that of the rows."""
-        return self.parts is None
+    def is_turned(self) -> bool:
+        """Its rows come, and its columns are iterated on."""
+        return self.rows < self.cols and self.parts is None
+
+    @property
+    def long(self) -> Span:
+        """Its range of the long side, whatever comes to its home."""
+        return range_of(max(self.rows, self.cols), self.number, self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +98,7 @@ class MatrixShape:
         apart: each column range is a matrix of its own for Newton-Schulz and for the scale. They
             travel together, since their elements alternate row by row.
         strip: where several homes share a matrix, which range of it this is; ``rows`` and ``cols``
-            are the range's.
+            are those of the elements that come to its home.
     """
 
     name: str

@@ -92,7 +92,7 @@ class ExchangePlan:
         """Bytes that each rank sends to others in a step: pieces there, directions back.
 
         A segment takes one element more to its home, which says whether it has a gradient. Homes
-        of one matrix also send squares to each other.
+        of one matrix also send squares to each other, and turn it.
         """
         sent = [0] * self.size
         for one in self.shared:
@@ -140,6 +140,7 @@ def make_plan(
     config: MuonConfig,
     device: Device = "cuda",
     earlier: Sequence[ExchangePlan] = (),
+    later: int = 0,
 ) -> ExchangePlan:
     """Choose the homes and lay out every segment.
 
@@ -150,12 +151,14 @@ def make_plan(
         device: the kind of device of all ranks, on which an iteration's cost depends.
         earlier: plans of the stage's optimizers that step before this one. Homes balance the work
             of all of them.
+        later: ``flops_of`` those that step after it. Where they fill the ranks, it gains nothing
+            to share a matrix.
 
     Raises:
         ValueError: the pieces do not cover a parameter exactly once, or the plans have other ranks.
     """
     before = _loads(earlier, grid.size, config, device)
-    cut = _in_strips(parameters, grid, config, device, before)
+    cut = _in_strips(parameters, grid, config, device, before, later)
     draft = _draft(cut, grid, config, device, before)
     parameters = draft.parameters
     matrices = tuple(
@@ -176,6 +179,11 @@ def make_plan(
     )
     plan.validate()
     return plan
+
+
+def flops_of(parameters: Sequence[Parameter], config: MuonConfig, device: Device) -> int:
+    """Newton-Schulz flops of whole matrices."""
+    return sum(_flops(m, config, device) for parameter in parameters for m in parameter.matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +212,7 @@ def _draft(
             _flops(shape, config, device),
             shape.rows * shape.cols,
             by_rank,
-            _square_elements(shape, grid.size, config, device),
+            _shared_elements(shape, grid.size, config, device),
         )
         for (_, shape), by_rank in zip(shapes, held, strict=True)
     ]
@@ -220,7 +228,7 @@ def _loads(plans: Sequence[ExchangePlan], size: int, config: MuonConfig, device:
     for plan in plans:
         if plan.size != size:
             raise ValueError(f"a stage's optimizers have its {size} ranks, not {plan.size}")
-        moved = [_square_elements(matrix, size, config, device) for matrix in plan.matrices]
+        moved = [_shared_elements(matrix, size, config, device) for matrix in plan.matrices]
         for segment in plan.segments:
             if segment.rank != plan.matrices[segment.matrix].home:
                 moved[segment.matrix] += segment.elements.size * (1 if segment.replica else 2)
@@ -236,6 +244,7 @@ def _in_strips(
     config: MuonConfig,
     device: Device,
     before: Loads,
+    later: int,
 ) -> Sequence[Parameter]:
     """The parameters with the matrices cut that several homes share (``split_of``)."""
     asked = split_of(config, device)
@@ -252,7 +261,8 @@ def _in_strips(
 
     def time_of(counts: Mapping[tuple[int, int], int]) -> int:
         draft = _draft(cut(counts), grid, config, device, before)
-        return busiest_time(draft.works, draft.homes, prices(config, itemsize_of(config)), before)
+        price = prices(config, itemsize_of(config))
+        return busiest_time(draft.works, draft.homes, price, before, later)
 
     least = LEAST_SHARED_PS * config.rank_tflops  # flops
     shapes = {
@@ -265,15 +275,18 @@ def _in_strips(
     return cut(choose_counts(sorted(shapes), grid.size, time_of)) if shapes else parameters
 
 
-def _square_elements(
+def _shared_elements(
     shape: MatrixShape | Matrix, size: int, config: MuonConfig, device: Device
 ) -> int:
-    """Elements of squares that the home of a strip sends."""
+    """Elements that the home of a strip sends to the others: of squares, and to turn it twice."""
     if shape.strip is None:
         return 0
     homes, short = min(size, shape.strip.count), min(shape.strip.rows, shape.strip.cols)
     whole = (shape.strip.rows, shape.strip.cols)
-    return sums_of_squares(*whole, config, device) * 2 * short * short * (homes - 1) // homes
+    sent = sums_of_squares(*whole, config, device) * 2 * short * short
+    if shape.strip.is_turned:
+        sent += 2 * shape.rows * shape.cols
+    return sent * (homes - 1) // homes
 
 
 def _shared(
@@ -293,14 +306,15 @@ def _shared(
                 cols=matrix.strip.cols,
                 sums=sums_of_squares(*matrix.whole, config, device),
                 itemsize=4 if held_dtype(dtype_of(config, device), device) == "fp32" else 2,
+                turns=itemsize_of(config) if matrix.strip.is_turned else 0,
             )
 
 
 def _flops(shape: MatrixShape, config: MuonConfig, device: Device) -> int:
     if shape.strip is None:
         return shape.units * ns_flops(*shape.unit, config, device)
-    long = shape.rows if shape.strip.is_tall else shape.cols
-    return strip_flops(shape.strip.rows, shape.strip.cols, long, config, device)
+    whole = (shape.strip.rows, shape.strip.cols)
+    return strip_flops(*whole, shape.strip.long.size, config, device)
 
 
 def _flops_at_homes(

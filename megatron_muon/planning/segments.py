@@ -25,7 +25,7 @@ class Matrix:
             its column blocks one by one, or all of it.
         home: rank of the stage's group.
         strip: which range it is of a matrix that several homes share; then ``rows`` and ``cols``
-            are the range's.
+            are those of the elements that come to its home.
     """
 
     name: str
@@ -45,6 +45,16 @@ class Matrix:
     def whole(self) -> tuple[int, int]:
         """``unit``, or (rows, cols) of the matrix that it is a strip of: what its scale goes by."""
         return self.unit if self.strip is None else (self.strip.rows, self.strip.cols)
+
+    @property
+    def is_turned(self) -> bool:
+        """It is a strip whose homes turn its matrix (``layout.Strip``)."""
+        return self.strip is not None and self.strip.is_turned
+
+    @property
+    def long(self) -> int:
+        """Length of the long side of ``unit``; of a strip, of its range of the whole's."""
+        return max(self.unit) if self.strip is None else self.strip.long.size
 
     @property
     def numel(self) -> int:

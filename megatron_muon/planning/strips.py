@@ -2,21 +2,29 @@
 
 The Gram matrix of the short side is a sum over strips. So only squares of the short side travel
 between the homes, and each applies the same polynomial to its strip
-(``orthogonalize.strips``). Where strips begin depends on their number alone: the result is the same
-on any ranks. Plain integers.
+(``orthogonalize.strips``). A wide matrix comes to its homes in ranges of rows, whose elements are
+contiguous wherever they lie, and is turned there (``layout.Strip``). Where strips begin depends on
+their number alone: the result is the same on any ranks. Plain integers.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Literal
 
 from megatron_muon.planning.homes import Work
-from megatron_muon.planning.layout import Block, MatrixShape, Parameter, Span, Strip
+from megatron_muon.planning.layout import (
+    Block,
+    MatrixShape,
+    Parameter,
+    Span,
+    Strip,
+    range_of,
+)
 
 # Squares of the short side are multiplied by every home. Where the long side is shorter than this
 # many short ones, they are most of the work, and the time model has no gain (docs/time_model.md).
@@ -33,8 +41,9 @@ _EXPERTS = ".experts."  # there are always many of them
 def in_strips(parameter: Parameter, count_of: Callable[[MatrixShape], int]) -> Parameter:
     """The parameter with its long matrices cut into strips; others stay whole.
 
-    A tall matrix is cut into ranges of rows. A wide one is cut only where TP cuts its columns, into
-    ranges of column parts: as many as divide the TP ranks. Experts' matrices stay whole.
+    A tall matrix is cut into ranges of rows; so is what comes of a wide one, unless TP cuts its
+    columns into a multiple of as many parts: those parts come then, and nothing is turned. Experts'
+    matrices stay whole, and so do those with fewer rows than strips.
 
     Args:
         parameter: of one stage.
@@ -64,22 +73,20 @@ _Cut = tuple[MatrixShape, Span]  # a strip, and its rows of the whole matrix
 def _cut(shape: MatrixShape, column_parts: int, count: int) -> Iterator[_Cut]:
     """The strips of a matrix; the matrix itself where it stays whole."""
     rows, cols = shape.rows, shape.cols
-    is_tall = rows >= _LONG * cols and column_parts == 1 and rows >= count > 1
-    by_parts = math.gcd(column_parts, count) if cols >= _LONG * rows else 1
-    if shape.column_blocks > 1 or not (is_tall or by_parts > 1):
+    is_long = max(rows, cols) >= _LONG * min(rows, cols)
+    if count < 2 or shape.column_blocks > 1 or not is_long or rows < count:
         yield shape, Span(0, rows)
         return
-    number = count if is_tall else by_parts
-    for at in range(number):
-        name = f"{shape.name}[strip {at}]"
-        if is_tall:
-            own = Span(at * rows // number, (at + 1) * rows // number)
-            strip = Strip(rows, cols, at, number)
-            yield replace(shape, name=name, rows=own.size, strip=strip), own
+    by_parts = cols > rows and column_parts % count == 0
+    for number in range(count):
+        name = f"{shape.name}[strip {number}]"
+        if by_parts:
+            strip = Strip(rows, cols, number, count, range_of(column_parts, number, count))
+            yield replace(shape, name=name, cols=cols // count, strip=strip), Span(0, rows)
             continue
-        each = column_parts // number
-        strip = Strip(rows, cols, at, number, Span(at * each, (at + 1) * each))
-        yield replace(shape, name=name, cols=cols // number, strip=strip), Span(0, rows)
+        own = range_of(rows, number, count)
+        strip = Strip(rows, cols, number, count)
+        yield replace(shape, name=name, rows=own.size, strip=strip), own
 
 
 def _of_block(block: Block, strips: Sequence[_Cut], first: int, tp_rank: int) -> Iterator[Block]:
@@ -142,11 +149,11 @@ class SharedMessages:
     """What the homes of a matrix send to each other at one time.
 
     Attributes:
-        of_squares: they are rows of squares, and not numbers in fp32.
+        kind: numbers in fp32, rows of squares, or elements of the matrix as they travel.
         sizes: bytes by (sender, receiver).
     """
 
-    of_squares: bool
+    kind: Literal["numbers", "squares", "elements"]
     sizes: Mapping[tuple[int, int], int]
 
 
@@ -160,6 +167,7 @@ class SharedMatrix:
         rows, cols: its size over all TP ranks.
         sums: number of sums of squares.
         itemsize: bytes of an element of a square.
+        turns: bytes of an element that travels where its strips are turned, else 0.
     """
 
     parameter: int
@@ -168,28 +176,45 @@ class SharedMatrix:
     cols: int
     sums: int
     itemsize: int
+    turns: int = 0
 
     def messages(self) -> Iterator[SharedMessages]:
         """The messages between its homes, in their order.
 
         Each sends two numbers for each of its strips, then one; and for each sum of squares the
         rows of its own squares to the homes that add them, then the rows that it has added to all
-        others.
+        others. Before and after these, turned strips send each home's columns of one's own rows,
+        and back.
         """
         ranks, short = sorted(set(self.homes)), min(self.rows, self.cols)
-        edges = [at * short // len(ranks) for at in range(len(ranks) + 1)]
-        ranges = zip(ranks, itertools.pairwise(edges), strict=True)
+        edges = [range_of(short, at, len(ranks)) for at in range(len(ranks))]
         row = short * self.itemsize
-        rows = {rank: (stop - start) * row for rank, (start, stop) in ranges}
+        rows = {rank: edge.size * row for rank, edge in zip(ranks, edges, strict=True)}
         strips = {rank: self.homes.count(rank) for rank in ranks}
         pairs = list(itertools.permutations(ranks, 2))
         if not pairs:
             return
-        yield SharedMessages(False, {pair: 2 * _NUMBER * strips[pair[0]] for pair in pairs})
-        yield SharedMessages(False, {pair: _NUMBER * strips[pair[0]] for pair in pairs})
+        there = self._turned(pairs)
+        if there:
+            yield SharedMessages("elements", there)
+        yield SharedMessages("numbers", {pair: 2 * _NUMBER * strips[pair[0]] for pair in pairs})
+        yield SharedMessages("numbers", {pair: _NUMBER * strips[pair[0]] for pair in pairs})
         for _ in range(self.sums):
-            yield SharedMessages(True, {(a, b): strips[a] * rows[b] for a, b in pairs})
-            yield SharedMessages(True, {(a, b): rows[a] for a, b in pairs})
+            yield SharedMessages("squares", {(a, b): strips[a] * rows[b] for a, b in pairs})
+            yield SharedMessages("squares", {(a, b): rows[a] for a, b in pairs})
+        if there:
+            yield SharedMessages("elements", {(a, b): there[b, a] for a, b in pairs})
+
+    def _turned(self, pairs: Sequence[tuple[int, int]]) -> Mapping[tuple[int, int], int]:
+        """Bytes of the columns of one home in the rows of another; none without a turn."""
+        if not self.turns:
+            return {}
+        rows: dict[int, int] = defaultdict(int)
+        cols: dict[int, int] = defaultdict(int)
+        for number, home in enumerate(self.homes):
+            rows[home] += range_of(self.rows, number, len(self.homes)).size
+            cols[home] += range_of(self.cols, number, len(self.homes)).size
+        return {(a, b): rows[a] * cols[b] * self.turns for a, b in pairs}
 
 
 Counts = Mapping[tuple[int, int], int]  # strips of the matrices of a shape; others are whole

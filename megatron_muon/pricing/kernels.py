@@ -35,6 +35,9 @@ _NORMALISING, _PASSES = 11, 6
 # cast, copy back. And per byte of a square: copies into and out of messages, and sums in fp32.
 _STRIP_BYTES = 2 + (2 + 4) + 4 + (4 + 4) + (4 + 2) + 4
 _SUM_BYTES = 8
+# Per byte of a strip's rows and columns that are turned: into a message, out of it, and for the
+# rows, half of these bytes, once more; each is read and written.
+_TURN_BYTES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,21 +188,44 @@ def newton_schulz_strip(
     return cost
 
 
+def turns(hardware: Hardware, nbytes: int, homes: int) -> Cost:
+    """The cost to turn a strip there and back, the messages too, which nothing hides.
+
+    Blocks are copied into a message, and those that come are put together; on the way back their
+    rows are then copied to where they came from.
+
+    Args:
+        hardware: hardware of every rank.
+        nbytes: of the strip's rows and of its columns, together.
+        homes: number of homes.
+    """
+    others = homes - 1
+    travels = nbytes * others / homes / _link(hardware, homes)
+    copies = stream(hardware, _TURN_BYTES * nbytes, 2 * others + 3)
+    return _message(hardware, homes).times(2) + Cost(travels, 2) + copies
+
+
 def _added(hardware: Hardware, nbytes: int, homes: int) -> Cost:
     """A square of ``nbytes`` that is added over its homes."""
-    link = hardware.node_link if _are_near(hardware, homes) else hardware.network_link
-    travels = 2 * nbytes * (homes - 1) / homes / link
+    travels = 2 * nbytes * (homes - 1) / homes / _link(hardware, homes)
     sums = stream(hardware, _SUM_BYTES * nbytes, 2 * homes + 4)
     return _numbers(hardware, homes).times(2) + Cost(travels, 0) + sums
 
 
 def _numbers(hardware: Hardware, homes: int) -> Cost:
     """A message of a few numbers from each home to each other one."""
-    return Cost((hardware.message_us + hardware.peer_us * (homes - 1)) * MICRO, 3)
+    return _message(hardware, homes) + Cost(0.0, 3)
 
 
-def _are_near(hardware: Hardware, homes: int) -> bool:
-    return hardware.gpus_per_node % homes == 0
+def _message(hardware: Hardware, homes: int) -> Cost:
+    """What a message from each home to each other one takes, without its bytes and launches."""
+    return Cost((hardware.message_us + hardware.peer_us * (homes - 1)) * MICRO, 0)
+
+
+def _link(hardware: Hardware, homes: int) -> float:
+    """Bytes a second between homes: they are neighbours, of one node where it holds whole teams."""
+    near = hardware.gpus_per_node % homes == 0
+    return hardware.node_link if near else hardware.network_link
 
 
 def _normalisation(hardware: Hardware, elements: int, config: MuonConfig, device: Device) -> Cost:

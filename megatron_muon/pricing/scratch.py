@@ -51,10 +51,13 @@ def of_newton_schulz(
     limit = scratch_limit(plan.matrices)
     return [
         [
-            _of_batches(work, rank, config, limit, device) * plan.itemsize
-            for rank in range(plan.size)
+            max(
+                _of_batches(work, rank, config, limit, device) * plan.itemsize,
+                max((_of_strips(own, plan.size, config, device) for own in shared), default=0),
+            )
+            for rank, shared in enumerate(map(_shared, ranks))
         ]
-        for work in works
+        for work, ranks in zip(works, _homed(plan), strict=True)
     ]
 
 
@@ -87,6 +90,47 @@ def _works_on_lists(config: MuonConfig, device: Device) -> bool:
     return not is_cuda(device) or config.elementwise == "foreach"
 
 
+def _homed(plan: ExchangePlan) -> Iterator[list[list[Matrix]]]:
+    """For each round, by rank, the matrices that it orthogonalizes."""
+    of_parameter = []
+    matrices = iter(plan.matrices)
+    for parameter in plan.parameters:
+        of_parameter.append([next(matrices) for _ in parameter.matrices])
+    for members in plan.rounds:
+        by_rank: list[list[Matrix]] = [[] for _ in range(plan.size)]
+        for matrix in (matrix for index in members for matrix in of_parameter[index]):
+            by_rank[matrix.home].append(matrix)
+        yield by_rank
+
+
+def _shared(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
+    """The strips among a home's matrices, by the matrix that they are of: those of one are a run
+    of numbers."""
+    groups: list[list[Matrix]] = []
+    after: tuple[int, ...] = ()
+    for matrix in matrices:
+        strip = matrix.strip
+        if strip is None:
+            continue
+        if (*matrix.whole, strip.count, strip.number) != after:
+            groups.append([])
+        groups[-1].append(matrix)
+        after = (*matrix.whole, strip.count, strip.number + 1)
+    return groups
+
+
+def _turning(own: Sequence[Matrix], itemsize: int) -> tuple[int, int, int]:
+    """Bytes while strips are turned, of the turned ones, and while they are turned back."""
+    strip = own[0].strip
+    assert strip is not None
+    rows, cols = sum(matrix.rows for matrix in own), sum(matrix.long for matrix in own)
+    come, turned = itemsize * rows * strip.cols, itemsize * strip.rows * cols
+    stays = itemsize * rows * cols
+    flat = come if own[0].column_parts > 1 else 0  # their columns in order
+    there = flat + turned - stays + max(come - stays, turned)
+    return there, turned, turned + come - stays + max(turned - stays, come)
+
+
 # --- GPU ---------------------------------------------------------------------------------------
 
 
@@ -96,7 +140,6 @@ def _of_batches(work: RoundWork, rank: int, config: MuonConfig, limit: int, devi
     for layout, count in work.layouts[rank].items():
         rows, cols, *_ = layout
         if layout.shared is not None:
-            most = max(most, _of_strip(rows * cols, min(layout.shared.whole)))
             continue
         of_one = _of_one(rows, cols, config, device)
         for together, _ in batches(rows, cols, count, ns_batch=config.ns_batch, scratch=limit):
@@ -104,9 +147,39 @@ def _of_batches(work: RoundWork, rank: int, config: MuonConfig, limit: int, devi
     return most
 
 
-def _of_strip(elements: int, short: int) -> int:
-    """A strip's iterate and its copy in fp32, or its next iterate and seven squares."""
-    return elements + max(2 * elements, elements + 7 * short * short)
+def _of_strips(own: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
+    """Bytes for the strips of one matrix that are here: turned, entered and iterated on."""
+    dtype = dtype_of(config, device)
+    short, largest = min(own[0].whole), max(matrix.long for matrix in own)
+    elements = short * sum(matrix.long for matrix in own)
+    entering = _FP32 * elements
+    if dtype != "fp32":  # then one is made in fp32, divided into a new one, and rounded
+        scaled = _FP32 * short * largest if dtype == "fp16" else 0
+        rounding = _BYTES[dtype] * elements + scaled
+        entering += max(_FP32 * short * largest, rounding)
+    highest = max(entering, _iterating(own, size, config, device))
+    if not own[0].is_turned:
+        return highest
+    there, turned, back = _turning(own, itemsize_of(config))
+    return max(there, turned + highest, back)
+
+
+def _iterating(own: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
+    """Bytes of iterates, and of squares: they are added over the homes, then multiplied."""
+    strip, held = own[0].strip, _BYTES[held_dtype(dtype_of(config, device), device)]
+    assert strip is not None
+    short, homes = min(own[0].whole), min(size, strip.count)
+    iterate = held * short * sum(matrix.long for matrix in own)
+    square, numbers = held * short * short, short * -(-short // homes)
+    part = held * numbers  # the rows of a square that this home adds
+    of_others = (strip.count - len(own)) * part
+    spread = (homes - 1) * part + square - part  # the sum of these rows, and of all others'
+    adding = len(own) * square + of_others
+    adding += max(len(own) * (square - part), _FP32 * numbers + square + spread)
+    gram = takes_gram(*own[0].whole, config, device)
+    multiplying = 4 * square if gram else 2 * square
+    made = held * short * max(matrix.long for matrix in own)  # one strip's next iterate
+    return iterate + max(adding, multiplying, made + (2 if gram else 1) * square)
 
 
 def _of_one(rows: int, cols: int, config: MuonConfig, device: Device) -> int:
@@ -129,29 +202,12 @@ def _squares_outside(elements: int, square: int) -> int:
 # --- CPU ---------------------------------------------------------------------------------------
 
 
-def _homed(plan: ExchangePlan) -> Iterator[list[list[Matrix]]]:
-    """For each round, by rank, the matrices that it orthogonalizes."""
-    of_parameter = []
-    matrices = iter(plan.matrices)
-    for parameter in plan.parameters:
-        of_parameter.append([next(matrices) for _ in parameter.matrices])
-    for members in plan.rounds:
-        by_rank: list[list[Matrix]] = [[] for _ in range(plan.size)]
-        for matrix in (matrix for index in members for matrix in of_parameter[index]):
-            by_rank[matrix.home].append(matrix)
-        yield by_rank
-
-
-def _most_on_cpu(matrices: Iterable[Matrix], config: MuonConfig, device: Device) -> int:
+def _most_on_cpu(matrices: Sequence[Matrix], config: MuonConfig, device: Device) -> int:
     """Bytes; the strips of a matrix that are here are taken together."""
-    most, strips = 0, 0
-    for matrix in matrices:
-        if matrix.strip is None:
-            most = max(most, of_matrix_on_cpu(matrix, config, device))
-            continue
-        strips = matrix.numel + strips * (matrix.strip.number > 0)
-        most = max(most, _of_strips(strips, min(matrix.whole), config, device))
-    return most
+    whole = [matrix for matrix in matrices if matrix.strip is None]
+    most = max((of_matrix_on_cpu(matrix, config, device) for matrix in whole), default=0)
+    strips = [_of_strips_on_cpu(own, config, device) for own in _shared(matrices)]
+    return max(most, *strips, 0)
 
 
 def of_matrix_on_cpu(matrix: Matrix, config: MuonConfig, device: Device) -> int:
@@ -200,9 +256,14 @@ def _entering(elements: int, config: MuonConfig, device: Device) -> int:
     return elements * of_one
 
 
-def _of_strips(elements: int, short: int, config: MuonConfig, device: Device) -> int:
-    """Bytes for strips of one matrix: they are entered, or there are two iterates of each, and at
-    most seven squares with those of the other homes."""
-    held = _BYTES[held_dtype(dtype_of(config, device), device)]
-    iterating = 2 * held * elements + 7 * held * short * short
-    return max(_entering(elements, config, device), iterating)
+def _of_strips_on_cpu(own: Sequence[Matrix], config: MuonConfig, device: Device) -> int:
+    """Bytes for strips of one matrix: they are turned and entered, or there are two iterates, and
+    at most six squares with those of the other homes."""
+    short, held = min(own[0].whole), _BYTES[held_dtype(dtype_of(config, device), device)]
+    elements = short * sum(matrix.long for matrix in own)
+    iterating = 2 * held * elements + 6 * held * short * short
+    highest = max(_entering(elements, config, device), iterating)
+    if not own[0].is_turned:
+        return highest
+    there, turned, back = _turning(own, itemsize_of(config))
+    return max(there, turned + highest, back)

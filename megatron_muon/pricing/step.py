@@ -27,10 +27,10 @@ from megatron_muon.pricing.kernels import (
     newton_schulz,
     newton_schulz_strip,
     stream,
+    turns,
 )
 from megatron_muon.pricing.streams import WAITING, Streams
 from megatron_muon.pricing.work import (
-    Layout,
     RoundWork,
     Shared,
     held_elements,
@@ -289,7 +289,7 @@ class _Steps:
         cost = Cost()
         for layout, count in work.layouts[rank].items():
             if layout.shared is not None:
-                cost += self._strip(layout, layout.shared).times(count)
+                cost += self._strip(layout.shared, layout.rows * layout.cols).times(count)
                 continue
             rows, cols, *_ = layout
             for matrices, times in batches(
@@ -305,11 +305,15 @@ class _Steps:
                 cost += one.times(times)
         return cost
 
-    def _strip(self, layout: Layout, shared: Shared) -> Cost:
-        homes = min(shared.strips, self._optimizer.plan.size)
-        return newton_schulz_strip(
-            self._hardware, shared.whole, layout.long, homes, self._config, self._device
+    def _strip(self, shared: Shared, elements: int) -> Cost:
+        homes, hardware = min(shared.strips, self._optimizer.plan.size), self._hardware
+        cost = newton_schulz_strip(
+            hardware, shared.whole, shared.long, homes, self._config, self._device
         )
+        if shared.is_turned:
+            moved = shared.whole[0] * shared.long + elements  # its columns, and its rows back
+            cost += turns(hardware, moved * self._itemsize, homes)
+        return cost
 
     @property
     def _itemsize(self) -> int:

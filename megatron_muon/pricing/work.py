@@ -16,11 +16,15 @@ Pairs = dict[tuple[int, int], int]  # bytes by (sender, receiver)
 
 
 class Shared(NamedTuple):
-    """A matrix that several homes share: its rows and columns, and its number of strips."""
+    """A strip of a matrix: the whole's rows and columns, its number of strips, the strip's length.
+
+    ``is_turned`` says that its rows come, and its columns are iterated on.
+    """
 
     whole: tuple[int, int]
-    is_tall: bool
     strips: int
+    long: int
+    is_turned: bool
 
 
 class Layout(NamedTuple):
@@ -36,13 +40,8 @@ class Layout(NamedTuple):
     def of(matrix: Matrix) -> Layout:
         shared = None
         if matrix.strip is not None:
-            shared = Shared(matrix.whole, matrix.strip.is_tall, matrix.strip.count)
+            shared = Shared(matrix.whole, matrix.strip.count, matrix.long, matrix.is_turned)
         return Layout(*matrix.unit, matrix.column_parts, matrix.column_blocks, shared)
-
-    @property
-    def long(self) -> int:
-        """Length of a strip."""
-        return self.rows if self.shared is not None and self.shared.is_tall else self.cols
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_muon.config import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
-from megatron_muon.runtime.exchange import Exchange, Meter, Staged
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.pieces import Exchange, Staged
 from megatron_muon.runtime.round import Observer, Round, Shard, Shards, StepTools
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, Foreach

@@ -16,10 +16,10 @@ from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.rounds.cut import scratch_limit
 from megatron_muon.planning.rounds.table import Alike, RoundTable
 from megatron_muon.planning.segments import Matrix
-from megatron_muon.runtime.exchange import (
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.pieces import (
     Gathering,
     Leaving,
-    Meter,
     RoundExchange,
     Scattering,
     Staged,
@@ -205,14 +205,15 @@ class Round:
             )
             strips.append(of_parts.transpose(0, 1))
             start += matrix.numel
-            assert matrix.strip is not None
-            long = matrix.rows if matrix.strip.is_tall else matrix.cols
-            work.meter.ns_flops += strip_flops(*matrix.whole, long, work.config, kind)
+            work.meter.ns_flops += strip_flops(*matrix.whole, matrix.long, work.config, kind)
         squares = strip_flops(*alike.like.whole, 0, work.config, kind)  # made once for all of them
         work.meter.ns_flops -= (len(strips) - 1) * squares
         work.meter.matrices += len(strips)
-        sharing = self._exchange.sharing(alike)
-        orthogonalize_strips(strips, alike.like.whole, moves, work.config, sharing)
+        sharing, is_turned = self._exchange.sharing(alike), alike.strips[0].is_turned
+        held = sharing.turned(strips) if is_turned else strips
+        orthogonalize_strips(held, alike.like.whole, moves, work.config, sharing)
+        if is_turned:
+            sharing.turn_back(held, strips)
 
     def _update(self, shards: Shards, directions: list[Tensor]) -> None:
         factors, decays = [], []

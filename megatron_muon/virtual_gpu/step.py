@@ -15,7 +15,8 @@ from megatron_muon.orthogonalize import matmul, normalization
 from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
-from megatron_muon.runtime.exchange import Exchange, Meter
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.tracing import phases

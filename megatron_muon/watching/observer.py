@@ -11,7 +11,7 @@ from torch import Tensor, split_with_sizes
 
 from megatron_muon.planning.rounds.table import RoundTable
 from megatron_muon.planning.segments import Matrix
-from megatron_muon.runtime.exchange import Staged
+from megatron_muon.runtime.exchange.pieces import Staged
 from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.round import Shards
 from megatron_muon.runtime.update import update_scale

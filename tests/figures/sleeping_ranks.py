@@ -26,7 +26,8 @@ from megatron_muon.pricing.hardware import TERA, Hardware
 from megatron_muon.pricing.presets import H100
 from megatron_muon.pricing.step import Optimizer, StepTime, price_step
 from megatron_muon.runtime import round as muon_round
-from megatron_muon.runtime.exchange import Exchange, Meter
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.tracing import phases
 from support.ranks import run

@@ -19,7 +19,8 @@ from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.pricing.hardware import MICRO, TERA
 from megatron_muon.pricing.presets import H100
 from megatron_muon.runtime import fused
-from megatron_muon.runtime.exchange import Exchange, Meter
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.virtual_gpu.device.tensors import CUDA

@@ -34,13 +34,14 @@ def planned_messages(
     sizes: Sizes = defaultdict(list)
     travels = travel_dtype(config)
     squares = torch_dtype(held_dtype(dtype_of(config, device), device))
+    dtypes = {"numbers": torch.float32, "squares": squares, "elements": travels}
     for plan in plans:
         gathers, scatters = _by_round(plan)
         for number, messages in _in_turn(gathers, scatters):
             for pair, nbytes in messages.items():
                 sizes[pair].append((travels, nbytes))
             for message in _between_homes(plan, number):
-                dtype = squares if message.of_squares else torch.float32
+                dtype = dtypes[message.kind]
                 for pair, nbytes in message.sizes.items():
                     sizes[pair].append((dtype, nbytes))
     return dict(sizes)

@@ -206,7 +206,7 @@ def _largest_first(by_kind: dict[str, int]) -> dict[str, int]:
 # Kinds of what a step allocates, by the folder or file of the package that does.
 _KINDS = (
     ("orthogonalize/", "Newton-Schulz scratch"),
-    ("runtime/exchange.py", "staged rounds"),
+    ("runtime/exchange/", "staged rounds"),
     ("runtime/collectives.py", "staged rounds"),
     ("runtime/round.py", "staged rounds"),
     ("runtime/", "scratch of momentum and update"),

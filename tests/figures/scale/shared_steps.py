@@ -4,8 +4,9 @@
 
 Prices the stages of ``figures.scale.split_matrices`` and of ``figures.priced_models`` with
 ``--muon-split-matrices`` off, 2, 4, 8 and auto, on H100s with a library's symmetric kernel. Behind
-a time is the busiest rank's Newton-Schulz. The last columns are those of auto: flops of the busiest
-rank over the mean without shared matrices, and the bytes that all ranks send beside those without.
+a time is the busiest rank's Newton-Schulz. The last columns are flops of the busiest rank over the
+mean: without shared matrices; with auto, over that mean and over auto's own, in which squares count
+at every home. Then come the bytes that all ranks send, beside those without shared matrices.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def main() -> None:
     given = parser.parse_args()
     hardware = hardware_of(given.hardware, [])
     heads = " | ".join(ASKED)
-    print(f"| ms | {heads} | upstream | busiest / mean, off | auto | bytes, auto / off |")
-    print("|---" + "|--:" * (len(ASKED) + 4) + "|")
+    ratios = "busiest / mean, off | auto | auto / its mean | bytes, auto / off"
+    print(f"| ms | {heads} | upstream | {ratios} |")
+    print("|---" + "|--:" * (len(ASKED) + 5) + "|")
     names = set()
     for case in (*MODELS, *LARGE):
         if case.name in names or (given.words and not any(w in case.name for w in given.words)):
@@ -63,10 +65,11 @@ def main() -> None:
             stages = [priced_of([*base, asked], hardware)[0][0] for asked in ASKED]
             off, off_bytes = _flops_and_bytes([*base, "off"])
             auto, auto_bytes = _flops_and_bytes([*base, "auto"])
-        mean = sum(off) / len(off)
+        mean, own_mean = sum(off) / len(off), sum(auto) / len(auto)
         cells = [case.name, *map(_cell, stages)]
         cells.append(f"{1e3 * min(stages[0].duplicated, stages[0].distributed):.1f}")
         cells += [f"{max(flops) / mean:.2f}" for flops in (off, auto)]
+        cells.append(f"{max(auto) / own_mean:.2f}")
         cells.append(f"{auto_bytes / off_bytes:.2f}")
         print(f"| {' | '.join(cells)} |", flush=True)
 

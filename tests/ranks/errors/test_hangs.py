@@ -29,6 +29,12 @@ PHASES = {
     "muon/gather": ("muon/momentum", "_advance_momentum"),
     "muon/scatter": ("muon/newton_schulz", "_orthogonalize_alike"),
     "muon/share": ("muon/newton_schulz", "_orthogonalize_shared"),
+    "muon/turn": ("muon/newton_schulz", "_orthogonalize_shared"),
+}
+# The first shared matrix is wide: K, or fc2 where QKV is one. TP 2 has fc2 in two strips as it is.
+SHARED = {
+    "muon/share": (("split_matrices", 2), ("split_qkv", False)),
+    "muon/turn": (("split_matrices", 4),),
 }
 
 
@@ -68,7 +74,7 @@ def _fail(how: str) -> None:
 
 def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple[str, float]:
     """The error of this rank's second step, and how long after the step's start it came."""
-    shared = (("split_matrices", 4),) if phase == "muon/share" else ()
+    shared: Any = SHARED.get(phase, ())
     with _short_timeout():
         built = start(replace(CASE, muon=shared), topology)
     take_step(built, 0)
@@ -93,7 +99,7 @@ def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple
         ("muon/scatter", "raise", Topology(tp=2, dp=2)),
         ("muon/scatter", "stop", Topology(tp=2, dp=2)),
         ("muon/gather", "stop", Topology(tp=2, dp=2, instances=2)),  # a group of our own
-        ("muon/share", "raise", Topology(dp=4)),
+        ("muon/turn", "raise", Topology(dp=4)),
         ("muon/share", "stop", Topology(tp=2, dp=2)),
     ],
     ids=str,

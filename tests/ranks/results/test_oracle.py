@@ -356,7 +356,7 @@ class _AloneSharing:
 
 
 def _without_sums() -> Any:
-    from megatron_muon.runtime.exchange import Sharers
+    from megatron_muon.runtime.exchange.sharers import Sharers
 
     return mock.patch.object(Sharers, "add", _AloneSharing.add)
 
@@ -367,13 +367,35 @@ def _with_the_scale_of_a_strip() -> Any:
     return mock.patch.object(Matrix, "whole", property(lambda matrix: matrix.unit))
 
 
-@pytest.mark.parametrize("mutation", [_without_sums, _with_the_scale_of_a_strip])
-def test_mutants_of_shared_matrices_are_noticed(mutation: Any) -> None:
+def _with_turned_columns_swapped() -> Any:
+    """A home takes the columns of its range the other way round, and sends them back as they are:
+    what it iterates on is right, but for their places."""
+    from megatron_muon.runtime.exchange.sharers import Sharers
+
+    turned = Sharers.turned
+    return mock.patch.object(
+        Sharers, "turned", lambda self, by_rows: [one.flip(1) for one in turned(self, by_rows)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("mutation", "topology", "wrong"),
+    [
+        (_without_sums, Topology(2, 2, 2), {"linear_qkv", "linear_fc1", "linear_fc2"}),
+        (_with_the_scale_of_a_strip, Topology(2, 2, 2), {"linear_fc1", "linear_fc2"}),
+        (_with_turned_columns_swapped, Topology(1, 2, 2), {"linear_qkv", "linear_fc2"}),
+        (_with_turned_columns_swapped, Topology(2, 2, 2), {"linear_qkv"}),  # fc2's parts come
+    ],
+)
+def test_mutants_of_shared_matrices_are_noticed(
+    mutation: Any, topology: Topology, wrong: set[str]
+) -> None:
+    """K and V are wide; their scale is that of the columns."""
     case = CASES["shared"]
-    results = run(train, 8, case, Topology(2, 2, 2), mutation)
+    results = run(train, topology.world_size, case, topology, mutation)
     norms = results[0]["log"]["norms"]
-    wrong = outside(case, whole(results), computed(case, oracle_for(case), norms))
-    assert names(wrong) == {"linear_fc1.weight", "linear_fc2.weight"}
+    found = outside(case, whole(results), computed(case, oracle_for(case), norms))
+    assert names(found) == {f"{name}.weight" for name in wrong}
 
 
 def test_mutants_without_a_split_are_noticed() -> None:

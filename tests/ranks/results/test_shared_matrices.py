@@ -1,4 +1,7 @@
-"""``split_matrices``: several homes orthogonalize a long matrix together, each a strip of it."""
+"""``split_matrices``: several homes orthogonalize a long matrix together, each a strip of it.
+
+One process with as many strips has the same bits, whatever TP and DP are.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from support.models.gpt import Case, Topology, check, start, trained
+from support.models.gpt import Case, Topology, check, start
 from support.ranks import run
-from support.runs.whole import differences
 
 BASE = Case(steps=4, ffn=264, vocab=144)  # fc1 is 264 x 96 and tall, fc2 96 x 264 and wide
 
@@ -20,6 +22,7 @@ def _shared(case: Case, ranks: int, **muon: Any) -> Case:
 
 
 GATED = replace(BASE, gated=True)  # fc1 is 528 x 96
+TP4 = replace(BASE, heads=8, groups=4)
 
 
 def _matrices(case: Case, topology: Topology) -> list[tuple[str, int, int, int]]:
@@ -33,6 +36,10 @@ def _matrices(case: Case, topology: Topology) -> list[tuple[str, int, int, int]]
     [
         (_shared(BASE, 2), Topology(1, 1, 2)),
         (_shared(BASE, 2), Topology(1, 2, 2)),
+        (_shared(BASE, 2), Topology(2, 1, 1)),  # fc2's column parts are its strips
+        (_shared(BASE, 4), Topology(2, 1, 2)),  # fc2 is turned, from column parts
+        (_shared(BASE, 5), Topology(2, 1, 3)),  # uneven rows and columns, one rank without a strip
+        (_shared(TP4, 2), Topology(4, 1, 1)),  # a strip of two column parts
         (_shared(BASE, 4), Topology(1, 1, 4)),
         (_shared(BASE, 4), Topology(1, 1, 2)),  # two strips on each rank
         (_shared(BASE, 5), Topology(1, 1, 3)),  # strips of 52 and 53 rows, two ranks with two
@@ -47,14 +54,21 @@ def test_results_are_those_of_one_process(case: Case, topology: Topology) -> Non
     check(case, topology)
 
 
-@pytest.mark.parametrize("dp", [1, 2, 3])
-def test_column_parts_of_tp_ranks_are_strips(dp: int) -> None:
-    """Of as many as divide the TP ranks; so TP decides how many strips a wide matrix has."""
-    case = _shared(BASE, 2)
-    expected, shared = trained(case, Topology(2, 1, 1)), trained(case, Topology(2, 1, dp))
-    assert differences(expected, shared) == []
-    matrices = run(_matrices, 2 * dp, case, Topology(2, 1, dp))[0]
-    wide = [matrix for matrix in matrices if "layers.0.mlp.linear_fc2" in matrix[0]]
+@pytest.mark.parametrize(
+    ("strips", "topology", "shapes"),
+    [
+        (2, Topology(2, 1, 2), [(96, 132)] * 2),  # column parts of TP ranks
+        (4, Topology(2, 1, 2), [(24, 264)] * 4),  # turned
+        (5, Topology(1, 1, 5), [(19, 264)] * 4 + [(20, 264)]),
+    ],
+    ids=str,
+)
+def test_a_wide_matrix_comes_in_column_parts_or_in_rows(
+    strips: int, topology: Topology, shapes: list[tuple[int, int]]
+) -> None:
+    matrices = run(_matrices, topology.world_size, _shared(BASE, strips), topology)[0]
     name = "decoder.layers.0.mlp.linear_fc2.weight"
-    assert [m[:3] for m in wide] == [(f"{name}[strip {at}]", 96, 132) for at in (0, 1)]
-    assert wide[0][3] != wide[1][3]
+    wide = [matrix for matrix in matrices if matrix[0].startswith(name)]
+    assert [m[0] for m in wide] == [f"{name}[strip {at}]" for at in range(strips)]
+    assert [m[1:3] for m in wide] == shapes
+    assert len({m[3] for m in wide}) == min(strips, topology.world_size)

@@ -143,34 +143,14 @@ def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[s
     from megatron_muon.cli.model_flags import muon_settings
     from megatron_muon.dry_run import world
     from megatron_muon.dry_run.model import ranks_of
-    from megatron_muon.dry_run.stages import built
-    from megatron_muon.mcore.params.placement import (
-        local_experts,
-        muon_parameters,
-        on_every_ep_rank,
-    )
+    from megatron_muon.dry_run.stages import built, planned_optimizers
 
     flags = flags_of(model.words.split())
     config = dataclasses.replace(muon_settings(flags), **settings)
     ranks = ranks_of(flags)
-    plans: list[tuple[str, ExchangePlan]] = []
     with _quiet(), world.as_rank(world.first_ranks(ranks)[model.stage], ranks):
-        chunks = built(flags, config, ranks)
-        for experts in (False, True):
-            kind = "expert_parallel_buffers" if experts else "buffers"
-            buffers = [buffer for chunk in chunks for buffer in getattr(chunk, kind)]
-            if not buffers:
-                continue
-            here = muon_parameters(chunks, buffers, ranks.tp, ranks.expert_tp, config)
-            ep_size = ranks.ep if experts else 1
-            everywhere = on_every_ep_rank(
-                [parameter for _, parameter in here], ep_size, local_experts(chunks, ep_size)
-            )
-            grid = (world.expert_grid if experts else world.dense_grid)(ranks)
-            earlier = [plan for _, plan in plans]
-            plan = make_plan(everywhere, grid, config, "cuda", earlier)
-            plans.append(("experts" if experts else "dense", plan))
-    return config, plans
+        planned = planned_optimizers(flags, config, ranks, built(flags, config, ranks))
+    return config, [("experts" if one.experts else "dense", one.plan) for one in planned]
 
 
 @contextmanager

@@ -31,7 +31,9 @@ def deepseek() -> tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]]:
     """The settings, the plans of 64 ranks of DeepSeek-V3, and those that each makes by itself."""
     config, named = plans_of(STAGE)
     plans = [plan for _, plan in named]
-    alone = [make_plan(plan.parameters, plan.grid, config) for plan in plans]
+    assert not plans[0].shared  # since experts fill the ranks
+    whole = replace(config, split_matrices="off")
+    alone = [make_plan(plan.parameters, plan.grid, whole) for plan in plans]
     return config, plans, alone
 
 

@@ -65,6 +65,7 @@ def test_strips_cover_their_matrix_and_homes_are_neighbours(
         assert max(one.rows, one.cols) >= 2 * min(one.rows, one.cols)
         assert len(set(homes)) == min(len(homes), plan.size)
         assert max(homes) - min(homes) < len(homes) and homes == sorted(homes)
+        assert len(homes) == count  # whatever TP is
     replicated = sum(plan.ns_flops()) - sum(whole.ns_flops())  # squares, by each further home
     homes_beyond = sum(len(set(one.homes)) - 1 for one in plan.shared)
     assert (replicated > 0) == (homes_beyond > 0) and replicated >= 0
@@ -75,12 +76,15 @@ def test_strips_cover_their_matrix_and_homes_are_neighbours(
     [
         (40, 16, None, 1, [(10, 16)] * 4),
         (42, 16, None, 1, [(10, 16), (11, 16), (10, 16), (11, 16)]),
-        (16, 40, None, 1, []),  # elements of its column ranges alternate row by row
+        (16, 40, None, 1, [(4, 40)] * 4),  # rows come, and are turned
+        (18, 40, None, 1, [(4, 40), (5, 40), (4, 40), (5, 40)]),
+        (3, 40, None, 1, []),  # fewer rows than strips
         (24, 16, None, 1, []),  # not long
         (20, 16, 0, 2, [(10, 16)] * 4),  # a strip is half of a TP rank's rows
-        (16, 20, 1, 2, [(16, 20)] * 2),  # no more than TP ranks
+        (16, 20, 1, 2, [(4, 40)] * 4),  # more than TP ranks: turned
         (16, 10, 1, 8, [(16, 20)] * 4),  # a strip is the columns of two TP ranks
-        (16, 20, 1, 3, []),
+        (16, 20, 1, 3, [(4, 60)] * 4),
+        (40, 8, 1, 2, [(10, 16)] * 4),  # tall, and TP cuts the columns
         (40, 16, None, 2, [(10, 16)] * 4),  # replicas
     ],
 )
@@ -106,9 +110,23 @@ def test_homes_that_share_send_two_squares_at_most() -> None:
     shared = SharedMatrix(0, homes=(0, 1, 2, 3), rows=400, cols=96, sums=2, itemsize=2)
     for message in shared.messages():
         for (rank, _), nbytes in message.sizes.items():
-            sent[rank] += nbytes if message.of_squares else 0
+            sent[rank] += nbytes if message.kind == "squares" else 0
     assert set(sent.values()) == {2 * 2 * (2 * 96 * 96) * 3 // 4}
     assert list(replace(shared, homes=(5, 5, 5)).messages()) == []  # of one rank
+
+
+def test_homes_that_turn_a_matrix_send_their_own_strip_at_most() -> None:
+    """There the columns of others in their rows, back the rows of others in their columns."""
+    shared = SharedMatrix(0, (0, 1, 2, 2), rows=98, cols=402, sums=1, itemsize=4, turns=2)
+    elements = [message.sizes for message in shared.messages() if message.kind == "elements"]
+    rows, cols = (24, 25, 49), (100, 101, 201)
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    assert elements == [
+        {(a, b): 2 * rows[a] * cols[b] for a, b in pairs},
+        {(a, b): 2 * cols[a] * rows[b] for a, b in pairs},
+    ]
+    kinds = [message.kind for message in shared.messages()]
+    assert (kinds[0], kinds[-1], len(kinds)) == ("elements", "elements", 2 + 2 + 2)
 
 
 def test_shapes_are_cut_as_long_as_that_gains() -> None:
@@ -123,6 +141,17 @@ def test_shapes_are_cut_as_long_as_that_gains() -> None:
         (80, 10): 8
     }
     assert choose_counts([(80, 10)], 64, lambda counts: 1000 - 5 * sum(counts.values())) == {}
+
+
+def test_auto_shares_nothing_where_experts_fill_the_ranks() -> None:
+    """They have homes by what ranks have to do by then, so no rank waits for the dense ones'."""
+    config = MuonConfig(split_matrices="auto", rank_tflops=1e-6)
+    whole = _plan([(400, 16, None)] * 2, 1, 4, replace(config, split_matrices="off"))
+    stage = whole.parameters, whole.grid, config
+    assert len(make_plan(*stage).shared) == 2
+    mean = sum(whole.ns_flops()) // 4
+    assert len(make_plan(*stage, later=mean // 2).shared) == 2
+    assert make_plan(*stage, later=20 * mean).shared == ()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron_muon.bench.step.paper import routes
-from megatron_muon.config import MuonConfig
+from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.pricing import memory, paper
+from megatron_muon.pricing.presets import H100
+from megatron_muon.pricing.step import Optimizer, price_step
 from megatron_muon.pricing.traffic import Traffic, exchanges_of, traffic_of
 from megatron_muon.virtual_gpu.step import record_step
 from support.virtual_gpu.plans import small_plan
@@ -71,6 +73,19 @@ def test_the_papers_figures_are_those_of_its_routes(tp: int, dp: int) -> None:
         assert flops[rank] == work > 0
 
 
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize(("tp", "strips"), [(1, 4), (2, 4), (2, 2)])
+def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
+    tp: int, strips: int, iteration: NsIteration
+) -> None:
+    """The model has none that depend on a home's place, or on what its strips round to."""
+    config = MuonConfig(split_matrices=strips, ns_iteration=iteration)
+    plan = small_plan(config, tp, strips // tp, layers=2, hidden=512, ffn=1280)
+    recorded = record_step(plan, 0, config, steps=2).launches
+    step = price_step([Optimizer(plan, (0,) * plan.size)], config, H100)
+    assert abs(step.launches - recorded) < 0.1 * recorded
+
+
 @pytest.mark.parametrize(("tp", "dp"), SIZES)
 @pytest.mark.parametrize(
     "config",
@@ -80,8 +95,14 @@ def test_the_papers_figures_are_those_of_its_routes(tp: int, dp: int) -> None:
         MuonConfig(ns_iteration="gram"),
         MuonConfig(elementwise="foreach", round_bytes=1 << 20),
         MuonConfig(elementwise="foreach", nesterov=False),
+        MuonConfig(split_matrices=2),
+        MuonConfig(split_matrices=3, ns_dtype="bf16"),
+        MuonConfig(split_matrices=4, ns_iteration="gram"),
     ],
-    ids=["default", "small rounds", "gram", "lists in small rounds", "lists for the update only"],
+    ids=[
+        *("default", "small rounds", "gram", "lists in small rounds", "lists for the update only"),
+        *("in 2 strips", "in 3 strips of bf16", "in 4 strips with gram"),
+    ],
 )
 def test_the_peak_is_that_of_the_virtual_gpus_allocator(
     tp: int, dp: int, config: MuonConfig

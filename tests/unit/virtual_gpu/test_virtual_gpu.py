@@ -12,6 +12,7 @@ import torch
 
 import megatron_muon.runtime.round
 from megatron_muon import MuonConfig
+from megatron_muon.cli.certify.messages import compare_with_plan, planned_messages
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.runtime.fused import Fused
@@ -32,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gram": {"ns_iteration": "gram"},
     "foreach": {"elementwise": "foreach"},
     "foreach in fp32": {"elementwise": "foreach", "ns_dtype": "fp32"},
+    "in 3 strips": {"split_matrices": 3},  # of TP 2: wide matrices are turned
 }
 
 
@@ -49,6 +51,16 @@ def recorded(size: str, settings: str) -> dict[int, Recording]:
 def test_nothing_races(size: str, settings: str, memory: Memory) -> None:
     for recording in recorded(size, settings).values():
         assert races(recording.trace, memory) == []
+
+
+def test_messages_between_homes_are_the_plans() -> None:
+    """Squares, numbers, and a wide matrix that is turned and turned back."""
+    config = MuonConfig(round_bytes=SIZES["some"], **SETTINGS["in 3 strips"])
+    plan = small_plan(config)
+    assert {bool(one.turns) for one in plan.shared} == {True, False}
+    planned = planned_messages([plan], config)
+    for rank, recording in recorded("some", "in 3 strips").items():
+        assert compare_with_plan(rank, recording.collectives, planned) == []
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -7,7 +7,7 @@ Python and launches depend on its own messages, not on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,39 +18,10 @@ from megatron_muon.planning.rounds.table import Alike, RoundTable, round_tables
 from megatron_muon.planning.segments import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group, Pending, Route
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.sharers import Sharers
 
 Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
-
-
-@dataclass(slots=True)
-class Meter:
-    """Counts of this rank's last step, made where the work is done, not from the plan.
-
-    Attributes:
-        steps: number of Muon steps so far.
-        matrices: number of matrices orthogonalized.
-        ns_flops: Newton-Schulz floating-point operations, 2 per multiply-add.
-        gather_bytes: bytes sent to homes.
-        scatter_bytes: bytes of directions sent to pieces.
-        square_bytes: bytes of squares sent to the other homes of shared matrices.
-    """
-
-    steps: int = 0
-    matrices: int = 0
-    ns_flops: int = 0
-    gather_bytes: int = 0
-    scatter_bytes: int = 0
-    square_bytes: int = 0
-
-    @property
-    def sent_bytes(self) -> int:
-        """All bytes that this rank sent to others for Muon."""
-        return self.gather_bytes + self.scatter_bytes + self.square_bytes
-
-    def start_step(self) -> None:
-        self.steps += 1
-        self.matrices = self.ns_flops = 0
-        self.gather_bytes = self.scatter_bytes = self.square_bytes = 0
 
 
 @dataclass(slots=True)
@@ -178,8 +149,7 @@ class Exchange:
         made = {}
         for alike in table.alike:
             if alike.strips:
-                homes = [strip.home for strip in alike.strips]
-                sharers = Sharers(homes, self._rank, self._group, self._world, meter)
+                sharers = Sharers(alike.strips, self._rank, self._group, self._world, meter)
                 made[alike.matrices] = sharers
         return made
 
@@ -323,89 +293,6 @@ class RoundExchange:
 
     def _empty(self, numel: int) -> Tensor:
         return self._like.new_empty(numel)
-
-
-class Sharers:
-    """The homes of a matrix's strips: see ``orthogonalize.strips.Sharing``.
-
-    Squares are cut into ranges of rows, one for each home: it receives its range of all others'
-    squares, adds them, and sends the sum to them. So each sends and receives two squares at most,
-    and all have the same bits.
-
-    Args:
-        homes: rank of the stage that has each strip.
-        rank: this one.
-        group: process group of the stage.
-        world: ``collectives.world_ranks(group)``.
-        meter: counts the bytes sent.
-    """
-
-    def __init__(
-        self, homes: Sequence[int], rank: int, group: Group, world: Sequence[int], meter: Meter
-    ) -> None:
-        self._homes, self._rank = homes, rank
-        self._ranks = sorted(set(homes))
-        self._others = [other for other in self._ranks if other != rank]
-        self._group, self._world, self._meter = group, world, meter
-
-    def all_numbers(self, mine: Tensor) -> Tensor:
-        """The numbers of all strips, ``(strips, k)``, from those of the strips here."""
-        each = mine.size(1)
-        counts = [self._homes.count(rank) * each for rank in self._others]
-        received = self._spread(mine, counts)
-        of_ranks = dict(zip(self._others, received, strict=True)) | {self._rank: mine}
-        flat = {rank: iter(numbers.view(-1, each)) for rank, numbers in of_ranks.items()}
-        return torch.stack([next(flat[rank]) for rank in self._homes])
-
-    def add(self, squares: Sequence[Tensor]) -> Tensor:
-        """The sum of all strips' squares, ``(m, m)``, from those of the strips here."""
-        size = squares[0].size(0)
-        rows = {rank: self._rows(rank, size) for rank in self._ranks}
-        own = rows[self._rank]
-        of_ranks = self._exchanged(squares, rows) | {self._rank: iter([s[own] for s in squares])}
-        total = torch.zeros_like(squares[0][own], dtype=torch.float32)
-        for rank in self._homes:
-            total.add_(next(of_ranks[rank]))
-        summed = torch.empty_like(squares[0])
-        summed[own] = total
-        counts = [summed[rows[other]].numel() for other in self._others]
-        for other, part in zip(self._others, self._spread(summed[own], counts), strict=True):
-            summed[rows[other]] = part.view(-1, size)
-        return summed
-
-    def _exchanged(
-        self, squares: Sequence[Tensor], rows: Mapping[int, slice]
-    ) -> dict[int, Iterator[Tensor]]:
-        """This rank's rows of every other home's squares; theirs go to them."""
-        sent = [square[rows[other]].flatten() for other in self._others for square in squares]
-        each = squares[0][rows[self._rank]]
-        to = [(other, len(squares) * squares[0][rows[other]].numel()) for other in self._others]
-        counts = [self._homes.count(other) * each.numel() for other in self._others]
-        received = self._received(torch.cat(sent) if sent else each, to, counts)
-        return {
-            other: iter(part.view(-1, *each.shape))
-            for other, part in zip(self._others, received, strict=True)
-        }
-
-    def _spread(self, mine: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
-        """Send one tensor to all other homes, and take theirs, of these sizes."""
-        to = [(other, mine.numel()) for other in self._others]
-        return self._received(mine.flatten().repeat(len(to)), to, counts)
-
-    def _received(self, sent: Tensor, to: Counts, counts: Sequence[int]) -> Sequence[Tensor]:
-        """A tensor from each of the other homes."""
-        if not self._others:
-            return []
-        self._meter.square_bytes += sent.nbytes
-        taken = list(zip(self._others, counts, strict=True))
-        route = Route.of(self._group, self._world, self._rank, to, taken)
-        pending = collectives.start_messages("muon/share", sent, route)
-        assert pending is not None
-        return split_with_sizes(pending.wait(), list(counts))
-
-    def _rows(self, rank: int, size: int) -> slice:
-        at, number = self._ranks.index(rank), len(self._ranks)
-        return slice(at * size // number, (at + 1) * size // number)
 
 
 def _received(moving: Gathering | Scattering) -> Tensor | None:

@@ -1,0 +1,181 @@
+"""Messages between the homes of one matrix: numbers, squares, and the turn of a wide matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, split_with_sizes
+
+from megatron_muon.planning.segments import Matrix
+from megatron_muon.runtime import collectives
+from megatron_muon.runtime.collectives import Group, Route
+from megatron_muon.runtime.exchange.meter import Meter
+
+Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
+_Blocks = Mapping[tuple[int, int], Tensor]  # by numbers of two strips
+
+
+class Sharers:
+    """The homes of a matrix's strips: see ``orthogonalize.strips.Sharing``.
+
+    Squares are cut into ranges of rows, one for each home: it receives its range of all others'
+    squares, adds them, and sends the sum to them. So each sends and receives two squares at most,
+    and all have the same bits.
+
+    A wide matrix may come in ranges of its rows, whose elements are contiguous everywhere. Its
+    homes then turn it: strip a's rows and strip b's columns are a block, which the home of one has
+    and that of the other needs. Each sends and receives its own strip at most, there and back.
+
+    Args:
+        strips: all of the matrix's strips, in order.
+        rank: rank of the stage.
+        group: process group of the stage.
+        world: ``collectives.world_ranks(group)``.
+        meter: counts the bytes sent.
+    """
+
+    def __init__(
+        self, strips: Sequence[Matrix], rank: int, group: Group, world: Sequence[int], meter: Meter
+    ) -> None:
+        self._homes, self._rank = [strip.home for strip in strips], rank
+        self._rows = [strip.rows for strip in strips]
+        self._cols = [strip.long for strip in strips]
+        self._ranks = sorted(set(self._homes))
+        self._others = [other for other in self._ranks if other != rank]
+        self._group, self._world, self._meter = group, world, meter
+
+    def all_numbers(self, mine: Tensor) -> Tensor:
+        """The numbers of all strips, ``(strips, k)``, from those of the strips here."""
+        each = mine.size(1)
+        counts = [self._homes.count(rank) * each for rank in self._others]
+        received = self._spread(mine, counts)
+        of_ranks = dict(zip(self._others, received, strict=True)) | {self._rank: mine}
+        flat = {rank: iter(numbers.view(-1, each)) for rank, numbers in of_ranks.items()}
+        return torch.stack([next(flat[rank]) for rank in self._homes])
+
+    def add(self, squares: Sequence[Tensor]) -> Tensor:
+        """The sum of all strips' squares, ``(m, m)``, from those of the strips here."""
+        size = squares[0].size(0)
+        rows = {rank: self._square_rows(rank, size) for rank in self._ranks}
+        own = rows[self._rank]
+        of_ranks = self._exchanged(squares, rows) | {self._rank: iter([s[own] for s in squares])}
+        total = torch.zeros_like(squares[0][own], dtype=torch.float32)
+        for rank in self._homes:
+            total.add_(next(of_ranks[rank]))
+        summed = torch.empty_like(squares[0])
+        summed[own] = total
+        counts = [summed[rows[other]].numel() for other in self._others]
+        for other, part in zip(self._others, self._spread(summed[own], counts), strict=True):
+            summed[rows[other]] = part.view(-1, size)
+        return summed
+
+    def turned(self, by_rows: Sequence[Tensor]) -> list[Tensor]:
+        """The strips' columns of a wide matrix, from their rows.
+
+        Args:
+            by_rows: ``(rows of the strip, cols)`` of each strip that is here; the dims after the
+                first one may be several.
+
+        Returns:
+            ``(rows, columns of the strip)`` of each of them, contiguous.
+        """
+        own = self._strips_at(self._rank)
+        blocks = {
+            (a, b): block
+            for a, strip in zip(own, by_rows, strict=True)
+            for b, block in enumerate(split_with_sizes(strip.flatten(1), self._cols, dim=1))
+        }
+        made = self._swapped(blocks, lambda a, b: (self._rows[a], self._cols[b]))
+        return [torch.cat([made[a, b] for a in range(len(self._homes))]) for b in own]
+
+    def turn_back(self, by_cols: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """The inverse of ``turned``.
+
+        Args:
+            by_cols: what ``turned`` returns, with other values.
+            into: takes the strips' rows; laid out as what ``turned`` takes.
+        """
+        own = self._strips_at(self._rank)
+        blocks = {
+            (a, b): block
+            for a, strip in zip(own, by_cols, strict=True)
+            for b, block in enumerate(split_with_sizes(strip, self._rows))
+        }
+        made = self._swapped(blocks, lambda a, b: (self._rows[b], self._cols[a]))
+        for b, strip in zip(own, into, strict=True):
+            rows = torch.cat([made[a, b] for a in range(len(self._homes))], dim=1)
+            strip.copy_(rows.view(strip.shape))
+
+    def _swapped(
+        self, blocks: _Blocks, shape_of: Callable[[int, int], tuple[int, int]]
+    ) -> dict[tuple[int, int], Tensor]:
+        """The blocks ``(any strip, one that is here)`` from those ``(one that is here, any)``.
+
+        Args:
+            blocks: each ``shape_of(*key)``.
+            shape_of: the same function on all homes.
+        """
+        own = self._strips_at(self._rank)
+        made = {(a, b): blocks[a, b] for a in own for b in own}
+        if not self._others:
+            return made
+        leaving = [[(a, b) for a in own for b in self._strips_at(rank)] for rank in self._others]
+        coming = [[(a, b) for a in self._strips_at(rank) for b in own] for rank in self._others]
+        sizes = [[blocks[key].numel() for key in keys] for keys in leaving]
+        sent = blocks[own[0], own[0]].new_empty(sum(map(sum, sizes)))
+        places = iter(split_with_sizes(sent, [size for of_rank in sizes for size in of_rank]))
+        for key in (key for keys in leaving for key in keys):
+            next(places).view(shape_of(*key)).copy_(blocks[key])
+        self._meter.turn_bytes += sent.nbytes
+        counts = [sum(rows * cols for rows, cols in (shape_of(*k) for k in ks)) for ks in coming]
+        to = list(zip(self._others, map(sum, sizes), strict=True))
+        for keys, part in zip(coming, self._received("muon/turn", sent, to, counts), strict=True):
+            shapes = [shape_of(*key) for key in keys]
+            flat = split_with_sizes(part, [rows * cols for rows, cols in shapes])
+            made |= {k: one.view(s) for k, one, s in zip(keys, flat, shapes, strict=True)}
+        return made
+
+    def _strips_at(self, rank: int) -> list[int]:
+        """Numbers of the strips whose home a rank is."""
+        return [number for number, home in enumerate(self._homes) if home == rank]
+
+    def _exchanged(
+        self, squares: Sequence[Tensor], rows: Mapping[int, slice]
+    ) -> dict[int, Iterator[Tensor]]:
+        """This rank's rows of every other home's squares; theirs go to them."""
+        sent = [square[rows[other]].flatten() for other in self._others for square in squares]
+        each = squares[0][rows[self._rank]]
+        to = [(other, len(squares) * squares[0][rows[other]].numel()) for other in self._others]
+        counts = [self._homes.count(other) * each.numel() for other in self._others]
+        received = self._shared(torch.cat(sent) if sent else each, to, counts)
+        return {
+            other: iter(part.view(-1, *each.shape))
+            for other, part in zip(self._others, received, strict=True)
+        }
+
+    def _spread(self, mine: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+        """Send one tensor to all other homes, and take theirs, of these sizes."""
+        to = [(other, mine.numel()) for other in self._others]
+        return self._shared(mine.flatten().repeat(len(to)), to, counts)
+
+    def _shared(self, sent: Tensor, to: Counts, counts: Sequence[int]) -> Sequence[Tensor]:
+        """A tensor from each of the other homes: of numbers, or of a square."""
+        if not self._others:
+            return []
+        self._meter.square_bytes += sent.nbytes
+        return self._received("muon/share", sent, to, counts)
+
+    def _received(
+        self, name: str, sent: Tensor, to: Counts, counts: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """Parts of these sizes, one from each of the other homes."""
+        taken = list(zip(self._others, counts, strict=True))
+        route = Route.of(self._group, self._world, self._rank, to, taken)
+        pending = collectives.start_messages(name, sent, route)
+        assert pending is not None
+        return split_with_sizes(pending.wait(), list(counts))
+
+    def _square_rows(self, rank: int, size: int) -> slice:
+        at, number = self._ranks.index(rank), len(self._ranks)
+        return slice(at * size // number, (at + 1) * size // number)
