@@ -32,18 +32,20 @@ def planned_messages(
         device: kind of the ranks' device.
     """
     sizes: Sizes = defaultdict(list)
-    travels = travel_dtype(config)
+    travels, directions = travel_dtype(config), torch_dtype(dtype_of(config, device))
     squares = torch_dtype(held_dtype(dtype_of(config, device), device))
     dtypes = {"numbers": torch.float32, "squares": squares, "elements": travels}
     for plan in plans:
         gathers, scatters = _by_round(plan)
-        for number, messages in _in_turn(gathers, scatters):
-            for pair, nbytes in messages.items():
+        for number, gather, scatter in _in_turn(gathers, scatters):
+            for pair, nbytes in gather.items():
                 sizes[pair].append((travels, nbytes))
             for message in _between_homes(plan, number):
                 dtype = dtypes[message.kind]
                 for pair, nbytes in message.sizes.items():
                     sizes[pair].append((dtype, nbytes))
+            for pair, nbytes in scatter.items():
+                sizes[pair].append((directions, nbytes))
     return dict(sizes)
 
 
@@ -74,16 +76,15 @@ _Round = defaultdict[tuple[int, int], int]
 
 def _in_turn(
     gathers: Sequence[_Round], scatters: Sequence[_Round]
-) -> Iterator[tuple[int | None, _Round]]:
-    """``(round that is orthogonalized after them or None, messages)``, in the order of a step.
+) -> Iterator[tuple[int | None, _Round, _Round]]:
+    """``(round that is orthogonalized or None, messages before it, after it)``, in turn.
 
     A round is gathered before the one before it is orthogonalized and its directions go back.
     """
-    yield from ((None, gather) for gather in gathers[:1])
+    nothing: _Round = defaultdict(int)
+    yield from ((None, gather, nothing) for gather in gathers[:1])
     for at, scatter in enumerate(scatters):
-        coming = gathers[at + 1] if at + 1 < len(gathers) else defaultdict(int)
-        yield at, coming
-        yield None, scatter
+        yield at, (gathers[at + 1] if at + 1 < len(gathers) else nothing), scatter
 
 
 def compare_with_plan(rank: int, calls: Iterable[RecordedCollective], planned: Sizes) -> list[str]:
