@@ -39,7 +39,7 @@ def _matrices(case: Case, topology: Topology) -> list[tuple[str, int, int, int]]
         (_shared(BASE, 2), Topology(2, 1, 1)),  # fc2's column parts are its strips
         (_shared(BASE, 4), Topology(2, 1, 2)),  # fc2 is turned, from column parts
         (_shared(BASE, 5), Topology(2, 1, 3)),  # uneven rows and columns, one rank without a strip
-        (_shared(TP4, 2), Topology(4, 1, 1)),  # a strip of two column parts
+        (_shared(TP4, 2, ns_dtype="fp32"), Topology(4, 1, 1)),  # a strip of two column parts
         (_shared(BASE, 4), Topology(1, 1, 4)),
         (_shared(BASE, 4), Topology(1, 1, 2)),  # two strips on each rank
         (_shared(BASE, 5), Topology(1, 1, 3)),  # strips of 52 and 53 rows, two ranks with two
