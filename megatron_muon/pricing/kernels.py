@@ -283,7 +283,9 @@ class _Products:
         short, long = self.short, self.long
         cost = self._symmetric(long, linear=False) + self._product(short, long, short)
         plus = self._symmetric(short, linear=True)
-        if self.is_folded and all(squares):  # on the diagonal of H, which is the first Q
+        if (
+            self.is_folded and squares and all(squares)
+        ):  # on the diagonal of H, which is the first Q
             diagonals = stream(self.hardware, 0).times(len(squares))
             others = 3 * (len(squares) - 1)
             alone = self._symmetric(short, linear=False)

@@ -17,8 +17,8 @@ products for them, so nothing hides them. A ring moves (s - 1) / s of the square
 reduce-scatter or an all-gather, twice for an all-reduce.
 
 The busiest rank then has at least the largest share or the mean, whichever is more. ``mean`` is
-Newton-Schulz of all matrices, unsplit, over the ranks of the stage. ``step`` is the whole step of
-ours today.
+Newton-Schulz of all matrices, unsplit, over the ranks of the stage. ``step`` is the whole step with
+matrices that are whole.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def shared(hardware: Hardware, rows: int, cols: int, ranks: int, config: MuonCon
     """The time of a matrix on ``ranks`` ranks, by a library's symmetric kernel where it applies."""
     short, long = min(rows, cols), -(-max(rows, cols) // ranks)
     itemsize = itemsize_of(config)
-    work = _Products(hardware, short, long, 1, itemsize, True)
+    work = _Products.of(hardware, (rows, cols), long, 1, config, "cuda_symmetric")
     square = short * short
     once = _collective(hardware, square * itemsize, ranks)
     in_fp32 = _collective(hardware, square * 4, ranks)
@@ -90,7 +90,7 @@ def shared(hardware: Hardware, rows: int, cols: int, ranks: int, config: MuonCon
 
 
 def _norm(hardware: Hardware, elements: int) -> float:
-    return 12 * elements / hardware.memory + (11 * hardware.kernel_us + _latency(hardware)) * MICRO
+    return 6 * elements / hardware.memory + (3 * hardware.kernel_us + _latency(hardware)) * MICRO
 
 
 def _collective(hardware: Hardware, nbytes: float, ranks: int) -> float:
@@ -133,7 +133,7 @@ def main() -> None:
     for case in CASES:
         if given.words and not any(word in case.name for word in given.words):
             continue
-        words = f"{case.words} {OVERLAP} --stage {case.stage}".split()
+        words = f"{case.words} {OVERLAP} --stage {case.stage} --muon-split-matrices off".split()
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             (stage,), _ = priced_of(words, hardware)
