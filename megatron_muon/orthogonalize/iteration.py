@@ -252,6 +252,15 @@ def scratch_elements(rows: int, cols: int) -> int:
     return rows * cols + squares * short**2
 
 
+def squares_outside(rows: int, cols: int) -> int:
+    """How many of the Gram iteration's four squares are not in the memory of the next iterate.
+
+    Three may be, and all of a tall matrix with room for four (``newton_schulz``).
+    """
+    fit = rows * cols // min(rows, cols) ** 2
+    return 0 if rows > cols and fit >= 4 else 4 - min(3, fit)
+
+
 def panels(size: int) -> list[tuple[int, int]]:
     """The ranges of rows in which a CPU makes a symmetric product."""
     count = _PANELS if size >= _PANELLED else 1

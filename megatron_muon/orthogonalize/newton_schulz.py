@@ -26,6 +26,7 @@ from megatron_muon.orthogonalize.iteration import (
     schedule_of,
     scratch_elements,
     segments,
+    squares_outside,
     takes_gram,
 )
 from megatron_muon.orthogonalize.matmul import (
@@ -267,10 +268,33 @@ def gram_iteration(
         products.of_squares().short_square(x, out=squares.gram)
         factor = _factor(squares, part, products.of_squares())
         leave = products.leave(is_last=number == len(parts) - 1)
-        made = products.times(factor, x, alpha=leave, is_tall=is_tall, out=spare)
+        if spare is not None and _holds_all_squares(x, spare):
+            made = _over_factor(factor, x, leave, products, spare)
+        else:
+            made = products.times(factor, x, alpha=leave, is_tall=is_tall, out=spare)
         x, spare = made, None if spare is None else x
         del squares, factor
     return x
+
+
+def _holds_all_squares(x: Tensor, spare: Tensor) -> bool:
+    """Whether a tall matrix's squares are all in ``spare``, Q in the rows that XQ fills last."""
+    return x.dim() == 2 and squares_outside(*x.shape) == 0
+
+
+def _over_factor(
+    factor: Tensor, x: Tensor, alpha: float, products: Products, out: Tensor
+) -> Tensor:
+    """X ← XQ of a tall X, where Q is in the last rows of ``out``.
+
+    These rows are made where rows of X are that are read already, and take Q's place at the end.
+    """
+    first = x.size(0) - x.size(1)  # of the rows in which Q is
+    products.times(factor, x[:first], alpha=alpha, is_tall=True, out=out[:first])
+    last = x[: x.size(1)]
+    products.times(factor, x[first:], alpha=alpha, is_tall=True, out=last)
+    out[first:].copy_(last)
+    return out
 
 
 @dataclass(slots=True)
@@ -293,13 +317,16 @@ class _Squares:
     def of(cls, x: Tensor, spare: Tensor | None, steps: int, *, folded: bool) -> _Squares:
         """As many as fit are in ``spare``, which is free until X ← QX is written to it.
 
-        That product reads Q, so after the last of ``steps`` Q is outside of ``spare``: after an
-        even number in ``other``, after an odd one where the first step writes it.
+        That product reads Q, so after the last of ``steps`` Q is outside of ``spare``, or in its
+        last rows (``_over_factor``): after an even number in ``other``, after an odd one where the
+        first step writes it.
         """
         shape = (*x.shape[:-2], min(x.shape[-2:]), min(x.shape[-2:]))
         numel = math.prod(shape)
         free = [] if spare is None else list(torch.split(spare.view(-1), numel))
         inside = [part.view(shape) for part in free[:3] if part.numel() == numel]
+        if spare is not None and _holds_all_squares(x, spare):
+            inside.insert(0, spare.view(-1)[-numel:].view(shape))
         last, one, two, three = [x.new_empty(shape) for _ in range(4 - len(inside))] + inside
         if steps % 2 == 0:
             return cls(gram=one, power=two, factor=three, other=last)

@@ -23,6 +23,7 @@ from megatron_muon.orthogonalize.iteration import (
     schedule_of,
     scratch_elements,
     segments,
+    squares_outside,
     takes_gram,
 )
 from megatron_muon.pricing.hardware import MICRO, TERA, Hardware
@@ -143,8 +144,9 @@ def newton_schulz(
         return cost + Cost(batch * flops / rate, batch * 3 * config.ns_steps)
     work = _Products.of(hardware, (rows, cols), max(rows, cols), batch, config, device)
     if takes_gram(rows, cols, config, device):
+        in_two = batch == 1 and squares_outside(rows, cols) == 0
         for part in segments(config, device):
-            cost += work.gram_segment([c != 0 for _, _, c in part])
+            cost += work.gram_segment([c != 0 for _, _, c in part], in_two=in_two)
         return cost
     for _, _, c in schedule_of(config):
         cost += work.standard_step(squares=c != 0)
@@ -278,10 +280,20 @@ class _Products:
             return cost + stream(self.hardware, 0) + self._product(short, long, short)
         return cost + self._copy(short * long) + self._product(short, long, short)
 
-    def gram_segment(self, squares: list[bool]) -> Cost:
-        """XXᵀ, polynomials of it, QX. ``squares`` says for each step whether c is not 0."""
+    def gram_segment(self, squares: list[bool], *, in_two: bool = False) -> Cost:
+        """XXᵀ, polynomials of it, QX.
+
+        Args:
+            squares: for each step, whether c is not 0.
+            in_two: the last rows of QX are made apart, and copied over Q.
+        """
         short, long = self.short, self.long
-        cost = self._symmetric(long, linear=False) + self._product(short, long, short)
+        cost = self._symmetric(long, linear=False)
+        if in_two:
+            cost += self._product(short, long - short, short) + self._product(short, short, short)
+            cost += self._copy(short * short)
+        else:
+            cost += self._product(short, long, short)
         plus = self._symmetric(short, linear=True)
         if (
             self.is_folded and squares and all(squares)

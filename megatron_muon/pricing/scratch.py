@@ -21,6 +21,7 @@ from megatron_muon.orthogonalize.iteration import (
     itemsize_of,
     schedule_of,
     segments,
+    squares_outside,
     takes_gram,
 )
 from megatron_muon.planning.plan import ExchangePlan
@@ -141,8 +142,8 @@ def _of_batches(work: RoundWork, rank: int, config: MuonConfig, limit: int, devi
         rows, cols, *_ = layout
         if layout.shared is not None:
             continue
-        of_one = _of_one(rows, cols, config, device)
         for together, _ in batches(rows, cols, count, ns_batch=config.ns_batch, scratch=limit):
+            of_one = _of_one(rows, cols, config, device, alone=together == 1)
             most = max(most, together * of_one)
     return most
 
@@ -182,21 +183,18 @@ def _iterating(own: Sequence[Matrix], size: int, config: MuonConfig, device: Dev
     return iterate + max(adding, multiplying, made + (2 if gram else 1) * square)
 
 
-def _of_one(rows: int, cols: int, config: MuonConfig, device: Device) -> int:
+def _of_one(rows: int, cols: int, config: MuonConfig, device: Device, *, alone: bool) -> int:
     """The next iterate and squares: two, or those of Gram's four that do not fit into a spare one.
 
-    ``scratch_elements`` is the most that either iteration takes.
+    ``scratch_elements`` is the most that either iteration takes. Only a matrix that is ``alone``,
+    and no batch, may have all in the spare one.
     """
     square = min(rows, cols) ** 2
     squares = 2
     if takes_gram(rows, cols, config, device):
-        squares = _squares_outside(rows * cols, square)
+        outside = squares_outside(rows, cols)
+        squares = outside if alone else max(1, outside)
     return rows * cols + squares * square
-
-
-def _squares_outside(elements: int, square: int) -> int:
-    """Gram's four squares, but for those that fit into an iterate's memory."""
-    return 4 - min(3, elements // square)
 
 
 # --- CPU ---------------------------------------------------------------------------------------
@@ -229,7 +227,8 @@ def of_matrix_on_cpu(matrix: Matrix, config: MuonConfig, device: Device) -> int:
     iterates = held * elements * (1 if has_spare else min(products, 2))
     made = 0 if has_spare else held * elements
     if is_gram:
-        squares = _squares_outside(elements, square) if has_spare else 4
+        wide = min(rows, cols), max(rows, cols)  # as a CPU multiplies them
+        squares = squares_outside(*wide) if has_spare else 4
         return max(
             _entering(elements, config, device),
             iterates + made + squares * held * square + rounded * elements,

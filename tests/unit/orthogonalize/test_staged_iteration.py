@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import newton_schulz, normalization
+from megatron_muon.orthogonalize.iteration import segments
 from megatron_muon.orthogonalize.matmul import Products, scale_of, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_staged
 
@@ -90,7 +91,7 @@ def test_a_gpus_fp16_shares_memory_with_bf16(
     shape: tuple[int, int], iteration: Any, steps: int, as_a_gpu: None
 ) -> None:
     """Matrices arrive in bf16, iterates of fp16 take their place, and directions in bf16 theirs."""
-    products = Products(torch.float16, torch.float16, torch.float16, scale=scale_of("fp16"))
+    products = Products(*[torch.float16] * 3, scale=scale_of("fp16"), folded=True)
     config = MuonConfig(ns_dtype="fp16", ns_steps=steps)
     if iteration == "gram":
         config = MuonConfig(ns_dtype="fp16", ns_iteration="gram")
@@ -125,6 +126,32 @@ def test_a_gpus_way_is_a_cpus(
     for layout in ({}, {"column_parts": shape[1]}):
         for made, direction in zip(_in_place(matrices, config, **layout), wanted, strict=True):
             assert (made - direction).norm() <= 2 * BOUND * max(shape)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("simple", 5), ("aol", 4), ("polar_express", 8)])
+@pytest.mark.parametrize("shape", [(520, 130), (7, 1), (500, 130)])
+def test_a_tall_matrix_has_its_squares_in_the_next_iterates_memory(
+    shape: tuple[int, int], steps: int, as_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From four squares' room on, and with the same result."""
+    config, matrix = (
+        MuonConfig(ns_dtype="fp32", ns_iteration="gram", ns_steps=steps),
+        _matrix(*shape),
+    )
+    made: list[tuple[int, ...]] = []
+    empty = Tensor.new_empty
+
+    def counted(like: Tensor, size: Any, **kind: Any) -> Tensor:
+        made.append(tuple(size))
+        return empty(like, size, **kind)
+
+    monkeypatch.setattr(Tensor, "new_empty", counted)
+    (direction,) = _in_place([matrix], config)
+    monkeypatch.undo()
+    square = (shape[1], shape[1])
+    each = 0 if shape[0] >= 4 * shape[1] else 1
+    assert made.count(square) == each * len(segments(config, "cpu"))
+    assert (direction - orthogonalize(matrix, config)).norm() <= 2 * BOUND * max(shape)
 
 
 @pytest.mark.parametrize("config", [MuonConfig(), FP32], ids=["bf16", "fp32"])
