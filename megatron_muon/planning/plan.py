@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import (
@@ -27,6 +26,7 @@ from megatron_muon.planning.homes import Loads, Work, busiest_time, choose_homes
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds.stage import stage_rounds
+from megatron_muon.planning.runs import Run, all_runs, held_elements, segments_of
 from megatron_muon.planning.segments import Matrix, Segment
 from megatron_muon.planning.strips import (
     LEAST_SHARED_PS,
@@ -170,7 +170,7 @@ def make_plan(
     plan = ExchangePlan(
         parameters=tuple(parameters),
         matrices=matrices,
-        segments=tuple(_segments(parameters, matrices, draft.runs, grid)),
+        segments=tuple(segments_of(parameters, matrices, draft.runs, grid)),
         grid=grid,
         itemsize=itemsize,
         flops=tuple(_flops_at_homes(draft, matrices, config, device)),
@@ -192,7 +192,7 @@ class _Draft:
 
     parameters: Sequence[Parameter]
     shapes: Sequence[tuple[Parameter, MatrixShape]]
-    runs: Sequence[_Run]
+    runs: Sequence[Run]
     works: Sequence[Work]
     homes: Sequence[int]
 
@@ -205,8 +205,8 @@ def _draft(
     before: Loads,
 ) -> _Draft:
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
-    runs = list(_all_runs(parameters, grid))
-    held = _held_elements(runs, len(shapes))
+    runs = list(all_runs(parameters, grid))
+    held = held_elements(runs, len(shapes))
     works = [
         Work(
             _flops(shape, config, device),
@@ -338,70 +338,6 @@ def _homed(parameter: Parameter, shape: MatrixShape, home: int) -> Matrix:
         units=shape.units,
         strip=shape.strip,
     )
-
-
-class _Run(NamedTuple):
-    """Elements contiguous in a parameter on one rank and in the staging of one matrix."""
-
-    parameter: int
-    matrix: int
-    tp_rank: int
-    rank: int
-    elements: Span
-    start: int
-
-
-def _all_runs(parameters: Sequence[Parameter], grid: RankGrid) -> Iterator[_Run]:
-    first_matrix = 0
-    for index, parameter in enumerate(parameters):
-        pieces = list(parameter.pieces(grid.dp_size))
-        for tp_rank, row in enumerate(grid.of_ep(parameter.ep_rank)):
-            for dp_rank, piece in pieces:
-                for matrix, elements, start in _runs(parameter, tp_rank, piece):
-                    rank, matrix_index = row[dp_rank], first_matrix + matrix
-                    yield _Run(index, matrix_index, tp_rank, rank, elements, start)
-        first_matrix += len(parameter.matrices)
-
-
-def _runs(parameter: Parameter, tp_rank: int, piece: Span) -> Iterator[tuple[int, Span, int]]:
-    """``(matrix of the parameter, elements of the parameter, start in the matrix's staging)``."""
-    cols = parameter.shape[1]
-    for block in parameter.blocks[tp_rank]:
-        matrix = parameter.matrices[block.matrix]
-        part = matrix.part(tp_rank) if parameter.column_parts > 1 else 0
-        block_start = block.rows.start * cols
-        start, stop = max(piece.start, block_start), min(piece.stop, block.rows.stop * cols)
-        if start < stop:
-            part_start = part * matrix.rows * cols
-            offset = part_start + block.matrix_row * cols - block_start
-            yield block.matrix, Span(start, stop), start + offset
-
-
-def _segments(
-    parameters: Sequence[Parameter],
-    matrices: Sequence[Matrix],
-    runs: Sequence[_Run],
-    grid: RankGrid,
-) -> Iterator[Segment]:
-    tp_rank_of = grid.tp_ranks()
-    for run in runs:
-        home = matrices[run.matrix].home
-        yield Segment(
-            parameter=run.parameter,
-            matrix=run.matrix,
-            rank=run.rank,
-            elements=run.elements,
-            start=run.start,
-            replica=parameters[run.parameter].replicated and run.tp_rank != tp_rank_of[home],
-        )
-
-
-def _held_elements(runs: Sequence[_Run], matrices: int) -> list[dict[int, int]]:
-    """For each matrix, the elements of it that each rank holds."""
-    held: list[dict[int, int]] = [defaultdict(int) for _ in range(matrices)]
-    for run in runs:
-        held[run.matrix][run.rank] += run.elements.size
-    return held
 
 
 def _require_cover(name: str, spans: list[Span], whole: Span) -> None:

@@ -1,0 +1,80 @@
+"""Runs: elements that lie together in a parameter on one rank and in the staging of one matrix.
+
+Plain integers, known before a home is chosen; with it a run is a segment of the plan.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_muon.planning.grid import RankGrid
+from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.planning.segments import Matrix, Segment
+
+
+class Run(NamedTuple):
+    """Elements contiguous in a parameter on one rank and in the staging of one matrix."""
+
+    parameter: int
+    matrix: int
+    tp_rank: int
+    rank: int
+    elements: Span
+    start: int
+
+
+def all_runs(parameters: Sequence[Parameter], grid: RankGrid) -> Iterator[Run]:
+    """Every run of a stage, by parameter, TP rank and DP rank; matrices count over parameters."""
+    first_matrix = 0
+    for index, parameter in enumerate(parameters):
+        pieces = list(parameter.pieces(grid.dp_size))
+        for tp_rank, row in enumerate(grid.of_ep(parameter.ep_rank)):
+            for dp_rank, piece in pieces:
+                for matrix, elements, start in _runs(parameter, tp_rank, piece):
+                    rank, matrix_index = row[dp_rank], first_matrix + matrix
+                    yield Run(index, matrix_index, tp_rank, rank, elements, start)
+        first_matrix += len(parameter.matrices)
+
+
+def _runs(parameter: Parameter, tp_rank: int, piece: Span) -> Iterator[tuple[int, Span, int]]:
+    """``(matrix of the parameter, elements of the parameter, start in the matrix's staging)``."""
+    cols = parameter.shape[1]
+    for block in parameter.blocks[tp_rank]:
+        matrix = parameter.matrices[block.matrix]
+        part = matrix.part(tp_rank) if parameter.column_parts > 1 else 0
+        block_start = block.rows.start * cols
+        start, stop = max(piece.start, block_start), min(piece.stop, block.rows.stop * cols)
+        if start < stop:
+            part_start = part * matrix.rows * cols
+            offset = part_start + block.matrix_row * cols - block_start
+            yield block.matrix, Span(start, stop), start + offset
+
+
+def segments_of(
+    parameters: Sequence[Parameter],
+    matrices: Sequence[Matrix],
+    runs: Sequence[Run],
+    grid: RankGrid,
+) -> Iterator[Segment]:
+    """The runs with their matrices' homes known: which of them are replicas."""
+    tp_rank_of = grid.tp_ranks()
+    for run in runs:
+        home = matrices[run.matrix].home
+        yield Segment(
+            parameter=run.parameter,
+            matrix=run.matrix,
+            rank=run.rank,
+            elements=run.elements,
+            start=run.start,
+            replica=parameters[run.parameter].replicated and run.tp_rank != tp_rank_of[home],
+        )
+
+
+def held_elements(runs: Sequence[Run], matrices: int) -> list[dict[int, int]]:
+    """For each matrix, the elements of it that each rank holds."""
+    held: list[dict[int, int]] = [defaultdict(int) for _ in range(matrices)]
+    for run in runs:
+        held[run.matrix][run.rank] += run.elements.size
+    return held
