@@ -93,6 +93,7 @@ def orthogonalize_staged(
     column_parts: int = 1,
     column_blocks: int = 1,
     apart: bool = False,
+    is_tight: bool = False,
 ) -> Tensor:
     """Turn matrices of one shape in staging order into their directions, in place.
 
@@ -106,6 +107,7 @@ def orthogonalize_staged(
         config: the settings whose names begin with ``ns_`` are read.
         rows, cols, column_parts, column_blocks: layout of each matrix (``segments.Matrix``).
         apart: each column block is orthogonalized as a matrix of its own.
+        is_tight: memory counts more than a copy of a square (``_holds_all_squares``).
 
     Returns:
         ``staged``'s memory in ``matmul.direction_dtype``, whose elements are of the same size.
@@ -120,7 +122,9 @@ def orthogonalize_staged(
             _orthogonalize_into(out[:, :, block], in_rows[:, :, block], config, moves)
         return directions
     is_direct = column_parts == 1
-    _orthogonalize_into(out, in_rows, config, moves, memory=staged, is_direct=is_direct)
+    _orthogonalize_into(
+        out, in_rows, config, moves, memory=staged, is_direct=is_direct, is_tight=is_tight
+    )
     return directions
 
 
@@ -157,6 +161,7 @@ def _orthogonalize_into(
     *,
     memory: Tensor | None = None,
     is_direct: bool = False,
+    is_tight: bool = False,
 ) -> None:
     """Write the directions of k matrices.
 
@@ -167,6 +172,7 @@ def _orthogonalize_into(
         moves: see ``orthogonalize_staged``.
         memory: flat memory that may be overwritten once ``source`` is read.
         is_direct: whether ``memory`` is that of ``source``, which is row-major.
+        is_tight: see ``orthogonalize_staged``.
     """
     kind = plan_device(source.device)
     products = products_on(source.device, dtype_of(config, kind))
@@ -190,7 +196,7 @@ def _orthogonalize_into(
         first, second = second, first
     into = source.view(products.held) if starts_in_memory else like_source(first)
     enter(first, into, source, moves, products, config)
-    x = _iterated(first, second, config)
+    x = _iterated(first, second, config, is_tight)
     if is_direct:  # x is in the memory of source, which is that of out
         return
     if second is not None and iterates % 2 == 1:
@@ -198,7 +204,7 @@ def _orthogonalize_into(
     out.copy_(like_source(x))
 
 
-def _iterated(x: Tensor, spare: Tensor | None, config: MuonConfig) -> Tensor:
+def _iterated(x: Tensor, spare: Tensor | None, config: MuonConfig, is_tight: bool) -> Tensor:
     device = plan_device(x.device)
     products = products_on(x.device, dtype_of(config, device))
     alone = x.size(0) == 1  # products of a single matrix are not batched
@@ -206,7 +212,7 @@ def _iterated(x: Tensor, spare: Tensor | None, config: MuonConfig) -> Tensor:
         x, spare = x[0], None if spare is None else spare[0]
     with fp32_is_fp32(x.device):
         if takes_gram(x.size(-2), x.size(-1), config, device):
-            x = gram_iteration(x, segments(config, device), products, spare)
+            x = gram_iteration(x, segments(config, device), products, spare, is_tight=is_tight)
         else:
             x = standard_iteration(x, schedule_of(config), products, spare)
     return x[None] if alone else x
@@ -247,7 +253,12 @@ def standard_iteration(
 
 
 def gram_iteration(
-    x: Tensor, parts: Segments, products: Products, spare: Tensor | None = None
+    x: Tensor,
+    parts: Segments,
+    products: Products,
+    spare: Tensor | None = None,
+    *,
+    is_tight: bool = False,
 ) -> Tensor:
     """Apply the same polynomials to the short side's square, and multiply X once per segment.
 
@@ -258,17 +269,20 @@ def gram_iteration(
         parts: (a, b, c) of each step, in the segments between restarts.
         products: products of x's device.
         spare: see ``standard_iteration``.
+        is_tight: see ``orthogonalize_staged``.
 
     Returns:
         The last iterate, not scaled.
     """
     is_tall = x.size(-2) > x.size(-1)
+    holds_all = is_tight and spare is not None and _holds_all_squares(x)
     for number, part in enumerate(parts):
-        squares = _Squares.of(x, spare, len(part), folded=products.folds(part))
+        folded = products.folds(part)
+        squares = _Squares.of(x, spare, len(part), folded=folded, holds_all=holds_all)
         products.of_squares().short_square(x, out=squares.gram)
         factor = _factor(squares, part, products.of_squares())
         leave = products.leave(is_last=number == len(parts) - 1)
-        if spare is not None and _holds_all_squares(x, spare):
+        if holds_all and spare is not None:
             made = _over_factor(factor, x, leave, products, spare)
         else:
             made = products.times(factor, x, alpha=leave, is_tall=is_tall, out=spare)
@@ -277,8 +291,8 @@ def gram_iteration(
     return x
 
 
-def _holds_all_squares(x: Tensor, spare: Tensor) -> bool:
-    """Whether a tall matrix's squares are all in ``spare``, Q in the rows that XQ fills last."""
+def _holds_all_squares(x: Tensor) -> bool:
+    """Whether all squares of a tall matrix fit into the spare one, Q into the rows filled last."""
     return x.dim() == 2 and squares_outside(*x.shape) == 0
 
 
@@ -314,7 +328,9 @@ class _Squares:
     other: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, spare: Tensor | None, steps: int, *, folded: bool) -> _Squares:
+    def of(
+        cls, x: Tensor, spare: Tensor | None, steps: int, *, folded: bool, holds_all: bool
+    ) -> _Squares:
         """As many as fit are in ``spare``, which is free until X ← QX is written to it.
 
         That product reads Q, so after the last of ``steps`` Q is outside of ``spare``, or in its
@@ -325,7 +341,7 @@ class _Squares:
         numel = math.prod(shape)
         free = [] if spare is None else list(torch.split(spare.view(-1), numel))
         inside = [part.view(shape) for part in free[:3] if part.numel() == numel]
-        if spare is not None and _holds_all_squares(x, spare):
+        if spare is not None and holds_all:
             inside.insert(0, spare.view(-1)[-numel:].view(shape))
         last, one, two, three = [x.new_empty(shape) for _ in range(4 - len(inside))] + inside
         if steps % 2 == 0:

@@ -131,11 +131,14 @@ def newton_schulz(
     batch: int,
     config: MuonConfig,
     device: Device = "cuda",
+    *,
+    is_tight: bool = False,
 ) -> Cost:
     """The cost to orthogonalize a batch, from the gathered matrices to their directions.
 
     On ``cuda_symmetric`` a library's kernel makes the symmetric products that it takes. On a CPU
-    the time is that of the flops at the device's rate, one matrix at a time.
+    the time is that of the flops at the device's rate, one matrix at a time. ``is_tight`` is that
+    of ``newton_schulz.orthogonalize_staged``.
     """
     cost = _normalisation(hardware, batch * rows * cols, config, device)
     if not is_cuda(device):
@@ -144,7 +147,7 @@ def newton_schulz(
         return cost + Cost(batch * flops / rate, batch * 3 * config.ns_steps)
     work = _Products.of(hardware, (rows, cols), max(rows, cols), batch, config, device)
     if takes_gram(rows, cols, config, device):
-        in_two = batch == 1 and squares_outside(rows, cols) == 0
+        in_two = is_tight and batch == 1 and squares_outside(rows, cols) == 0
         for part in segments(config, device):
             cost += work.gram_segment([c != 0 for _, _, c in part], in_two=in_two)
         return cost

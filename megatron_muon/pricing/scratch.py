@@ -18,6 +18,7 @@ from megatron_muon.orthogonalize.iteration import (
     dtype_of,
     held_dtype,
     is_cuda,
+    is_tight,
     itemsize_of,
     schedule_of,
     segments,
@@ -143,7 +144,8 @@ def _of_batches(work: RoundWork, rank: int, config: MuonConfig, limit: int, devi
         if layout.shared is not None:
             continue
         for together, _ in batches(rows, cols, count, ns_batch=config.ns_batch, scratch=limit):
-            of_one = _of_one(rows, cols, config, device, alone=together == 1)
+            tight = together == 1 and is_tight(rows * cols, work.staged(rank))
+            of_one = _of_one(rows, cols, config, device, tight=tight)
             most = max(most, together * of_one)
     return most
 
@@ -183,17 +185,17 @@ def _iterating(own: Sequence[Matrix], size: int, config: MuonConfig, device: Dev
     return iterate + max(adding, multiplying, made + (2 if gram else 1) * square)
 
 
-def _of_one(rows: int, cols: int, config: MuonConfig, device: Device, *, alone: bool) -> int:
+def _of_one(rows: int, cols: int, config: MuonConfig, device: Device, *, tight: bool) -> int:
     """The next iterate and squares: two, or those of Gram's four that do not fit into a spare one.
 
-    ``scratch_elements`` is the most that either iteration takes. Only a matrix that is ``alone``,
-    and no batch, may have all in the spare one.
+    ``scratch_elements`` is the most that either iteration takes. Only where memory is ``tight`` all
+    may be in the spare one.
     """
     square = min(rows, cols) ** 2
     squares = 2
     if takes_gram(rows, cols, config, device):
         outside = squares_outside(rows, cols)
-        squares = outside if alone else max(1, outside)
+        squares = outside if tight else max(1, outside)
     return rows * cols + squares * square
 
 

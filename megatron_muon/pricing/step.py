@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import Device, is_cuda
+from megatron_muon.orthogonalize.iteration import Device, is_cuda, is_tight
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.pricing.hardware import Hardware
@@ -300,7 +300,13 @@ class _Steps:
                 scratch=self._scratch,
             ):
                 one = newton_schulz(
-                    self._hardware, rows, cols, matrices, self._config, self._device
+                    self._hardware,
+                    rows,
+                    cols,
+                    matrices,
+                    self._config,
+                    self._device,
+                    is_tight=is_tight(rows * cols, work.staged(rank)),
                 )
                 cost += one.times(times)
         return cost

@@ -73,6 +73,10 @@ class RoundWork:
     gather: Pairs = field(default_factory=lambda: defaultdict(int))
     scatter: Pairs = field(default_factory=lambda: defaultdict(int))
 
+    def staged(self, rank: int) -> int:
+        """Elements of the matrices whose home the rank is."""
+        return self.kept[rank] + self.arriving[rank]
+
     def in_place(self, rank: int) -> bool:
         """Whether what the rank holds of its matrices stays where it is written."""
         return stays_in_place(self.kept[rank], self.arriving[rank], self.leaving[rank])

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor, split_with_sizes
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import ns_flops, strip_flops
+from megatron_muon.orthogonalize.iteration import is_tight, ns_flops, strip_flops
 from megatron_muon.orthogonalize.matmul import direction_dtype, plan_device
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
@@ -189,6 +189,7 @@ class Round:
                 column_parts=like.column_parts,
                 column_blocks=like.column_blocks,
                 apart=like.units > 1,
+                is_tight=is_tight(like.numel, elements.numel()),
             )
         kind = plan_device(elements.device)
         work.meter.matrices += count * like.units
