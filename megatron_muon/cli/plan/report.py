@@ -24,9 +24,9 @@ ASSUMPTIONS = (
     "all ranks begin the step at the same moment, and a rank takes the same time in every step",
     "the compute and the communication stream do not slow each other down",
     "a rank waits only for ranks that it shares bytes with; a message has its share of both links",
-    "kernels of momentum and update read and write memory, whatever the L2 cache holds: fused ones "
-    "14 and 10 bytes per element, with --muon-elementwise foreach 50 and 34 (pricing/step.py); "
-    "AdamW's 28",
+    "kernels of momentum, norm and update read and write memory, whatever the L2 cache holds: "
+    "fused ones 14, 6 and 10 bytes per element, with --muon-elementwise foreach 50, 12 and 34 "
+    "(pricing/step.py, pricing/kernels.py); AdamW's 28",
     "a library's kernel for symmetric products also adds the linear term; torch's addmm copies it "
     "first",
     "memory: without activations, the allocator's rounding, and what NCCL and cuBLAS take",
