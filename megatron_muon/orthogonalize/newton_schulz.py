@@ -11,22 +11,19 @@ the definition, since another order gives other bits; ``matmul`` says what a pro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_muon.coefficients import Triple
 from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import (
-    Segments,
     dtype_of,
     schedule_of,
     scratch_elements,
     segments,
-    squares_outside,
     takes_gram,
 )
 from megatron_muon.orthogonalize.matmul import (
@@ -107,7 +104,7 @@ def orthogonalize_staged(
         config: the settings whose names begin with ``ns_`` are read.
         rows, cols, column_parts, column_blocks: layout of each matrix (``segments.Matrix``).
         apart: each column block is orthogonalized as a matrix of its own.
-        is_tight: memory counts more than a copy of a square (``_holds_all_squares``).
+        is_tight: memory counts more than a copy of a square (``gram``).
 
     Returns:
         ``staged``'s memory in ``matmul.direction_dtype``, whose elements are of the same size.
@@ -250,165 +247,3 @@ def standard_iteration(
         x, spare = made, None if spare is None else x
         del square
     return x
-
-
-def gram_iteration(
-    x: Tensor,
-    parts: Segments,
-    products: Products,
-    spare: Tensor | None = None,
-    *,
-    is_tight: bool = False,
-) -> Tensor:
-    """Apply the same polynomials to the short side's square, and multiply X once per segment.
-
-    X is rounded as in the standard iteration, the square matrices to ``products.squares``.
-
-    Args:
-        x: ``(m, n)``, or ``(k, m, n)``, a batch; as ``products.enter`` makes it.
-        parts: (a, b, c) of each step, in the segments between restarts.
-        products: products of x's device.
-        spare: see ``standard_iteration``.
-        is_tight: see ``orthogonalize_staged``.
-
-    Returns:
-        The last iterate, not scaled.
-    """
-    is_tall = x.size(-2) > x.size(-1)
-    holds_all = is_tight and spare is not None and _holds_all_squares(x)
-    for number, part in enumerate(parts):
-        folded = products.folds(part)
-        squares = _Squares.of(x, spare, len(part), folded=folded, holds_all=holds_all)
-        products.of_squares().short_square(x, out=squares.gram)
-        factor = _factor(squares, part, products.of_squares())
-        leave = products.leave(is_last=number == len(parts) - 1)
-        if holds_all and spare is not None:
-            made = _over_factor(factor, x, leave, products, spare)
-        else:
-            made = products.times(factor, x, alpha=leave, is_tall=is_tall, out=spare)
-        x, spare = made, None if spare is None else x
-        del squares, factor
-    return x
-
-
-def _holds_all_squares(x: Tensor) -> bool:
-    """Whether all squares of a tall matrix fit into the spare one, Q into the rows filled last."""
-    return x.dim() == 2 and squares_outside(*x.shape) == 0
-
-
-def _over_factor(
-    factor: Tensor, x: Tensor, alpha: float, products: Products, out: Tensor
-) -> Tensor:
-    """X ← XQ of a tall X, where Q is in the last rows of ``out``.
-
-    These rows are made where rows of X are that are read already, and take Q's place at the end.
-    """
-    first = x.size(0) - x.size(1)  # of the rows in which Q is
-    products.times(factor, x[:first], alpha=alpha, is_tall=True, out=out[:first])
-    last = x[: x.size(1)]
-    products.times(factor, x[first:], alpha=alpha, is_tall=True, out=last)
-    out[first:].copy_(last)
-    return out
-
-
-@dataclass(slots=True)
-class _Squares:
-    """Memory of a segment's square matrices, each ``(m, m)`` or ``(k, m, m)``.
-
-    Attributes:
-        gram: R.
-        power: P = bR + cR²; H = a + P where linear terms are folded, and so the first Q.
-        factor: Q.
-        other: Q's next value, then R(a + Z).
-    """
-
-    gram: Tensor
-    power: Tensor
-    factor: Tensor
-    other: Tensor
-
-    @classmethod
-    def of(
-        cls, x: Tensor, spare: Tensor | None, steps: int, *, folded: bool, holds_all: bool
-    ) -> _Squares:
-        """As many as fit are in ``spare``, which is free until X ← QX is written to it.
-
-        That product reads Q, so after the last of ``steps`` Q is outside of ``spare``, or in its
-        last rows (``_over_factor``): after an even number in ``other``, after an odd one where the
-        first step writes it.
-        """
-        shape = (*x.shape[:-2], min(x.shape[-2:]), min(x.shape[-2:]))
-        numel = math.prod(shape)
-        free = [] if spare is None else list(torch.split(spare.view(-1), numel))
-        inside = [part.view(shape) for part in free[:3] if part.numel() == numel]
-        if spare is not None and holds_all:
-            inside.insert(0, spare.view(-1)[-numel:].view(shape))
-        last, one, two, three = [x.new_empty(shape) for _ in range(4 - len(inside))] + inside
-        if steps % 2 == 0:
-            return cls(gram=one, power=two, factor=three, other=last)
-        if folded:
-            return cls(gram=one, power=last, factor=two, other=three)
-        return cls(gram=one, power=two, factor=last, other=three)
-
-
-def factor_of(gram: Tensor, steps: tuple[Triple, ...], products: Products) -> Tensor:
-    """Q of one segment, given R = XXᵀ: QX is the result of ``steps`` on X.
-
-    Args:
-        gram: R, ``(m, m)``; overwritten.
-        steps: (a, b, c) of the segment's steps.
-        products: products that round to the squares' dtype.
-    """
-    power, factor, other = (torch.empty_like(gram) for _ in range(3))
-    return _factor(_Squares(gram, power, factor, other), steps, products)
-
-
-def _factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) -> Tensor:
-    """Q of one segment, given R = XXᵀ in ``squares.gram``: QX is the result of ``steps`` on X."""
-    if products.folds(steps):
-        return _folded_factor(squares, steps, products)
-
-    def plus(
-        linear: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float, out: Tensor
-    ) -> Tensor:
-        return products.symmetric(left, right, linear, beta=beta, alpha=alpha, out=out)
-
-    gram, factor, other = squares.gram, squares.factor, squares.other
-    for step, (a, b, c) in enumerate(steps):
-        # Z = αP. Where c is 0, the square is not made: P is R, and α is b.
-        alpha, p = (b, gram) if c == 0 else (1.0, plus(gram, gram, gram, b, c, squares.power))
-        if step == 0:
-            products.rounded(torch.mul(p, alpha, out=factor))
-            factor.diagonal(dim1=-2, dim2=-1).add_(a)
-            products.rounded(factor)
-        else:
-            plus(factor, factor, p, a, alpha, other)
-            factor, other = other, factor
-        if step < len(steps) - 1:  # R ← (a + Z)R(a + Z)
-            half = plus(gram, gram, p, a, alpha, other)
-            into = squares.power if p is gram else gram  # where c is 0, P is R
-            plus(half, p, half, a, alpha, into)
-            if into is not gram:
-                squares.power, gram = gram, into
-    return factor
-
-
-def _folded_factor(squares: _Squares, steps: tuple[Triple, ...], products: Products) -> Tensor:
-    """``_factor`` with the linear terms on the diagonal of H = a + Z: Q ← HQ and R ← HRH.
-
-    The first Q is H itself, so that no product copies a linear term but that of Z.
-    """
-    gram, power, factor, other = squares.gram, squares.power, squares.factor, squares.other
-    for step, (a, b, c) in enumerate(steps):
-        products.symmetric(gram, gram, gram, beta=b, alpha=c, out=power)
-        power.diagonal(dim1=-2, dim2=-1).add_(a)
-        products.rounded(power)
-        if step < len(steps) - 1:
-            products.symmetric(power, gram, out=other)
-            products.symmetric(other, power, out=gram)
-        if step == 0:
-            factor, power = power, factor
-        else:
-            products.symmetric(power, factor, out=other)
-            factor, other = other, factor
-    return factor

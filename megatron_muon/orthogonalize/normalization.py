@@ -8,23 +8,23 @@ read 6 (``normalization_kernels``). The two differ in the order of the norm's su
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.matmul import Products
+from megatron_muon.orthogonalize.iteration import dtype_of
+from megatron_muon.orthogonalize.matmul import Products, scale_of, torch_dtype, travel_dtype
+from megatron_muon.orthogonalize.triton_operations import (
+    define,
+    launching_beside,
+    takes_kernels,
+)
 
 _EXPONENT = 0x7F800000  # exponent bits of an fp32 number
 _SMALLEST = 2.0**-126  # smallest normal fp32 number
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-_LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("divisors(Tensor source, Tensor? moves, float scale) -> Tensor")
-_LIBRARY.define("divide(Tensor source, Tensor(a!) into, Tensor divisors) -> ()")
 
 
 def enter(
@@ -137,14 +137,14 @@ def _is_cpu(device: torch.device) -> bool:
 def _divisors(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
     from megatron_muon.orthogonalize.normalization_kernels import launch_norms
 
-    with torch.cuda.device(device_index(source)):
+    with launching_beside(source):
         return launch_norms(source, moves, scale)
 
 
 def _divide(source: Tensor, into: Tensor, divisors: Tensor) -> None:
     from megatron_muon.orthogonalize.normalization_kernels import launch_divide
 
-    with torch.cuda.device(device_index(source)):
+    with launching_beside(source):
         launch_divide(source, into, divisors)
 
 
@@ -153,37 +153,14 @@ def _no_divisors(source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
     return source.new_empty((source.size(0), 2), dtype=torch.float32)
 
 
-def _nothing(*args: object) -> None:
-    """The kernel on the meta device."""
+define("divisors(Tensor source, Tensor? moves, float scale) -> Tensor", _divisors, _no_divisors)
+define("divide(Tensor source, Tensor(a!) into, Tensor divisors) -> ()", _divide)
 
 
-for _name, _kernel, _shape in (
-    ("divisors", _divisors, _no_divisors),
-    ("divide", _divide, _nothing),
-):
-    _LIBRARY.impl(_name, _kernel, "CUDA")
-    _LIBRARY.impl(_name, _kernel, "CPU")  # triton's interpreter
-    _LIBRARY.impl(_name, _shape, "Meta")
-
-
-def device_index(tensor: Tensor) -> int:
-    """The number of the tensor's CUDA device; on a CPU -1, which selects no device."""
-    return tensor.get_device() if tensor.is_cuda else -1
-
-
-def takes_kernels(device: torch.device, config: MuonConfig) -> bool:
-    """Whether triton's kernels do what is not a product; else torch's operations do it."""
-    return config.elementwise == "auto" and device.type == "cuda" and has_triton()
-
-
-@cache
-def has_triton() -> bool:
-    """Whether triton is installed; ``runtime.fused.try_elementwise`` finds out if it works."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def trial(device: torch.device, *, by_kernels: bool) -> Tensor:
+def trial(device: torch.device, config: MuonConfig, *, by_kernels: bool) -> Tensor:
     """Matrices over their norms, of several tiles; their sums are exact in any order.
+
+    They are in the dtypes of a GPU with these settings, on any device.
 
     Of four matrices the second has a scale whose squares are none of fp32, the third is zero, and
     the fourth does not move.
@@ -191,8 +168,9 @@ def trial(device: torch.device, *, by_kernels: bool) -> Tensor:
     rows, cols = 20, 1030
     numbers = torch.arange(rows * cols, dtype=torch.float64).mul(7).remainder(5).sub(2)
     scales = torch.tensor([1.0, 2.0**100, 0.0, 1.0], dtype=torch.float64)
-    source = (scales[:, None] * numbers).view(4, rows, 1, 1, cols).to(device, torch.bfloat16)
-    into = torch.empty_like(source, dtype=torch.float16)
+    ns_dtype = dtype_of(config, "cuda")
+    source = (scales[:, None] * numbers).view(4, rows, 1, 1, cols).to(device, travel_dtype(config))
+    into = torch.empty_like(source, dtype=torch_dtype(ns_dtype))
     moves = torch.tensor([True, True, True, False], device=device)
-    (enter_by_kernels if by_kernels else enter_by_torch)(into, source, moves, 128.0)
+    (enter_by_kernels if by_kernels else enter_by_torch)(into, source, moves, scale_of(ns_dtype))
     return into

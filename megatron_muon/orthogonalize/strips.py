@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.gram import factor_of
 from megatron_muon.orthogonalize.iteration import dtype_of, schedule_of, segments, takes_gram
 from megatron_muon.orthogonalize.matmul import (
     Products,
@@ -25,7 +26,6 @@ from megatron_muon.orthogonalize.matmul import (
     plan_device,
     products_on,
 )
-from megatron_muon.orthogonalize.newton_schulz import factor_of
 from megatron_muon.orthogonalize.normalization import power_of_two
 
 
@@ -106,7 +106,7 @@ def _entered(
 
 
 def _gram(x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing) -> None:
-    """The Gram iteration (``newton_schulz.gram_iteration``), which replaces the strips of ``x``."""
+    """The Gram iteration (``gram.gram_iteration``), which replaces the strips of ``x``."""
     of_squares, parts = products.of_squares(), segments(config, plan_device(x[0].device))
     for number, part in enumerate(parts):
         leave = products.leave(is_last=number == len(parts) - 1)

@@ -298,9 +298,8 @@ class _Products:
         else:
             cost += self._product(short, long, short)
         plus = self._symmetric(short, linear=True)
-        if (
-            self.is_folded and squares and all(squares)
-        ):  # on the diagonal of H, which is the first Q
+        if self.is_folded and squares and all(squares):
+            # linear terms are on the diagonal of H, which is the first Q
             diagonals = stream(self.hardware, 0).times(len(squares))
             others = 3 * (len(squares) - 1)
             alone = self._symmetric(short, linear=False)

@@ -4,9 +4,8 @@ Each is one launch for all runs of a round, through a table of their addresses. 
 bits as ``update.Foreach``, since each product and each sum rounds by itself. With bf16 messages the
 two read and write 14 and 10 bytes per element, foreach 50 and 34. They take no scratch memory.
 
-Kernels are operations of ``torch.ops.megatron_muon``, so a watcher of torch's dispatch sees every
-tensor that they read or write. No GPU has run them yet: ``try_elementwise`` compares them with
-foreach, bit by bit, before a run's first step.
+No GPU has run them yet: ``try_elementwise`` compares them with foreach, bit by bit, before a run's
+first step.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, split_with_sizes
@@ -22,7 +20,11 @@ from torch import Tensor, split_with_sizes
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import normalization
 from megatron_muon.orthogonalize.matmul import travel_dtype
-from megatron_muon.orthogonalize.normalization import device_index, takes_kernels
+from megatron_muon.orthogonalize.triton_operations import (
+    define,
+    launching_beside,
+    takes_kernels,
+)
 from megatron_muon.runtime.update import Elementwise, Foreach
 from megatron_muon.setting_names import named
 
@@ -30,15 +32,6 @@ _BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs trit
 _FP32 = (torch.float32,)
 _PIECES = (torch.float32, torch.bfloat16)  # and gradients
 _DIRECTIONS = (torch.float32, torch.bfloat16, torch.float16)
-_LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(
-    "advance_momentum(Tensor(a!)[] buffers, Tensor[] grads, Tensor(b!)[] into, Tensor(c!) moves, "
-    "Tensor rows, Tensor run_of_block, float momentum, bool nesterov) -> ()"
-)
-_LIBRARY.define(
-    "apply_updates(Tensor(a!)[] params, Tensor[] directions, Tensor rows, Tensor run_of_block, "
-    "Tensor factors) -> ()"
-)
 
 
 def _advance_momentum(
@@ -53,7 +46,7 @@ def _advance_momentum(
 ) -> None:
     from megatron_muon.runtime.fused_kernels import launch_momentum
 
-    with torch.cuda.device(device_index(rows)):  # triton launches on the current one
+    with launching_beside(rows):
         launch_momentum(
             rows,
             run_of_block,
@@ -74,18 +67,20 @@ def _apply_updates(
 ) -> None:
     from megatron_muon.runtime.fused_kernels import launch_update
 
-    with torch.cuda.device(device_index(rows)):
+    with launching_beside(rows):
         launch_update(rows, run_of_block, factors, direction=directions[0].dtype)
 
 
-def _nothing(*args: object) -> None:
-    """The kernel on the meta device."""
-
-
-for _name, _kernel in (("advance_momentum", _advance_momentum), ("apply_updates", _apply_updates)):
-    _LIBRARY.impl(_name, _kernel, "CUDA")
-    _LIBRARY.impl(_name, _kernel, "CPU")  # triton's interpreter
-    _LIBRARY.impl(_name, _nothing, "Meta")
+define(
+    "advance_momentum(Tensor(a!)[] buffers, Tensor[] grads, Tensor(b!)[] into, Tensor(c!) moves, "
+    "Tensor rows, Tensor run_of_block, float momentum, bool nesterov) -> ()",
+    _advance_momentum,
+)
+define(
+    "apply_updates(Tensor(a!)[] params, Tensor[] directions, Tensor rows, Tensor run_of_block, "
+    "Tensor factors) -> ()",
+    _apply_updates,
+)
 
 
 class Fused:
@@ -287,4 +282,10 @@ def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[T
         directions = list(split_with_sizes(sent.to(dtype, copy=True), sizes))
         kind.apply_updates(params, directions, [0.3, 0.007, 0.1, 1e-4], [0.0, 1e-3, 0.1, 0.0])
     by_kernels = isinstance(kind, Fused)
-    return [values[0], values[2], sent, moves, normalization.trial(device, by_kernels=by_kernels)]
+    return [
+        values[0],
+        values[2],
+        sent,
+        moves,
+        normalization.trial(device, config, by_kernels=by_kernels),
+    ]

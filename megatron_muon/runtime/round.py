@@ -213,7 +213,7 @@ class Round:
         sharing, is_turned = self._exchange.sharing(alike), alike.strips[0].is_turned
         held = sharing.turned(strips) if is_turned else strips
         orthogonalize_strips(held, alike.like.whole, moves, work.config, sharing)
-        if is_turned:
+        if is_turned:  # both still have the dtype of pieces; their memory has directions
             sharing.turn_back(held, strips)
 
     def _update(self, shards: Shards, directions: list[Tensor]) -> None:

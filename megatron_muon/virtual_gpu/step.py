@@ -11,7 +11,7 @@ import torch
 
 import megatron_muon.cpu
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize import matmul, normalization
+from megatron_muon.orthogonalize import matmul, triton_operations
 from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
@@ -43,7 +43,7 @@ def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
     gpu = Gpu(scalar)
     with ExitStack() as stack:
         stack.enter_context(without_driver())
-        stack.enter_context(replaced(normalization, has_triton=lambda: True))
+        stack.enter_context(replaced(triton_operations, has_triton=lambda: True))
         stack.enter_context(replaced(matmul, _quack=lambda: None))
         for part in (without_cpu_runtime(), on_gpu(gpu), VirtualNccl(gpu).in_place()):
             stack.enter_context(part)

@@ -13,7 +13,7 @@ import itertools
 
 from megatron_muon.bench.newton_schulz.restarts import _error, _top, _trials, recorded
 from megatron_muon.coefficients import schedule
-from megatron_muon.orthogonalize.newton_schulz import gram_iteration
+from megatron_muon.orthogonalize.gram import gram_iteration
 
 NAME, STEPS = "simple", 5
 

@@ -7,10 +7,13 @@ They are compared with exact numbers, in every layout in which they come and go;
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import torch
 from triton.runtime import interpreter
 
+from megatron_muon.coefficients import NsDtype
+from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import normalization
 from megatron_muon.orthogonalize.normalization import enter_by_kernels
 from support.interpreted_kernels import as_torch_casts
@@ -62,11 +65,13 @@ def case(shape: tuple[int, ...], exponent: int, kinds: tuple[torch.dtype, torch.
 
 def main() -> None:
     interpreter._convert_float = as_torch_casts
-    trials = [
-        normalization.trial(torch.device("cpu"), by_kernels=by_kernels)
-        for by_kernels in (True, False)
-    ]
-    assert torch.equal(*trials)
+    for ns_dtype in get_args(NsDtype):
+        config = MuonConfig(ns_dtype=ns_dtype)
+        trials = [
+            normalization.trial(torch.device("cpu"), config, by_kernels=by_kernels)
+            for by_kernels in (True, False)
+        ]
+        assert torch.equal(*trials), ns_dtype
     cases = [
         (shape, exponent, KINDS[number % 3])
         for number, (shape, exponent) in enumerate(itertools.product(SHAPES[:3], EXPONENTS))

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_muon.bench.newton_schulz.inputs import inputs
 from megatron_muon.coefficients import SETS, CoefficientName, NsDtype
 from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import (
     dtype_of,
     iteration_of,
@@ -21,7 +22,6 @@ from megatron_muon.orthogonalize.iteration import (
 )
 from megatron_muon.orthogonalize.matmul import Products, plan_device
 from megatron_muon.orthogonalize.newton_schulz import (
-    gram_iteration,
     orthogonalize,
     standard_iteration,
 )

@@ -49,8 +49,9 @@ from megatron_muon.coefficients import (
     Triple,
     schedule,
 )
+from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.matmul import Products, scale_of, torch_dtype
-from megatron_muon.orthogonalize.newton_schulz import gram_iteration, standard_iteration
+from megatron_muon.orthogonalize.newton_schulz import standard_iteration
 from megatron_muon.orthogonalize.normalization import normalize
 
 _SHAPES = ((96, 96), (64, 256), (40, 120))

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from megatron_muon import MuonConfig
-from megatron_muon.orthogonalize import normalization
-from megatron_muon.orthogonalize.normalization import enter_by_torch, takes_kernels, trial
+from megatron_muon.orthogonalize import triton_operations
+from megatron_muon.orthogonalize.normalization import enter_by_torch, trial
+from megatron_muon.orthogonalize.triton_operations import takes_kernels
 from support.triton_kernels import CAPABILITIES, instructions, interpreted
 
 CPU_DEVICE = torch.device("cpu")
@@ -24,7 +25,7 @@ FLUSHING = {"div.rn.ftz.f32", "sqrt.rn.ftz.f32"}
 def test_kernels_are_cudas_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     for has in (True, False):
-        monkeypatch.setattr(normalization, "has_triton", lambda has=has: has)
+        monkeypatch.setattr(triton_operations, "has_triton", lambda has=has: has)
         assert takes_kernels(cuda, MuonConfig()) == has
         assert not takes_kernels(cuda, MuonConfig(elementwise="foreach"))
         assert not takes_kernels(CPU_DEVICE, MuonConfig())
@@ -37,7 +38,7 @@ def test_the_interpreter_divides_matrices_by_their_norms() -> None:
 
 def test_the_trials_sums_are_exact_in_any_order() -> None:
     """So its bits are those of every correct norm, and another norm shows."""
-    made = trial(CPU_DEVICE, by_kernels=False)
+    made = trial(CPU_DEVICE, MuonConfig(), by_kernels=False)
     norms = made.double().flatten(1).norm(dim=1)
     assert norms[:2].sub(128).abs().max() < 0.1 and not norms[2:].any()
     assert made[0].equal(made[1])

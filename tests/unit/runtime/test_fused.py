@@ -16,7 +16,7 @@ import torch
 
 import megatron_muon.runtime.fused as fused
 from megatron_muon import MuonConfig
-from megatron_muon.orthogonalize import normalization
+from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.runtime.fused import Fused, elementwise_on, said_of_elementwise, try_elementwise
 from megatron_muon.runtime.update import Foreach
 from support.triton_kernels import CAPABILITIES, instructions, interpreted
@@ -43,7 +43,7 @@ def test_kernels_are_cudas_where_triton_is_and_the_log_says_so(
     fused_kernels: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(normalization, "has_triton", lambda: triton)
+    monkeypatch.setattr(triton_operations, "has_triton", lambda: triton)
     config = MuonConfig(elementwise=setting)
     assert elementwise_on(device, config) is (Fused if fused_kernels else Foreach)
     said = said_of_elementwise(device, config)
@@ -57,7 +57,7 @@ def test_kernels_that_do_not_run_are_an_error_with_a_way_out(
     def trial(kind: object, *rest: object) -> list[torch.Tensor]:
         raise SystemError("Failed to find C compiler")
 
-    monkeypatch.setattr(normalization, "has_triton", lambda: True)
+    monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
     monkeypatch.setattr(fused, "trial", trial)
     said = r"Failed to find C compiler.*set elementwise \(--muon-elementwise\) foreach"
     with pytest.raises(RuntimeError, match=said):
@@ -69,7 +69,7 @@ def test_kernels_that_round_otherwise_are_an_error(monkeypatch: pytest.MonkeyPat
     def trial(kind: object, *rest: object) -> list[torch.Tensor]:
         return [torch.tensor([1.0 if isinstance(kind, Fused) else 1.0 + 2**-23])]
 
-    monkeypatch.setattr(normalization, "has_triton", lambda: True)
+    monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
     monkeypatch.setattr(fused, "trial", trial)
     with pytest.raises(RuntimeError, match=r"round otherwise.*--muon-elementwise\) foreach"):
         try_elementwise(CUDA, MuonConfig())
@@ -83,7 +83,7 @@ def test_a_fused_multiply_add_would_fail_the_trial(monkeypatch: pytest.MonkeyPat
             for m, g in zip(buffers, grads, strict=True):
                 m.copy_((m.double() * torch.tensor(more["momentum"]).double() + g.double()).float())
 
-    monkeypatch.setattr(normalization, "has_triton", lambda: True)
+    monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
     made, expected = (
         fused.trial(kind, CPU_DEVICE, MuonConfig()) for kind in (Contracted(), Foreach())
     )

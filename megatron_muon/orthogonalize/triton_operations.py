@@ -1,0 +1,57 @@
+"""Operations of ``torch.ops.megatron_muon``, which triton's kernels do on CUDA.
+
+As operations of torch's dispatch they are seen by whoever watches it: every tensor that they read
+or write.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_muon.config import MuonConfig
+
+_LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def define(
+    schema: str, kernel: Callable[..., Any], on_meta: Callable[..., Any] | None = None
+) -> None:
+    """Define an operation.
+
+    Args:
+        schema: name, arguments and results, as ``torch.library`` takes them.
+        kernel: launches its kernels; on a CPU in triton's interpreter.
+        on_meta: makes its results on the meta device; None for an operation without results.
+    """
+    name = schema.split("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, kernel, "CUDA")
+    _LIBRARY.impl(name, kernel, "CPU")
+    _LIBRARY.impl(name, on_meta or _nothing, "Meta")
+
+
+def _nothing(*args: object) -> None:
+    """An operation without results on the meta device."""
+
+
+def launching_beside(tensor: Tensor) -> AbstractContextManager[None]:
+    """A context in which the tensor's CUDA device is the current one, where triton launches."""
+    return torch.cuda.device(tensor.get_device() if tensor.is_cuda else -1)
+
+
+def takes_kernels(device: torch.device, config: MuonConfig) -> bool:
+    """Whether triton's kernels do what is not a product; else torch's operations do it."""
+    return config.elementwise == "auto" and device.type == "cuda" and has_triton()
+
+
+@cache
+def has_triton() -> bool:
+    """Whether triton is installed; ``runtime.fused.try_elementwise`` finds out if it works."""
+    return importlib.util.find_spec("triton") is not None
