@@ -69,13 +69,8 @@ def elementwise(device: torch.device) -> Iterator[Finding]:
         )
 
 
-_TRIAL = (
-    "momentum",
-    "weights",
-    "messages",
-    "flags",
-    "matrices over their norms",
-)  # what ``trial`` returns
+# what ``trial`` returns
+_TRIAL = ("momentum", "weights", "messages", "flags", "matrices over their norms")
 
 
 def newton_schulz(device: torch.device, config: MuonConfig) -> Finding:
