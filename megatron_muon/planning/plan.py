@@ -7,8 +7,9 @@ every rank makes the same plan without communication, and tests can count its me
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import (
@@ -26,10 +27,11 @@ from megatron_muon.planning.homes import Loads, Work, busiest_time, choose_homes
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds.stage import stage_rounds
-from megatron_muon.planning.runs import Run, all_runs, held_elements, segments_of
+from megatron_muon.planning.runs import all_runs, held_elements, segments_of
 from megatron_muon.planning.segments import Matrix, Segment
 from megatron_muon.planning.strips import (
     LEAST_SHARED_PS,
+    Counts,
     SharedMatrix,
     choose_counts,
     in_strips,
@@ -159,22 +161,23 @@ def make_plan(
     """
     before = _loads(earlier, grid.size, config, device)
     cut = _in_strips(parameters, grid, config, device, before, later)
-    draft = _draft(cut, grid, config, device, before)
-    parameters = draft.parameters
+    parameters, works = [parameter for parameter, _ in cut], _all_works(cut)
+    shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
+    homes = _homes(cut, grid, config, before)
     matrices = tuple(
         _homed(parameter, shape, home)
-        for (parameter, shape), home in zip(draft.shapes, draft.homes, strict=True)
+        for (parameter, shape), home in zip(shapes, homes, strict=True)
     )
     itemsize = itemsize_of(config)
     owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
     plan = ExchangePlan(
         parameters=tuple(parameters),
         matrices=matrices,
-        segments=tuple(segments_of(parameters, matrices, draft.runs, grid)),
+        segments=tuple(segments_of(parameters, matrices, all_runs(parameters, grid), grid)),
         grid=grid,
         itemsize=itemsize,
-        flops=tuple(_flops_at_homes(draft, matrices, config, device)),
-        rounds=stage_rounds(owner, matrices, draft.works, grid.size, config),
+        flops=tuple(_flops_at_homes(works, matrices, config, device)),
+        rounds=stage_rounds(owner, matrices, works, grid.size, config),
         shared=tuple(_shared(parameters, matrices, config, device)),
     )
     plan.validate()
@@ -186,40 +189,34 @@ def flops_of(parameters: Sequence[Parameter], config: MuonConfig, device: Device
     return sum(_flops(m, config, device) for parameter in parameters for m in parameter.matrices)
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """Homes of the matrices of some parameters, before segments and rounds are laid out."""
-
-    parameters: Sequence[Parameter]
-    shapes: Sequence[tuple[Parameter, MatrixShape]]
-    runs: Sequence[Run]
-    works: Sequence[Work]
-    homes: Sequence[int]
+_Cut = tuple[Parameter, Sequence[Work]]  # a parameter, and the work of its matrices
 
 
-def _draft(
-    parameters: Sequence[Parameter],
-    grid: RankGrid,
-    config: MuonConfig,
-    device: Device,
-    before: Loads,
-) -> _Draft:
-    shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
-    runs = list(all_runs(parameters, grid))
-    held = held_elements(runs, len(shapes))
-    works = [
+def _all_works(cut: Sequence[_Cut]) -> list[Work]:
+    return [work for _, works in cut for work in works]
+
+
+def _works(
+    parameter: Parameter, grid: RankGrid, config: MuonConfig, device: Device
+) -> Sequence[Work]:
+    held = held_elements(all_runs([parameter], grid), len(parameter.matrices))
+    return [
         Work(
             _flops(shape, config, device),
             shape.rows * shape.cols,
             by_rank,
             _shared_elements(shape, grid.size, config, device),
         )
-        for (_, shape), by_rank in zip(shapes, held, strict=True)
+        for shape, by_rank in zip(parameter.matrices, held, strict=True)
     ]
-    chosen = strip_homes([shape.strip for _, shape in shapes], works, before.flops)
+
+
+def _homes(cut: Sequence[_Cut], grid: RankGrid, config: MuonConfig, before: Loads) -> Sequence[int]:
+    works = _all_works(cut)
+    strips = [shape.strip for parameter, _ in cut for shape in parameter.matrices]
     price = prices(config, itemsize_of(config))
-    homes = choose_homes(works, grid.size, config.homes, price, chosen, before)
-    return _Draft(parameters, shapes, runs, works, homes)
+    chosen = strip_homes(strips, works, before.flops)
+    return choose_homes(works, grid.size, config.homes, price, chosen, before)
 
 
 def _loads(plans: Sequence[ExchangePlan], size: int, config: MuonConfig, device: Device) -> Loads:
@@ -245,24 +242,32 @@ def _in_strips(
     device: Device,
     before: Loads,
     later: int,
-) -> Sequence[Parameter]:
+) -> Sequence[_Cut]:
     """The parameters with the matrices cut that several homes share (``split_of``)."""
+
+    @cache
+    def cut(index: int, counts: tuple[int, ...]) -> _Cut:
+        """A parameter with each matrix in so many strips: a plan tries few counts of each."""
+        parameter = parameters[index]
+        shapes = [(m.rows, m.cols) for m in parameter.matrices]
+        count_of = dict(zip(shapes, counts, strict=True))
+        made = in_strips(parameter, lambda shape: count_of[shape.rows, shape.cols])
+        return made, _works(made, grid, config, device)
+
+    def cut_all(counts: Counts, others: int = 1) -> Sequence[_Cut]:
+        return [
+            cut(index, tuple(counts.get((m.rows, m.cols), others) for m in parameter.matrices))
+            for index, parameter in enumerate(parameters)
+        ]
+
     asked = split_of(config, device)
-    if asked == "off":
-        return parameters
     if asked != "auto":
-        return [in_strips(parameter, lambda _: asked) for parameter in parameters]
+        return cut_all({}, 1 if asked == "off" else asked)
 
-    def cut(counts: Mapping[tuple[int, int], int]) -> Sequence[Parameter]:
-        def count_of(shape: MatrixShape) -> int:
-            return counts.get((shape.rows, shape.cols), 1)
-
-        return [in_strips(parameter, count_of) for parameter in parameters]
-
-    def time_of(counts: Mapping[tuple[int, int], int]) -> int:
-        draft = _draft(cut(counts), grid, config, device, before)
-        price = prices(config, itemsize_of(config))
-        return busiest_time(draft.works, draft.homes, price, before, later)
+    def time_of(counts: Counts) -> int:
+        tried, price = cut_all(counts), prices(config, itemsize_of(config))
+        homes = _homes(tried, grid, config, before)
+        return busiest_time(_all_works(tried), homes, price, before, later)
 
     least = LEAST_SHARED_PS * config.rank_tflops  # flops
     shapes = {
@@ -272,7 +277,7 @@ def _in_strips(
         for m in parameter.matrices
         if ns_flops(*m.unit, config, device) >= least
     }
-    return cut(choose_counts(sorted(shapes), grid.size, time_of)) if shapes else parameters
+    return cut_all(choose_counts(sorted(shapes), grid.size, time_of) if shapes else {})
 
 
 def _shared_elements(
@@ -318,10 +323,10 @@ def _flops(shape: MatrixShape, config: MuonConfig, device: Device) -> int:
 
 
 def _flops_at_homes(
-    draft: _Draft, matrices: Sequence[Matrix], config: MuonConfig, device: Device
+    works: Sequence[Work], matrices: Sequence[Matrix], config: MuonConfig, device: Device
 ) -> Iterator[int]:
     """A home that has several strips of a matrix, where ranks are few, makes its squares once."""
-    for index, (matrix, work) in enumerate(zip(matrices, draft.works, strict=True)):
+    for index, (matrix, work) in enumerate(zip(matrices, works, strict=True)):
         again = matrix.strip is not None and matrix.strip.number > 0
         again = again and matrices[index - 1].home == matrix.home
         yield work.flops - (strip_flops(*matrix.whole, 0, config, device) if again else 0)

@@ -5,8 +5,9 @@ Plain integers, known before a home is chosen; with it a run is a segment of the
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_muon.planning.grid import RankGrid
@@ -31,31 +32,38 @@ def all_runs(parameters: Sequence[Parameter], grid: RankGrid) -> Iterator[Run]:
     for index, parameter in enumerate(parameters):
         pieces = list(parameter.pieces(grid.dp_size))
         for tp_rank, row in enumerate(grid.of_ep(parameter.ep_rank)):
-            for dp_rank, piece in pieces:
-                for matrix, elements, start in _runs(parameter, tp_rank, piece):
-                    rank, matrix_index = row[dp_rank], first_matrix + matrix
-                    yield Run(index, matrix_index, tp_rank, rank, elements, start)
+            for dp_rank, matrix, elements, start in _runs(parameter, tp_rank, pieces):
+                yield Run(index, first_matrix + matrix, tp_rank, row[dp_rank], elements, start)
         first_matrix += len(parameter.matrices)
 
 
-def _runs(parameter: Parameter, tp_rank: int, piece: Span) -> Iterator[tuple[int, Span, int]]:
-    """``(matrix of the parameter, elements of the parameter, start in the matrix's staging)``."""
-    cols = parameter.shape[1]
-    for block in parameter.blocks[tp_rank]:
-        matrix = parameter.matrices[block.matrix]
-        part = matrix.part(tp_rank) if parameter.column_parts > 1 else 0
-        block_start = block.rows.start * cols
-        start, stop = max(piece.start, block_start), min(piece.stop, block.rows.stop * cols)
-        if start < stop:
-            part_start = part * matrix.rows * cols
-            offset = part_start + block.matrix_row * cols - block_start
-            yield block.matrix, Span(start, stop), start + offset
+def _runs(
+    parameter: Parameter, tp_rank: int, pieces: Sequence[tuple[int, Span]]
+) -> Iterator[tuple[int, int, Span, int]]:
+    """``(dp_rank, matrix of the parameter, its elements, start in the matrix's staging)``.
+
+    Pieces come in the order of elements: one walk over both.
+    """
+    cols, first = parameter.shape[1], 0
+    blocks = sorted(parameter.blocks[tp_rank], key=lambda block: block.rows)
+    for dp_rank, piece in pieces:
+        while first < len(blocks) and blocks[first].rows.stop * cols <= piece.start:
+            first += 1
+        for block in itertools.islice(blocks, first, None):
+            block_start = block.rows.start * cols
+            if block_start >= piece.stop:
+                break
+            start, stop = max(piece.start, block_start), min(piece.stop, block.rows.stop * cols)
+            matrix = parameter.matrices[block.matrix]
+            part = matrix.part(tp_rank) if parameter.column_parts > 1 else 0
+            offset = (part * matrix.rows + block.matrix_row) * cols - block_start
+            yield dp_rank, block.matrix, Span(start, stop), start + offset
 
 
 def segments_of(
     parameters: Sequence[Parameter],
     matrices: Sequence[Matrix],
-    runs: Sequence[Run],
+    runs: Iterable[Run],
     grid: RankGrid,
 ) -> Iterator[Segment]:
     """The runs with their matrices' homes known: which of them are replicas."""
@@ -72,7 +80,7 @@ def segments_of(
         )
 
 
-def held_elements(runs: Sequence[Run], matrices: int) -> list[dict[int, int]]:
+def held_elements(runs: Iterable[Run], matrices: int) -> list[dict[int, int]]:
     """For each matrix, the elements of it that each rank holds."""
     held: list[dict[int, int]] = [defaultdict(int) for _ in range(matrices)]
     for run in runs:

@@ -119,20 +119,31 @@ def strip_homes(
     size, loads = len(before), list(before)
     shared = [index for index, strip in enumerate(strips) if strip is not None and not strip.number]
     homes: dict[int, int] = {}
+    busiest: dict[int, list[int]] = {}  # work of each team's busiest rank, by number of strips
     for first in sorted(shared, key=lambda index: (-works[index].flops, index)):
         strip = strips[first]
         assert strip is not None
         members = range(first, first + strip.count)
         ranks = min(size, strip.count)  # of a team
-        held = _held(members, works, ranks)
-        team = min(
-            range(max(1, size // strip.count)),
-            key=lambda team: (max(loads[team * ranks : (team + 1) * ranks]), -held[team], team),
-        )
+        if strip.count not in busiest:
+            teams = range(max(1, size // strip.count))
+            busiest[strip.count] = [max(loads[at * ranks : (at + 1) * ranks]) for at in teams]
+        team = _team(busiest[strip.count], _held(members, works, ranks))
         for at, index in enumerate(members):
-            homes[index] = team * ranks + at * ranks // strip.count
-            loads[homes[index]] += works[index].flops
+            home = homes[index] = team * ranks + at * ranks // strip.count
+            loads[home] += works[index].flops
+            for count, tops in busiest.items():
+                other = home // min(size, count)
+                if other < len(tops):
+                    tops[other] = max(tops[other], loads[home])
     return homes
+
+
+def _team(busiest: Sequence[int], held: Mapping[int, int]) -> int:
+    """Of the teams whose busiest rank has least, the one that holds most, then the first."""
+    least = min(busiest)
+    holders = [(-held[team], team) for team in held if busiest[team : team + 1] == [least]]
+    return min(holders)[1] if holders else busiest.index(least)
 
 
 def _held(members: range, works: Sequence[Work], ranks: int) -> Mapping[int, int]:
