@@ -13,9 +13,10 @@ from figures.priced_models import CASES
 from figures.priced_stages import priced_of
 from megatron_muon.config import MuonConfig
 from megatron_muon.planning.grid import RankGrid
-from megatron_muon.planning.layout import Parameter, Span, whole_matrix
+from megatron_muon.planning.homes import Work
+from megatron_muon.planning.layout import Parameter, Span, Strip, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
-from megatron_muon.planning.strips import SharedMatrix, choose_counts, in_strips
+from megatron_muon.planning.strips import SharedMatrix, choose_counts, in_strips, strip_homes
 from megatron_muon.pricing.presets import H100
 from support.virtual_gpu.plans import OVERLAP
 
@@ -40,6 +41,35 @@ def _plan(
     placed = [replace(parameter, bucket=Span(0, stop)) for parameter in parameters]
     rows_of = tuple(tuple(range(t * dp, (t + 1) * dp)) for t in range(tp))
     return make_plan(placed, RankGrid((rows_of,)), config)
+
+
+@given(st.data())
+def test_a_matrix_goes_to_the_free_team_that_holds_most_of_it(data: st.DataObject) -> None:
+    """Teams of 2 and of 3 beside each other, by the rule written out: least work of the busiest
+    rank, then most elements, then the first."""
+    size = data.draw(st.integers(1, 9))
+    counts = data.draw(st.lists(st.sampled_from([2, 3]), min_size=1, max_size=6))
+    before = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
+    strips = [Strip(64, 8, at, count) for count in counts for at in range(count)]
+    holder = st.dictionaries(st.integers(0, size - 1), st.integers(1, 3), max_size=3)
+    flops = [data.draw(st.integers(1, 4)) for count in counts for _ in [data] * count]
+    works = [Work(each, 64, data.draw(holder)) for each in flops]
+    loads, expected = list(before), {}
+    firsts = [at for at, strip in enumerate(strips) if strip.number == 0]
+    for first in sorted(firsts, key=lambda at: (-works[at].flops, at)):
+        count = strips[first].count
+        ranks, members = min(size, count), range(first, first + count)
+
+        def order(team: int, ranks: int = ranks, members: range = members) -> tuple[int, int, int]:
+            own = range(team * ranks, (team + 1) * ranks)
+            elements = sum(works[at].held.get(rank, 0) for at in members for rank in own)
+            return max(loads[own.start : own.stop]), -elements, team
+
+        team = min(range(max(1, size // count)), key=order)
+        for at in range(count):
+            home = expected[first + at] = team * ranks + at * ranks // count
+            loads[home] += works[first + at].flops
+    assert strip_homes(strips, works, before) == expected
 
 
 @given(
