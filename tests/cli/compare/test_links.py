@@ -69,6 +69,19 @@ def held(numbers: set[int]) -> list[str]:
     return entries
 
 
+def held_open(pid: int) -> set[int]:
+    """Inode numbers of the namespaces that process ``pid`` holds open."""
+    numbers = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            name = os.readlink(path)
+        except OSError:
+            continue  # it was closed meanwhile
+        if name.startswith("net:["):
+            numbers.add(int(name.removeprefix("net:[").removesuffix("]")))
+    return numbers
+
+
 def has_rank(numbers: set[int]) -> bool:
     """Whether a rank, which is forked from a server, is in one of the namespaces."""
     for path in held(numbers):
@@ -154,11 +167,7 @@ def test_nothing_is_left_after_a_command_that_is_ended(
         )
         numbers: set[int] = set()
         for _ in range(1200):
-            numbers = {
-                os.stat(path).st_ino
-                for path in Path(f"/proc/{command.pid}/fd").iterdir()
-                if os.readlink(path).startswith("net:")
-            }
+            numbers = held_open(command.pid)
             if len(numbers) == 3 and has_rank(numbers):
                 break
             time.sleep(0.1)
