@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from megatron_muon.setting_names import named
@@ -253,8 +254,13 @@ def schedule(given: Given, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
     Raises:
         ValueError: the set is for another number of steps only.
     """
-    coefficients, room = canonical(given), 1.0
+    return _schedule(canonical(given), steps, dtype)
+
+
+@lru_cache(1024)
+def _schedule(coefficients: Coefficients, steps: int, dtype: NsDtype) -> tuple[Triple, ...]:
     after: After = "cycle"
+    room = 1.0
     if isinstance(coefficients, str):
         chosen = SETS[coefficients]
         triples, after = chosen.triples, chosen.after

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 from megatron_muon.coefficients import NsDtype, Triple, restarts_of, schedule
@@ -186,6 +187,7 @@ def segments(config: MuonConfig, device: Device) -> Segments:
     return tuple(steps[start:stop] for start, stop in itertools.pairwise(cuts))
 
 
+@lru_cache(65536)
 def takes_gram(rows: int, cols: int, config: MuonConfig, device: Device) -> bool:
     """Whether a matrix of this shape gets the Gram iteration."""
     iteration = iteration_of(config, device)

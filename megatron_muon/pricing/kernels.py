@@ -151,9 +151,7 @@ def newton_schulz(
         for part in segments(config, device):
             cost += work.gram_segment([c != 0 for _, _, c in part], in_two=in_two)
         return cost
-    for _, _, c in schedule_of(config):
-        cost += work.standard_step(squares=c != 0)
-    return cost
+    return cost + work.standard_steps(config)
 
 
 @lru_cache(65536)
@@ -188,9 +186,7 @@ def newton_schulz_strip(
         for part in segments(config, device):
             cost += add + work.gram_segment([c != 0 for _, _, c in part])
         return cost
-    for _, _, c in schedule_of(config):
-        cost += add + work.standard_step(squares=c != 0)
-    return cost
+    return cost + add.times(config.ns_steps) + work.standard_steps(config)
 
 
 def turns(hardware: Hardware, nbytes: int, homes: int) -> Cost:
@@ -273,7 +269,13 @@ class _Products:
         kernel, itemsize = device == "cuda_symmetric", itemsize_of(config)
         return cls(hardware, min(whole), long, batch, itemsize, kernel, folded)
 
-    def standard_step(self, *, squares: bool) -> Cost:
+    def standard_steps(self, config: MuonConfig) -> Cost:
+        """All steps: those whose c is not 0 have a square more."""
+        squared = sum(c != 0 for _, _, c in schedule_of(config))
+        cost = self._standard_step(squares=True).times(squared)
+        return cost + self._standard_step(squares=False).times(config.ns_steps - squared)
+
+    def _standard_step(self, *, squares: bool) -> Cost:
         """XXᵀ, bA + cA² unless c is 0, aX + BX."""
         short, long = self.short, self.long
         cost = self._symmetric(long, linear=False)
@@ -297,22 +299,19 @@ class _Products:
             cost += self._copy(short * short)
         else:
             cost += self._product(short, long, short)
+        if not squares:
+            return cost
         plus = self._symmetric(short, linear=True)
-        if self.is_folded and squares and all(squares):
+        if self.is_folded and all(squares):
             # linear terms are on the diagonal of H, which is the first Q
             diagonals = stream(self.hardware, 0).times(len(squares))
             others = 3 * (len(squares) - 1)
             alone = self._symmetric(short, linear=False)
             return cost + diagonals + plus.times(len(squares)) + alone.times(others)
-        for step, squared in enumerate(squares):
-            cost += plus.times(int(squared))
-            if step == 0:  # Q = a + Z: a multiplication, and a is added to the diagonal
-                cost += self._copy(short * short) + stream(self.hardware, 0)
-            else:
-                cost += plus
-            if step < len(squares) - 1:
-                cost += plus.times(2)
-        return cost
+        # Q = a + Z at first: a multiplication, and a is added to the diagonal. After it each step
+        # makes Q + ZQ, and but for the last one R + ZR and its product with Z
+        cost += self._copy(short * short) + stream(self.hardware, 0)
+        return cost + plus.times(sum(squares) + 3 * (len(squares) - 1))
 
     def _symmetric(self, inner: int, *, linear: bool) -> Cost:
         """A product of ``(short, short)``; a library's kernel adds the linear term by itself."""

@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent
 while not (ROOT / "setup.py").exists():  # tests/ has folders
     ROOT = ROOT.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TABLE = Path(__file__).with_name("commands_in_documents.toml")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,18 +13,14 @@ from types import ModuleType
 import pytest
 
 import megatron_muon
-from megatron_muon.cli import main
 from megatron_muon.megatron_lm.flags.table import FLAGS
 from support import documents
 from support.documents import PAGES, ROOT
 
 tomllib = pytest.importorskip("tomllib", reason="the standard library has it from Python 3.11 on")
 
-TABLE = tomllib.loads(
-    next((ROOT / "tests").rglob("commands_in_documents.toml")).read_text(encoding="utf-8")
-)
+TABLE = tomllib.loads(documents.TABLE.read_text(encoding="utf-8"))
 IN_DOCUMENTS = {command for page in PAGES for command in documents.commands(page.read_text())}
-HERE = "test_documents.py::test_a_command_of_the_documents_runs"
 
 
 def _rows() -> list[str]:
@@ -64,14 +59,6 @@ def test_every_row_is_a_command_of_the_documents() -> None:
 def test_the_test_that_runs_a_command_is_there(name: str) -> None:
     file, _, function = name.partition("::")
     assert function in _functions(file)
-
-
-@pytest.mark.parametrize("command", TABLE["run"][HERE])
-def test_a_command_of_the_documents_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    program, *arguments = shlex.split(command)
-    assert program == "megatron-muon"
-    assert main(arguments) == 0
-    assert capsys.readouterr().out
 
 
 # --- pages -----------------------------------------------------------------------------------

@@ -213,6 +213,8 @@ def _rebind(changes: dict[int, Any]) -> Iterator[tuple[Any, str, Any]]:
     for module_name, module in list(sys.modules.items()):
         if not module_name.startswith(("torch.distributed", "megatron")):
             continue
+        if changes.keys().isdisjoint(map(id, vars(module).values())):
+            continue
         for name, value in list(vars(module).items()):
             if id(value) in changes and callable(value):
                 setattr(module, name, changes[id(value)])

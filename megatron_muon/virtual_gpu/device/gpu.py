@@ -177,7 +177,8 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind.name not in FREE:
             reads = inputs
             if kind.overwrites:
-                reads = [x for x in inputs if not any(x is w for w in results)]
+                written = set(map(id, results))
+                reads = [x for x in inputs if id(x) not in written]
             if leaves_term(kind.name, named):
                 reads = [x for x in reads if x is not args[0]]
             metas = [x.inner for x in inputs]

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from figures.priced_models import CASES
-from figures.priced_stages import priced_of
 from megatron_muon.config import MuonConfig
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Work
 from megatron_muon.planning.layout import Parameter, Span, Strip, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.strips import SharedMatrix, choose_counts, in_strips, strip_homes
-from megatron_muon.pricing.presets import H100
-from support.virtual_gpu.plans import OVERLAP
 
 GRAM = MuonConfig(split_matrices=2, ns_iteration="gram")
 
@@ -182,17 +177,3 @@ def test_auto_shares_nothing_where_experts_fill_the_ranks() -> None:
     mean = sum(whole.ns_flops()) // 4
     assert len(make_plan(*stage, later=mean // 2).shared) == 2
     assert make_plan(*stage, later=20 * mean).shared == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "at_most"),
-    [("Llama-3-8B TP8 × DP64", Fraction(1, 3)), ("Llama-3-70B TP8 PP4 DP16", Fraction(4, 5))],
-)
-def test_auto_shortens_the_predicted_step(name: str, at_most: Fraction) -> None:
-    """Of large stages; a stage whose ranks all have work enough is as it was."""
-    (case,) = [case for case in CASES if case.name == name]
-    words = [*case.words.split(), *OVERLAP.split(), "--stage", str(case.stage)]
-    (off,), _ = priced_of([*words, "--muon-split-matrices", "off"], H100)
-    (auto,), _ = priced_of(words, H100)  # the default
-    assert auto.ours[-1].step.seconds < at_most * off.ours[-1].step.seconds
-    assert (auto.duplicated, auto.distributed) == (off.duplicated, off.distributed)

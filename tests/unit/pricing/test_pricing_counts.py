@@ -111,5 +111,6 @@ def test_the_peak_is_that_of_the_virtual_gpus_allocator(
     plan = small_plan(config, tp, dp, layers=2, hidden=512, ffn=1280)
     modelled = memory.peaks([plan], config)
     for rank in range(plan.size):
-        recorded = record_step(plan, rank, config, steps=2).peak_bytes
+        steps = 2 if rank == 0 else 1  # a second step takes no more
+        recorded = record_step(plan, rank, config, steps=steps).peak_bytes
         assert abs(modelled[rank] - recorded) <= 0.02 * recorded + MIB / 64
