@@ -37,6 +37,18 @@ Segments = tuple[tuple[Triple, ...], ...]
 # 1.6 times in bf16. Smaller products are not faster in panels.
 _PANELS, _PANELLED = 4, 384
 
+# From which short side on each home of a shared matrix makes rows of its squares, by the number of
+# strips. On a CPU from where products take longer than the messages of a few hundred KiB. CUDA's
+# are those of the time model of an H100 (figures.scale.split_matrices): a library's kernel makes
+# half a square, so that rows pay later. More strips than a node has GPUs would send them far.
+NODE = 8  # GPUs, and the most strips that are chosen by themselves
+_BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
+    "cpu": ((range(2, 1 << 30), 256),),
+    "cpu_bf16": ((range(2, 1 << 30), 256),),
+    "cuda": ((range(2, 4), 4096), (range(4, NODE + 1), 3072)),
+    "cuda_symmetric": ((range(4, 8), 7168), (range(8, NODE + 1), 5120)),
+}
+
 # A library's kernel makes tiles of 256 rows up to the diagonal: 3 of 4 at 512 rows, 9 of 16 at
 # 2,048, 17 of 32 at 4,096. Flops are counted as 9 of 16 at every size, always a whole number, so
 # that homes balance time and not the flops of plain products. Rows begin at multiples of 16 bytes.
@@ -201,7 +213,8 @@ def takes_gram(rows: int, cols: int, config: MuonConfig, device: Device) -> bool
         all_squared = all(c != 0 for _, _, c in schedule_of(config))
         table = _AUTO_FOLDED if all_squared else _AUTO_HALF_FOLDED
     limit = max(entry for entry in table[kind] if entry[0] <= short)[1]
-    gram = _gram_flops(short, max(rows, cols), segments(config, device), kind)
+    square = symmetric_flops(short, short, kind)
+    gram = _gram_flops(short, max(rows, cols), segments(config, device), kind, square)
     return gram <= limit * _standard_flops(short, max(rows, cols), config, kind)
 
 
@@ -214,25 +227,87 @@ def ns_flops(rows: int, cols: int, config: MuonConfig, device: Device = "cuda") 
     return strip_flops(rows, cols, max(rows, cols), config, device)
 
 
-def strip_flops(rows: int, cols: int, long: int, config: MuonConfig, device: Device) -> int:
-    """``ns_flops`` of a rank that has a range of a matrix's long side, and makes all squares.
+def strip_flops(
+    rows: int,
+    cols: int,
+    long: int,
+    config: MuonConfig,
+    device: Device,
+    *,
+    number: int = 0,
+    count: int = 1,
+) -> int:
+    """``ns_flops`` of a rank that has a strip, a range of a matrix's long side.
+
+    It makes the whole squares, or its rows of them (``makes_rows``).
 
     Args:
         rows, cols: size of the whole matrix.
-        long: length of the range.
+        long: length of the strip.
         config, device: see ``ns_flops``.
+        number, count: the strip's number, and that of all strips.
     """
     short, kind = min(rows, cols), _kind(config, device)
-    if takes_gram(rows, cols, config, device):
-        return _gram_flops(short, long, segments(config, device), kind)
-    return _standard_flops(short, long, config, kind)
+    if not strips_take_gram(rows, cols, count, config, device):
+        return _standard_flops(short, long, config, kind)
+    parts, square = segments(config, device), symmetric_flops(short, short, kind)
+    if makes_rows(rows, cols, count, config, device):
+        start, stop = square_rows(short, number, count)
+        square = 2 * (stop - start) * short * short
+    return _gram_flops(short, long, parts, kind, square)
 
 
-def sums_of_squares(rows: int, cols: int, config: MuonConfig, device: Device) -> int:
-    """How often the homes of a shared matrix add their squares: in each step, or Gram segment."""
-    if takes_gram(rows, cols, config, device):
-        return len(segments(config, device))
-    return config.ns_steps
+def repeated_flops(rows: int, cols: int, count: int, config: MuonConfig, device: Device) -> int:
+    """The part of ``strip_flops`` that a home with several strips of a matrix makes once."""
+    by_rows = makes_rows(rows, cols, count, config, device)
+    return 0 if by_rows else strip_flops(rows, cols, 0, config, device)
+
+
+@lru_cache(4096)
+def makes_rows(rows: int, cols: int, count: int, config: MuonConfig, device: Device) -> bool:
+    """Whether each home of a shared matrix makes rows of its squares, and not all of them.
+
+    Rows of each square are then put together. Such a matrix gets the Gram iteration, whose flops
+    are mostly those of squares, wherever ``ns_iteration`` leaves the choice.
+
+    Args:
+        rows, cols: size of the whole matrix.
+        count: number of its strips.
+        config, device: see ``ns_flops``.
+    """
+    if iteration_of(config, device) == "standard":
+        return False
+    short, kind = min(rows, cols), _kind(config, device)
+    if kind == "cuda_symmetric" and not fits_kernel(short, short):
+        kind = "cuda"
+    limits = [least for counts, least in _BY_ROWS[kind] if count in counts]
+    return bool(limits) and short >= limits[0]
+
+
+def strips_take_gram(rows: int, cols: int, count: int, config: MuonConfig, device: Device) -> bool:
+    """``takes_gram`` of a matrix in ``count`` strips."""
+    by_rows = makes_rows(rows, cols, count, config, device)
+    return by_rows or takes_gram(rows, cols, config, device)
+
+
+def square_rows(short: int, number: int, count: int) -> tuple[int, int]:
+    """Start and stop of the rows of each square that strip ``number`` of ``count`` makes."""
+    return number * short // count, (number + 1) * short // count
+
+
+def gathers_of_rows(
+    rows: int, cols: int, count: int, config: MuonConfig, device: Device
+) -> tuple[int, ...]:
+    """How often rows are put together after each sum of squares: P and R of a step, and Q.
+
+    Squares are added in each step of the standard iteration, or in each Gram segment.
+    """
+    if not strips_take_gram(rows, cols, count, config, device):
+        return (0,) * config.ns_steps
+    parts = segments(config, device)
+    if not makes_rows(rows, cols, count, config, device):
+        return (0,) * len(parts)
+    return tuple(sum(c != 0 for _, _, c in part) + len(part) for part in parts)
 
 
 def costs_follow_device(config: MuonConfig, device: Device) -> bool:
@@ -313,13 +388,12 @@ def _standard_flops(short: int, long: int, config: MuonConfig, device: Device) -
     return len(steps) * whole + squares * symmetric_flops(short, short, kind)
 
 
-def _gram_flops(short: int, long: int, parts: Segments, device: Device) -> int:
-    """A segment is XXᵀ, QX and, between them, products of (m, m).
+def _gram_flops(short: int, long: int, parts: Segments, device: Device, square: int) -> int:
+    """A segment is XXᵀ, QX and, between them, products of (m, m), ``square`` flops each.
 
     These are RR in each step (none where c is 0), QZ in each but the first, and two products for
     the next R in each but the last.
     """
     whole = symmetric_flops(short, long, device) + 2 * short * short * long
-    square = symmetric_flops(short, short, device)
     squares = sum(sum(c != 0 for _, _, c in part) + 3 * (len(part) - 1) for part in parts)
     return len(parts) * whole + squares * square

@@ -16,9 +16,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_muon.coefficients import Triple
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.gram import factor_of
-from megatron_muon.orthogonalize.iteration import dtype_of, schedule_of, segments, takes_gram
+from megatron_muon.orthogonalize.iteration import (
+    dtype_of,
+    makes_rows,
+    schedule_of,
+    segments,
+    square_rows,
+    strips_take_gram,
+)
 from megatron_muon.orthogonalize.matmul import (
     Products,
     direction_dtype,
@@ -30,7 +38,18 @@ from megatron_muon.orthogonalize.normalization import power_of_two
 
 
 class Sharing(Protocol):
-    """The homes of a matrix's strips; each of them calls the same methods in the same order."""
+    """The homes of a matrix's strips; each of them calls the same methods in the same order.
+
+    Attributes:
+        numbers: numbers of the strips that are here.
+        count: number of strips.
+    """
+
+    @property
+    def numbers(self) -> Sequence[int]: ...
+
+    @property
+    def count(self) -> int: ...
 
     def all_numbers(self, mine: Tensor) -> Tensor:
         """The numbers of all strips.
@@ -47,6 +66,13 @@ class Sharing(Protocol):
 
         Args:
             squares: ``(m, m)`` of each strip that is here.
+        """
+
+    def together(self, parts: Sequence[Tensor]) -> Tensor:
+        """A square, ``(m, m)``, of which each strip makes rows.
+
+        Args:
+            parts: ``(rows, m)`` of each strip that is here (``iteration.square_rows``).
         """
 
 
@@ -70,15 +96,17 @@ def orthogonalize_strips(
         sharing: the matrix's other homes.
     """
     device = strips[0].device
-    products = products_on(device, dtype_of(config, plan_device(device)))
-    is_tall = whole[0] > whole[1]
+    kind = plan_device(device)
+    products = products_on(device, dtype_of(config, kind))
+    is_tall = whole[0] >= whole[1]  # strips of a square one are ranges of rows, too
     entered = _entered(strips, moves, products, sharing)
     # (m, n) with the short side first; a tall strip is a view, and stays as it is in memory
     x = [one.mT if is_tall else one for one in entered]
     del entered
     with fp32_is_fp32(device):
-        if takes_gram(*whole, config, plan_device(device)):
-            _gram(x, config, products, sharing)
+        if strips_take_gram(*whole, sharing.count, config, kind):
+            by_rows = makes_rows(*whole, sharing.count, config, kind)
+            _gram(x, config, products, sharing, by_rows=by_rows)
         else:
             _standard(x, config, products.plain(), sharing)
     for strip, direction in zip(strips, x, strict=True):
@@ -105,16 +133,67 @@ def _entered(
     return [products.enter(one.div_(by)) for one in made]
 
 
-def _gram(x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing) -> None:
+def _gram(
+    x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing, *, by_rows: bool
+) -> None:
     """The Gram iteration (``gram.gram_iteration``), which replaces the strips of ``x``."""
-    of_squares, parts = products.of_squares(), segments(config, plan_device(x[0].device))
+    kind, of_squares = plan_device(x[0].device), products.of_squares()
+    parts = segments(config, kind)
     for number, part in enumerate(parts):
         leave = products.leave(is_last=number == len(parts) - 1)
-        gram = of_squares.rounded(sharing.add([of_squares.square(one) for one in x]))
-        factor = factor_of(gram, part, of_squares)
+        gram = [of_squares.rounded(sharing.add([of_squares.square(one) for one in x]))]
+        if by_rows:
+            factor = _factor_by_rows(gram, part, of_squares, sharing)
+        else:
+            factor = factor_of(gram.pop(), part, of_squares)
         for at, one in enumerate(x):
             x[at] = products.times(factor, one, alpha=leave)
-        del gram, factor, one  # the next sum needs their memory
+        del factor, one  # the next sum needs their memory
+
+
+def _factor_by_rows(
+    held: list[Tensor], steps: tuple[Triple, ...], products: Products, sharing: Sharing
+) -> Tensor:
+    """``gram.factor_of`` where each strip makes rows of each square.
+
+    A product's rows follow from the same rows of its left operand. So Q and what is multiplied
+    twice stay in rows until they are the right operand: P in each step, R in the next one, Q of X.
+
+    Args:
+        held: R, alone; taken out of the list, so that its memory returns.
+    """
+    gram = held.pop()
+    spans = [square_rows(gram.size(0), number, sharing.count) for number in sharing.numbers]
+    own = [gram[start:stop] for start, stop in spans]  # rows of R
+    factor: list[Tensor] = []  # rows of Q
+    for step, (a, b, c) in enumerate(steps):
+        # Z = αP. Where c is 0, the square is not made: P is R, and α is b.
+        alpha, power, rows = b, gram, own
+        if c != 0:
+            rows = [products.product(r, gram, r, beta=b, alpha=c) for r in own]
+            alpha, power = 1.0, sharing.together(rows)
+        if step == 0:
+            factor = [
+                _plus_diagonal(p, alpha, a, start, products)
+                for p, (start, _) in zip(rows, spans, strict=True)
+            ]
+        else:
+            factor = [products.product(q, power, q, beta=a, alpha=alpha) for q in factor]
+        del rows
+        if step < len(steps) - 1:  # R ← (a + Z)R(a + Z)
+            own = [products.product(r, power, r, beta=a, alpha=alpha) for r in own]
+            own = [products.product(half, power, half, beta=a, alpha=alpha) for half in own]
+            del gram, power
+            gram = sharing.together(own)
+    del gram, power, own
+    return sharing.together(factor)
+
+
+def _plus_diagonal(power: Tensor, alpha: float, a: float, start: int, products: Products) -> Tensor:
+    """Rows of ``a + alpha·P`` from row ``start`` on."""
+    made = products.rounded(torch.mul(power, alpha))
+    made.diagonal(start).add_(a)
+    return products.rounded(made)
 
 
 def _standard(x: list[Tensor], config: MuonConfig, products: Products, sharing: Sharing) -> None:

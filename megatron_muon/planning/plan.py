@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import (
+    NODE,
     Device,
     dtype_of,
+    gathers_of_rows,
     held_dtype,
     itemsize_of,
     ns_flops,
+    repeated_flops,
     split_of,
     strip_flops,
-    sums_of_squares,
 )
 from megatron_muon.planning.grid import RankGrid, held_pieces
 from megatron_muon.planning.homes import Loads, Work, busiest_time, choose_homes, prices
@@ -33,6 +35,7 @@ from megatron_muon.planning.strips import (
     LEAST_SHARED_PS,
     Counts,
     SharedMatrix,
+    can_share,
     choose_counts,
     in_strips,
     strip_homes,
@@ -186,9 +189,14 @@ def make_plan(
 
 def flops_of(parameters: Sequence[Parameter], config: MuonConfig, device: Device) -> int:
     """Newton-Schulz flops of whole matrices."""
-    return sum(_flops(m, config, device) for parameter in parameters for m in parameter.matrices)
+    return sum(
+        flops_of_matrix(m, config, device) for parameter in parameters for m in parameter.matrices
+    )
 
 
+# Homes of one matrix are neighbours, and few enough to be of one node. Its links are so many times
+# as fast as those between nodes, which ``link_gbytes`` is of: 9 on an H100, less its messages.
+_NEAR = 6
 _Cut = tuple[Parameter, Sequence[Work]]  # a parameter, and the work of its matrices
 
 
@@ -202,7 +210,7 @@ def _works(
     held = held_elements(all_runs([parameter], grid), len(parameter.matrices))
     return [
         Work(
-            _flops(shape, config, device),
+            flops_of_matrix(shape, config, device),
             shape.rows * shape.cols,
             by_rank,
             _shared_elements(shape, grid.size, config, device),
@@ -251,7 +259,12 @@ def _in_strips(
         parameter = parameters[index]
         shapes = [(m.rows, m.cols) for m in parameter.matrices]
         count_of = dict(zip(shapes, counts, strict=True))
-        made = in_strips(parameter, lambda shape: count_of[shape.rows, shape.cols])
+
+        def strips(shape: MatrixShape) -> int:
+            count = count_of[shape.rows, shape.cols]
+            return count if can_share(shape.rows, shape.cols, count, config, device) else 1
+
+        made = in_strips(parameter, strips)
         return made, _works(made, grid, config, device)
 
     def cut_all(counts: Counts, others: int = 1) -> Sequence[_Cut]:
@@ -277,21 +290,27 @@ def _in_strips(
         for m in parameter.matrices
         if ns_flops(*m.unit, config, device) >= least
     }
-    return cut_all(choose_counts(sorted(shapes), grid.size, time_of) if shapes else {})
+    can = partial(can_share, config=config, device=device)
+    return cut_all(choose_counts(sorted(shapes), grid.size, time_of, can) if shapes else {})
 
 
 def _shared_elements(
     shape: MatrixShape | Matrix, size: int, config: MuonConfig, device: Device
 ) -> int:
-    """Elements that the home of a strip sends to the others: of squares, and to turn it twice."""
+    """Elements that the home of a strip sends to the others: of squares, and to turn it twice.
+
+    They count by the time that they take on a link between nodes.
+    """
     if shape.strip is None:
         return 0
     homes, short = min(size, shape.strip.count), min(shape.strip.rows, shape.strip.cols)
     whole = (shape.strip.rows, shape.strip.cols)
-    sent = sums_of_squares(*whole, config, device) * 2 * short * short
+    gathers = gathers_of_rows(*whole, shape.strip.count, config, device)
+    sent = (2 * len(gathers) + sum(gathers)) * short * short
     if shape.strip.is_turned:
         sent += 2 * shape.rows * shape.cols
-    return sent * (homes - 1) // homes
+    near = _NEAR if homes <= NODE else 1
+    return sent * (homes - 1) // (homes * near)
 
 
 def _shared(
@@ -309,27 +328,31 @@ def _shared(
                 homes=tuple(strip.home for strip in strips),
                 rows=matrix.strip.rows,
                 cols=matrix.strip.cols,
-                sums=sums_of_squares(*matrix.whole, config, device),
+                gathers=gathers_of_rows(*matrix.whole, len(strips), config, device),
                 itemsize=4 if held_dtype(dtype_of(config, device), device) == "fp32" else 2,
                 turns=itemsize_of(config) if matrix.strip.is_turned else 0,
             )
 
 
-def _flops(shape: MatrixShape, config: MuonConfig, device: Device) -> int:
-    if shape.strip is None:
+def flops_of_matrix(shape: MatrixShape | Matrix, config: MuonConfig, device: Device) -> int:
+    """Newton-Schulz flops of a matrix, or of a strip at its home."""
+    strip = shape.strip
+    if strip is None:
         return shape.units * ns_flops(*shape.unit, config, device)
-    whole = (shape.strip.rows, shape.strip.cols)
-    return strip_flops(*whole, shape.strip.long.size, config, device)
+    place = {"number": strip.number, "count": strip.count}
+    return strip_flops(strip.rows, strip.cols, strip.long.size, config, device, **place)
 
 
 def _flops_at_homes(
     works: Sequence[Work], matrices: Sequence[Matrix], config: MuonConfig, device: Device
 ) -> Iterator[int]:
-    """A home that has several strips of a matrix, where ranks are few, makes its squares once."""
+    """A home that has several strips of a matrix, where ranks are few, makes whole squares once."""
     for index, (matrix, work) in enumerate(zip(matrices, works, strict=True)):
         again = matrix.strip is not None and matrix.strip.number > 0
         again = again and matrices[index - 1].home == matrix.home
-        yield work.flops - (strip_flops(*matrix.whole, 0, config, device) if again else 0)
+        strips = 1 if matrix.strip is None else matrix.strip.count
+        whole = repeated_flops(*matrix.whole, strips, config, device) if again else 0
+        yield work.flops - whole
 
 
 def _homed(parameter: Parameter, shape: MatrixShape, home: int) -> Matrix:

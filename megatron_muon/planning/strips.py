@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import NODE, Device, makes_rows
 from megatron_muon.planning.homes import Work
 from megatron_muon.planning.layout import (
     Block,
@@ -26,28 +28,29 @@ from megatron_muon.planning.layout import (
     range_of,
 )
 
-# Squares of the short side are multiplied by every home. Where the long side is shorter than this
+# Where every home multiplies all squares of the short side and the long side is shorter than this
 # many short ones, they are most of the work, and the time model has no gain (docs/time_model.md).
 _LONG = 2
+# With rows of squares others gain, too, where their short side is as large as this.
+_LARGE = 5120
 # Picoseconds of Newton-Schulz below which a matrix is not shared by itself: its homes wait for each
 # other twice and then in each sum, some 20 µs each time.
 LEAST_SHARED_PS = 500_000_000
-_MOST = 8  # strips that are chosen by themselves: GPUs of a node
 _STEP_GAIN, _LEAST_GAIN = Fraction(1, 100), Fraction(5, 100)
 _NUMBER = 4  # bytes of a number in fp32
 _EXPERTS = ".experts."  # there are always many of them
 
 
 def in_strips(parameter: Parameter, count_of: Callable[[MatrixShape], int]) -> Parameter:
-    """The parameter with its long matrices cut into strips; others stay whole.
+    """The parameter with matrices cut into strips; others stay whole.
 
-    A tall matrix is cut into ranges of rows; so is what comes of a wide one, unless TP cuts its
-    columns into a multiple of as many parts: those parts come then, and nothing is turned. Experts'
-    matrices stay whole, and so do those with fewer rows than strips.
+    A matrix that is not wide is cut into ranges of rows; so is what comes of a wide one, unless TP
+    cuts its columns into a multiple of as many parts: those parts come then, and nothing is turned.
+    Experts' matrices stay whole, and so do those with fewer rows than strips.
 
     Args:
         parameter: of one stage.
-        count_of: number of strips of a matrix; 1 for a whole one.
+        count_of: number of strips of a matrix (``can_share``); 1 for a whole one.
     """
     if _EXPERTS in parameter.name:
         return parameter
@@ -73,8 +76,7 @@ _Cut = tuple[MatrixShape, Span]  # a strip, and its rows of the whole matrix
 def _cut(shape: MatrixShape, column_parts: int, count: int) -> Iterator[_Cut]:
     """The strips of a matrix; the matrix itself where it stays whole."""
     rows, cols = shape.rows, shape.cols
-    is_long = max(rows, cols) >= _LONG * min(rows, cols)
-    if count < 2 or shape.column_blocks > 1 or not is_long or rows < count:
+    if count < 2 or shape.column_blocks > 1 or rows < count:
         yield shape, Span(0, rows)
         return
     by_parts = cols > rows and column_parts % count == 0
@@ -176,7 +178,7 @@ class SharedMatrix:
         parameter: index of its parameter in the plan.
         homes: rank of the stage that has each strip.
         rows, cols: its size over all TP ranks.
-        sums: number of sums of squares.
+        gathers: for each sum of squares, how often rows of squares are put together after it.
         itemsize: bytes of an element of a square.
         turns: bytes of an element that travels where its strips are turned, else 0.
     """
@@ -185,7 +187,7 @@ class SharedMatrix:
     homes: tuple[int, ...]
     rows: int
     cols: int
-    sums: int
+    gathers: tuple[int, ...]
     itemsize: int
     turns: int = 0
 
@@ -194,8 +196,8 @@ class SharedMatrix:
 
         Each sends two numbers for each of its strips, then one; and for each sum of squares the
         rows of its own squares to the homes that add them, then the rows that it has added to all
-        others. Before and after these, turned strips send each home's columns of one's own rows,
-        and back.
+        others, and those of each square of which it makes rows. Before and after these, turned
+        strips send each home's columns of one's own rows, and back.
         """
         ranks, short = sorted(set(self.homes)), min(self.rows, self.cols)
         edges = [range_of(short, at, len(ranks)) for at in range(len(ranks))]
@@ -210,9 +212,14 @@ class SharedMatrix:
             yield SharedMessages("elements", there)
         yield SharedMessages("numbers", {pair: 2 * _NUMBER * strips[pair[0]] for pair in pairs})
         yield SharedMessages("numbers", {pair: _NUMBER * strips[pair[0]] for pair in pairs})
-        for _ in range(self.sums):
+        made: dict[int, int] = defaultdict(int)
+        for number, home in enumerate(self.homes):
+            made[home] += range_of(short, number, len(self.homes)).size * row
+        for gathers in self.gathers:
             yield SharedMessages("squares", {(a, b): strips[a] * rows[b] for a, b in pairs})
             yield SharedMessages("squares", {(a, b): rows[a] for a, b in pairs})
+            for _ in range(gathers):
+                yield SharedMessages("squares", {(a, b): made[a] for a, b in pairs})
         if there:
             yield SharedMessages("elements", {(a, b): there[b, a] for a, b in pairs})
 
@@ -231,26 +238,44 @@ class SharedMatrix:
 Counts = Mapping[tuple[int, int], int]  # strips of the matrices of a shape; others are whole
 
 
+def can_share(rows: int, cols: int, count: int, config: MuonConfig, device: Device) -> bool:
+    """Whether so many strips pay: of a long matrix, or of a large one with rows of squares."""
+    short = min(rows, cols)
+    if max(rows, cols) >= _LONG * short:
+        return True
+    return short >= _LARGE and makes_rows(rows, cols, count, config, device)
+
+
 def choose_counts(
-    shapes: Sequence[tuple[int, int]], size: int, time_of: Callable[[Counts], int]
+    shapes: Sequence[tuple[int, int]],
+    size: int,
+    time_of: Callable[[Counts], int],
+    can: Callable[[int, int, int], bool],
 ) -> Counts:
     """How many strips the matrices of each shape get, so that the busiest rank has least time.
 
-    From whole matrices on, the one shape that gains most gets twice as many strips, until none
-    gains ``_STEP_GAIN``. If all of it gains less than ``_LEAST_GAIN``, matrices stay whole.
+    From whole matrices on, the one shape that gains most gets twice as many strips, or the next
+    power of two that it can have, until none gains ``_STEP_GAIN``. If all of it gains less than
+    ``_LEAST_GAIN``, matrices stay whole.
 
     Args:
         shapes: (rows, cols) of all matrices.
         size: number of ranks in the stage.
         time_of: time of the busiest rank.
+        can: whether matrices of ``(rows, cols)`` can have a number of strips (``can_share``).
     """
+    most = min(NODE, size).bit_length()
+    possible = {
+        shape: [count for count in (1 << at for at in range(1, most)) if can(*shape, count)]
+        for shape in shapes
+    }
     counts: dict[tuple[int, int], int] = {}
     first = best = time_of(counts)
     while True:
         tried = [
-            {**counts, shape: 2 * counts.get(shape, 1)}
-            for shape in shapes
-            if max(shape) >= _LONG * min(shape) and 2 * counts.get(shape, 1) <= min(_MOST, size)
+            {**counts, shape: more[0]}
+            for shape, known in possible.items()
+            if (more := [count for count in known if count > counts.get(shape, 1)])
         ]
         times = [(time_of(each), at) for at, each in enumerate(tried)]
         time, at = min(times, default=(best, 0))

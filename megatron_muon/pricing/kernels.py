@@ -16,6 +16,7 @@ from megatron_muon.orthogonalize.iteration import (
     Device,
     dtype_of,
     fits_kernel,
+    gathers_of_rows,
     is_cuda,
     is_folded,
     itemsize_of,
@@ -24,6 +25,7 @@ from megatron_muon.orthogonalize.iteration import (
     scratch_elements,
     segments,
     squares_outside,
+    strips_take_gram,
     takes_gram,
 )
 from megatron_muon.pricing.hardware import MICRO, TERA, Hardware
@@ -32,10 +34,12 @@ _FP32 = 4  # bytes
 # Kernels that divide a batch by its norms, and reads and writes of an element: fused, and torch's.
 _NORMALISING_FUSED, _FUSED_PASSES = 3, 3
 _NORMALISING, _PASSES = 11, 6
-# Bytes per element of a strip in 16 bits: largest entry, fp32 copy divided, its norm, division and
-# cast, copy back. And per byte of a square: copies into and out of messages, and sums in fp32.
+# Kernels of a strip in 16 bits, and bytes per element: largest entry, fp32 copy divided, its norm,
+# division and cast, copy back. And per byte of a square: copies into and out of messages, and sums
+# in fp32.
+_STRIP = 25
 _STRIP_BYTES = 2 + (2 + 4) + 4 + (4 + 4) + (4 + 2) + 4
-_SUM_BYTES = 8
+_SUM_BYTES = 7.5
 # Per byte of a strip's rows and columns that are turned: into a message, out of it, and for the
 # rows, half of these bytes, once more; each is read and written.
 _TURN_BYTES = 5
@@ -159,6 +163,7 @@ def newton_schulz_strip(
     hardware: Hardware,
     whole: tuple[int, int],
     long: int,
+    count: int,
     homes: int,
     config: MuonConfig,
     device: Device = "cuda",
@@ -166,25 +171,31 @@ def newton_schulz_strip(
     """The cost to orthogonalize a strip of a matrix that several homes share, their messages too.
 
     Squares are added over the homes: each receives its rows of all others' squares and sends their
-    sum to them. Nothing hides these messages. Homes are neighbours: they are of one node where the
-    node's GPUs divide into as many.
+    sum to them. Where they make rows of squares, these are put together. Nothing hides messages.
+    Homes are neighbours: they are of one node where the node's GPUs divide into as many.
 
     Args:
         hardware: hardware of every rank.
         whole: rows and columns of the matrix.
         long: length of the strip.
-        homes: number of homes.
+        count, homes: number of strips, and of their homes.
         config, device: see ``newton_schulz``.
     """
     itemsize = itemsize_of(config)
     short = min(whole)
     work = _Products.of(hardware, whole, long, 1, config, device)
     add = _added(hardware, short * short * itemsize, homes)
-    cost = stream(hardware, _STRIP_BYTES * short * long, _NORMALISING)
+    cost = stream(hardware, _STRIP_BYTES * short * long, _STRIP)
     cost += _numbers(hardware, homes).times(2)
-    if takes_gram(*whole, config, device):
-        for part in segments(config, device):
-            cost += add + work.gram_segment([c != 0 for _, _, c in part])
+    if strips_take_gram(*whole, count, config, device):
+        gathers = gathers_of_rows(*whole, count, config, device)
+        for part, rows in zip(segments(config, device), gathers, strict=True):
+            squares = [c != 0 for _, _, c in part]
+            cost += add + _together(hardware, short * short * itemsize, homes).times(rows)
+            if rows:
+                cost += work.gram_segment([]) + work.rows_of_squares(squares, -(-short // count))
+            else:
+                cost += work.gram_segment(squares)
         return cost
     return cost + add.times(config.ns_steps) + work.standard_steps(config)
 
@@ -209,8 +220,15 @@ def turns(hardware: Hardware, nbytes: int, homes: int) -> Cost:
 def _added(hardware: Hardware, nbytes: int, homes: int) -> Cost:
     """A square of ``nbytes`` that is added over its homes."""
     travels = 2 * nbytes * (homes - 1) / homes / _link(hardware, homes)
-    sums = stream(hardware, _SUM_BYTES * nbytes, 2 * homes + 4)
-    return _numbers(hardware, homes).times(2) + Cost(travels, 0) + sums
+    sums = stream(hardware, _SUM_BYTES * nbytes, homes + 4)
+    return _message(hardware, homes).times(2) + Cost(travels, 2) + sums
+
+
+def _together(hardware: Hardware, nbytes: int, homes: int) -> Cost:
+    """A square of ``nbytes`` that is put together from each home's rows, received in place."""
+    travels = nbytes * (homes - 1) / homes / _link(hardware, homes)
+    own = stream(hardware, 2 * nbytes / homes)
+    return _message(hardware, homes) + Cost(travels, 1) + own
 
 
 def _numbers(hardware: Hardware, homes: int) -> Cost:
@@ -312,6 +330,13 @@ class _Products:
         # makes Q + ZQ, and but for the last one R + ZR and its product with Z
         cost += self._copy(short * short) + stream(self.hardware, 0)
         return cost + plus.times(sum(squares) + 3 * (len(squares) - 1))
+
+    def rows_of_squares(self, squares: list[bool], rows: int) -> Cost:
+        """``gram_segment``'s polynomials, of which ``rows`` rows are made here."""
+        products = sum(squares) + 3 * (len(squares) - 1)
+        copy = self._copy(rows * self.short)
+        one = self._product(rows, self.short, self.short) + copy
+        return copy + stream(self.hardware, 0) + one.times(products)
 
     def _symmetric(self, inner: int, *, linear: bool) -> Cost:
         """A product of ``(short, short)``; a library's kernel adds the linear term by itself."""

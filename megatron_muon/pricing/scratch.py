@@ -20,9 +20,11 @@ from megatron_muon.orthogonalize.iteration import (
     is_cuda,
     is_tight,
     itemsize_of,
+    makes_rows,
     schedule_of,
     segments,
     squares_outside,
+    strips_take_gram,
     takes_gram,
 )
 from megatron_muon.planning.plan import ExchangePlan
@@ -176,13 +178,14 @@ def _iterating(own: Sequence[Matrix], size: int, config: MuonConfig, device: Dev
     square, numbers = held * short * short, short * -(-short // homes)
     part = held * numbers  # the rows of a square that this home adds
     of_others = (strip.count - len(own)) * part
-    spread = (homes - 1) * part + square - part  # the sum of these rows, and of all others'
     adding = len(own) * square + of_others
-    adding += max(len(own) * (square - part), _FP32 * numbers + square + spread)
-    gram = takes_gram(*own[0].whole, config, device)
-    multiplying = 4 * square if gram else 2 * square
+    # rows of all others, or the sum of these rows, rounded, and then the whole sum
+    adding += max(len(own) * (square - part), _FP32 * numbers + part + square)
+    makes_whole = not makes_rows(*own[0].whole, strip.count, config, device)
+    gram = strips_take_gram(*own[0].whole, strip.count, config, device)
+    multiplying = (4 if gram and makes_whole else 2) * square  # rows of others take less than sums
     made = held * short * max(matrix.long for matrix in own)  # one strip's next iterate
-    return iterate + max(adding, multiplying, made + (2 if gram else 1) * square)
+    return iterate + max(adding, multiplying, made + square)
 
 
 def _of_one(rows: int, cols: int, config: MuonConfig, device: Device, *, tight: bool) -> int:

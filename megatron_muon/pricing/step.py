@@ -314,7 +314,7 @@ class _Steps:
     def _strip(self, shared: Shared, elements: int) -> Cost:
         homes, hardware = min(shared.strips, self._optimizer.plan.size), self._hardware
         cost = newton_schulz_strip(
-            hardware, shared.whole, shared.long, homes, self._config, self._device
+            hardware, shared.whole, shared.long, shared.strips, homes, self._config, self._device
         )
         if shared.is_turned:
             moved = shared.whole[0] * shared.long + elements  # its columns, and its rows back

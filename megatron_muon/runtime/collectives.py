@@ -2,10 +2,11 @@
 
 In a step, for each of Megatron's DistributedOptimizers (one, and one for experts):
 ``start_messages`` twice per round over the stage; among the homes that share a matrix, twice before
-its squares, twice for each sum of them, and twice to turn a wide one; ``any_rank`` over all stages
-where Megatron's norm of the gradients is not finite. After a step whose logits are clipped
-``max_over`` the stage. A logging step has one ``add_up`` over the world more, ``start_messages``
-once more per round, and one ``max_over`` where the attention keeps its logits.
+its squares, twice for each sum of them, once to put rows of one together, and twice to turn a wide
+matrix; ``any_rank`` over all stages where Megatron's norm of the gradients is not finite. After a
+step whose logits are clipped ``max_over`` the stage. A logging step has one ``add_up`` over the
+world more, ``start_messages`` once more per round, and one ``max_over`` where the attention keeps
+its logits.
 
 While the optimizers are built: votes and numbers over the world; numbers over the stage, which also
 creates its communicator; ``split_world`` once where there are several optimizer instances, and once
@@ -22,7 +23,7 @@ Only ``bench``, ``accept`` and ``compare`` call ``all_gather_flat`` and ``start_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NoReturn, cast
@@ -103,27 +104,46 @@ class Route:
             rank: this rank's number in the group.
             sent_to, received_from: ``(rank of the group, elements)`` by peer, in buffer order.
         """
+        total = sum(count for _, count in received_from)
+        return Route(group, _in_turn(world, rank, _runs(sent_to), _runs(received_from)), total)
 
-        def messages(counts: Sequence[tuple[int, int]], is_sent: bool) -> list[_Placed]:
-            placed, start = [], 0
-            for other, count in counts:
-                distance = (other - rank if is_sent else rank - other) % len(world)
-                message = Message(is_sent, world[other], start, start + count)
-                placed.append((distance, is_sent, message))
-                start += count
-            return placed
+    @staticmethod
+    def gather(
+        group: Group, world: Sequence[int], rank: int, spans: Mapping[int, tuple[int, int]]
+    ) -> Route:
+        """Messages that send all of one buffer to each peer, and receive theirs in place.
 
-        every = [*messages(received_from, False), *messages(sent_to, True)]
-        in_turn = sorted((each for each in every if each[2].start < each[2].stop), key=_turn)
-        received = sum(count for _, count in received_from)
-        return Route(group, tuple(message for *_, message in in_turn), received)
+        Args:
+            group, world, rank: see ``of``.
+            spans: start and stop of each rank's in the received buffer; this rank's own stays.
+        """
+        start, stop = spans[rank]
+        sent = [(other, 0, stop - start) for other in spans if other != rank]
+        received = [(other, *span) for other, span in spans.items() if other != rank]
+        total = max(stop for _, stop in spans.values())
+        return Route(group, _in_turn(world, rank, sent, received), total)
 
 
-_Placed = tuple[int, bool, Message]
+_Run = tuple[int, int, int]  # rank of the group, start and stop in a buffer
 
 
-def _turn(placed: _Placed) -> tuple[int, bool]:
-    return placed[:2]
+def _runs(counts: Sequence[tuple[int, int]]) -> Iterator[_Run]:
+    start = 0
+    for rank, count in counts:
+        yield rank, start, start + count
+        start += count
+
+
+def _in_turn(
+    world: Sequence[int], rank: int, sent: Iterable[_Run], received: Iterable[_Run]
+) -> tuple[Message, ...]:
+    placed = [
+        ((sign * (other - rank) % len(world), sign > 0), Message(sign > 0, world[other], *span))
+        for sign, runs in ((-1, received), (1, sent))
+        for other, *span in runs
+        if span[0] < span[1]
+    ]
+    return tuple(message for _, message in sorted(placed, key=lambda each: each[0]))
 
 
 def world_ranks(group: Group) -> list[int]:

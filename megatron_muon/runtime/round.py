@@ -9,10 +9,11 @@ from typing import Literal, Protocol
 from torch import Tensor, split_with_sizes
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import is_tight, ns_flops, strip_flops
+from megatron_muon.orthogonalize.iteration import is_tight, ns_flops, repeated_flops
 from megatron_muon.orthogonalize.matmul import direction_dtype, plan_device
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
+from megatron_muon.planning.plan import flops_of_matrix
 from megatron_muon.planning.rounds.cut import scratch_limit
 from megatron_muon.planning.rounds.table import Alike, RoundTable
 from megatron_muon.planning.segments import Matrix
@@ -206,9 +207,9 @@ class Round:
             )
             strips.append(of_parts.transpose(0, 1))
             start += matrix.numel
-            work.meter.ns_flops += strip_flops(*matrix.whole, matrix.long, work.config, kind)
-        squares = strip_flops(*alike.like.whole, 0, work.config, kind)  # made once for all of them
-        work.meter.ns_flops -= (len(strips) - 1) * squares
+            work.meter.ns_flops += flops_of_matrix(matrix, work.config, kind)
+        again = repeated_flops(*alike.like.whole, len(alike.strips), work.config, kind)
+        work.meter.ns_flops -= (len(strips) - 1) * again
         work.meter.matrices += len(strips)
         sharing, is_turned = self._exchange.sharing(alike), alike.strips[0].is_turned
         held = sharing.turned(strips) if is_turned else strips

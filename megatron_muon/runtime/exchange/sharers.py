@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, split_with_sizes
 
+from megatron_muon.orthogonalize.iteration import square_rows
 from megatron_muon.planning.segments import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group, Route
@@ -21,7 +22,8 @@ class Sharers:
 
     Squares are cut into ranges of rows, one for each home: it receives its range of all others'
     squares, adds them, and sends the sum to them. So each sends and receives two squares at most,
-    and all have the same bits.
+    and all have the same bits. Where homes also make rows of squares, each sends its rows to the
+    others: a square at most each time.
 
     A wide matrix may come in ranges of its rows, whose elements are contiguous everywhere. Its
     homes then turn it: strip a's rows and strip b's columns are a block, which the home of one has
@@ -41,6 +43,7 @@ class Sharers:
         self._homes, self._rank = [strip.home for strip in strips], rank
         self._rows = [strip.rows for strip in strips]
         self._cols = [strip.long for strip in strips]
+        self.count, self.numbers = len(strips), self._strips_at(rank)
         self._ranks = sorted(set(self._homes))
         self._others = [other for other in self._ranks if other != rank]
         self._group, self._world, self._meter = group, world, meter
@@ -63,12 +66,37 @@ class Sharers:
         total = torch.zeros_like(squares[0][own], dtype=torch.float32)
         for rank in self._homes:
             total.add_(next(of_ranks[rank]))
-        summed = torch.empty_like(squares[0])
-        summed[own] = total
-        counts = [summed[rows[other]].numel() for other in self._others]
-        for other, part in zip(self._others, self._spread(summed[own], counts), strict=True):
-            summed[rows[other]] = part.view(-1, size)
-        return summed
+        return self._whole(total.to(squares[0].dtype), rows)
+
+    def together(self, parts: Sequence[Tensor]) -> Tensor:
+        """A square, ``(m, m)``, from the rows of the strips here (``iteration.square_rows``)."""
+        size = parts[0].size(1)
+        spans = [square_rows(size, number, self.count) for number in range(self.count)]
+        rows = {
+            rank: slice(spans[own[0]][0], spans[own[-1]][1])  # homes have neighbouring strips
+            for rank in self._ranks
+            for own in [self._strips_at(rank)]
+        }
+        return self._whole(parts[0] if len(parts) == 1 else torch.cat(list(parts)), rows)
+
+    def _whole(self, mine: Tensor, rows: Mapping[int, slice]) -> Tensor:
+        """A square of which each home has rows: they are sent as they lie, and received in place.
+
+        Args:
+            mine: the rows of this home, contiguous.
+            rows: those of all homes.
+        """
+        if not self._others:
+            return mine
+        size = mine.size(1)
+        spans = {rank: (span.start * size, span.stop * size) for rank, span in rows.items()}
+        route = Route.gather(self._group, self._world, self._rank, spans)
+        self._meter.square_bytes += len(self._others) * mine.nbytes
+        pending = collectives.start_messages("muon/share", mine.view(-1), route)
+        assert pending is not None
+        whole = pending.wait().view(size, size)
+        whole[rows[self._rank]] = mine
+        return whole
 
     def turned(self, by_rows: Sequence[Tensor]) -> list[Tensor]:
         """The strips' columns of a wide matrix, from their rows.

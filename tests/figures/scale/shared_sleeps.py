@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from figures.sleeping_ranks import muon_of, seconds_of_steps
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import ns_flops, strip_flops, sums_of_squares
+from megatron_muon.orthogonalize.iteration import gathers_of_rows, ns_flops, strip_flops
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
@@ -86,12 +86,18 @@ def _steps(split: int | None, repeats: int) -> list[float]:
     ) -> None:
         for width in (2, 1):
             sharing.all_numbers(torch.zeros(len(strips), width))
-        sums, rows = sums_of_squares(*whole, config, "cuda"), strips[0].size(0)
+        count, rows = sharing.count, strips[0].size(0)
+        flops = strip_flops(*whole, rows, config, "cuda", count=count)
+        gathers = gathers_of_rows(*whole, count, config, "cuda")
+        each = flops * second / sum(2 + some for some in gathers)
         square = torch.zeros(min(whole), min(whole), dtype=torch.bfloat16)
-        for _ in range(sums):  # its part of the square, and then the polynomial and its strip
-            time.sleep(strip_flops(*whole, rows, config, "cuda") * second / sums / 2)
+        for some in gathers:  # its part of the square, then the polynomial, and its strip
+            time.sleep(each)
             sharing.add([square] * len(strips))
-            time.sleep(strip_flops(*whole, rows, config, "cuda") * second / sums / 2)
+            for _ in range(some):
+                time.sleep(each)
+                sharing.together([square[: len(square) // count]] * len(strips))
+            time.sleep(each)
 
     muon, groups, state = muon_of(config, plan_of(split), dist.get_rank())
     with (

@@ -6,12 +6,18 @@ One process with as many strips has the same bits, whatever TP and DP are.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 
-from support.models.gpt import Case, Topology, check, start
+from megatron_muon.coefficients import NsDtype
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import makes_rows
+from megatron_muon.orthogonalize.matmul import plan_device
+from support.models.gpt import Case, Topology, check, differences, start, trained
 from support.ranks import run
+from support.small_squares import rows_of_small_squares
 
 BASE = Case(steps=4, ffn=264, vocab=144)  # fc1 is 264 x 96 and tall, fc2 96 x 264 and wide
 
@@ -52,6 +58,27 @@ def _matrices(case: Case, topology: Topology) -> list[tuple[str, int, int, int]]
 )
 def test_results_are_those_of_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)
+
+
+@pytest.mark.parametrize("dtype", get_args(NsDtype))
+@pytest.mark.parametrize(
+    ("strips", "topology"),
+    [
+        (4, Topology(2, 1, 2)),
+        (5, Topology(1, 1, 3)),  # uneven rows, two ranks with two strips
+        (2, Topology(1, 1, 3)),  # one rank without a strip
+    ],
+    ids=str,
+)
+def test_rows_of_squares_are_those_of_one_process(
+    strips: int, topology: Topology, dtype: NsDtype
+) -> None:
+    case = _shared(BASE, strips, ns_iteration="gram", ns_dtype=dtype)
+    with rows_of_small_squares():
+        config = MuonConfig(**dict(case.muon))
+        assert makes_rows(264, 96, strips, config, plan_device(torch.device("cpu")))
+    one = trained(case, Topology(), rows_of_small_squares)
+    assert differences(one, trained(case, topology, rows_of_small_squares)) == []
 
 
 @pytest.mark.parametrize(

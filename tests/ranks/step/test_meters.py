@@ -23,6 +23,7 @@ from support.models.gpt import (
     write_grads,
 )
 from support.ranks import run
+from support.small_squares import rows_of_small_squares
 
 CASE = Case(layers=2, steps=2)
 MOE = Case(layers=2, steps=2, moe=True)
@@ -131,7 +132,9 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
         "stage_matrices": sum(len(plan.matrices) for plan in plans),
         "state": tuple(map(sum, zip(*states, strict=True))),
         "shared": sum(
-            2 * bool(one.turns) + 2 + 2 * one.sums for plan in plans for one in plan.shared
+            2 * bool(one.turns) + 2 + 2 * len(one.gathers) + sum(one.gathers)
+            for plan in plans
+            for one in plan.shared
         ),
         "stage": (built.pp_rank, megatrons[0].distributed_optimizer_instance_id),
         "optimizers": len(megatrons),
@@ -181,10 +184,20 @@ def test_the_first_step_makes_no_group_and_gathers_no_object(
     assert all(names == together[0] for names in together)
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[1]}")
+def _rows_counted(case: Case, topology: Topology) -> dict[str, Any]:
+    """Of homes that make rows of squares, which small matrices have none of by themselves."""
+    with rows_of_small_squares():
+        return _step_counted(case, topology)
+
+
+_STEPS = [(_step_counted, *one) for one in RUNS]
+_STEPS += [(_rows_counted, *one) for one in RUNS if ("ns_iteration", "gram") in one[0].muon]
+
+
+@pytest.fixture(scope="module", params=_STEPS, ids=lambda run: f"{run[0].__name__[1:5]}-{run[2]}")
 def counted(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    case, topology = request.param
-    return run(_step_counted, topology.world_size, case, topology)
+    step, case, topology = request.param
+    return run(step, topology.world_size, case, topology)
 
 
 def test_bytes_on_the_wire_are_the_meters_and_the_plans(counted: list[dict[str, Any]]) -> None:
@@ -219,7 +232,7 @@ def test_the_inner_step_calls_nothing_but_the_exchange(counted: list[dict[str, A
         names = [name for name, _, _ in rank["calls"]]
         assert set(names) <= SENDS
         others = max((size for _, _, size in rank["calls"]), default=1) - 1
-        shared = rank["shared"]  # two to turn it, two of numbers, and two for each sum
+        shared = rank["shared"]  # two to turn it, two of numbers, two for each sum, and gathers
         assert names.count("isend") <= (2 * rank["optimizers"] + shared) * others
     if len(counted) > 2:
         assert any(rank["calls"] for rank in counted)

@@ -37,6 +37,9 @@ LLAMA_8B = _LLAMA + (
 LLAMA_70B = _LLAMA + (
     "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
 )
+LLAMA_405B = _LLAMA + (
+    "--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 "
+)
 QWEN3_30B = _COMMON + (
     "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
     "--kv-channels 128 --group-query-attention --num-query-groups 4 --qk-layernorm "

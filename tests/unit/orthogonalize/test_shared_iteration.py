@@ -11,17 +11,24 @@ import torch
 
 from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.matmul import direction_dtype, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from support.expected.oracle import newton_schulz
 
 Tensor = torch.Tensor
-SHAPES = [(528, 96), (96, 528), (512, 128), (130, 64)]
+SHAPES = [(528, 96), (96, 528), (512, 128), (130, 64), (257, 771)]
 
 
 class Here:
     """All strips of a matrix are on this rank."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.numbers = count, range(count)
+
+    def together(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
 
     def all_numbers(self, mine: Tensor) -> Tensor:
         return mine
@@ -39,7 +46,7 @@ def _in_strips(matrix: Tensor, count: int, config: MuonConfig, moves: object = T
     edges = [at * made.size(long) // count for at in range(count + 1)]
     strips = [made.narrow(long, start, stop - start) for start, stop in pairwise(edges)]
     flags = torch.tensor([moves] * count if isinstance(moves, bool) else moves)
-    orthogonalize_strips(strips, tuple(made.shape), flags, config, Here())
+    orthogonalize_strips(strips, tuple(made.shape), flags, config, Here(count))
     return made.view(direction_dtype(config, made.device))
 
 
@@ -60,6 +67,7 @@ def test_strips_are_as_accurate_as_the_whole_matrix(
     """Against float64. Squares round once more, before they are added: errors of single inputs go
     either way, so means over inputs are compared, and a tenth is left to chance."""
     config = MuonConfig(ns_iteration=iteration, ns_dtype=dtype)
+    assert makes_rows(*shape, 2, config, "cpu") == (iteration == "gram" and min(shape) > 256)
     apart: dict[int, float] = {}
     for seed in range(6):
         matrix = _matrix(*shape, seed=seed).to(travel_dtype(config))

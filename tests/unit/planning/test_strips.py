@@ -9,11 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Work
 from megatron_muon.planning.layout import Parameter, Span, Strip, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
-from megatron_muon.planning.strips import SharedMatrix, choose_counts, in_strips, strip_homes
+from megatron_muon.planning.strips import (
+    SharedMatrix,
+    can_share,
+    choose_counts,
+    in_strips,
+    strip_homes,
+)
 
 GRAM = MuonConfig(split_matrices=2, ns_iteration="gram")
 
@@ -104,7 +111,6 @@ def test_strips_cover_their_matrix_and_homes_are_neighbours(
         (16, 40, None, 1, [(4, 40)] * 4),  # rows come, and are turned
         (18, 40, None, 1, [(4, 40), (5, 40), (4, 40), (5, 40)]),
         (3, 40, None, 1, []),  # fewer rows than strips
-        (24, 16, None, 1, []),  # not long
         (20, 16, 0, 2, [(10, 16)] * 4),  # a strip is half of a TP rank's rows
         (16, 20, 1, 2, [(4, 40)] * 4),  # more than TP ranks: turned
         (16, 10, 1, 8, [(16, 20)] * 4),  # a strip is the columns of two TP ranks
@@ -132,7 +138,7 @@ def test_experts_stay_whole() -> None:
 
 def test_homes_that_share_send_two_squares_at_most() -> None:
     sent = dict.fromkeys(range(4), 0)
-    shared = SharedMatrix(0, homes=(0, 1, 2, 3), rows=400, cols=96, sums=2, itemsize=2)
+    shared = SharedMatrix(0, homes=(0, 1, 2, 3), rows=400, cols=96, gathers=(0, 0), itemsize=2)
     for message in shared.messages():
         for (rank, _), nbytes in message.sizes.items():
             sent[rank] += nbytes if message.kind == "squares" else 0
@@ -140,9 +146,16 @@ def test_homes_that_share_send_two_squares_at_most() -> None:
     assert list(replace(shared, homes=(5, 5, 5)).messages()) == []  # of one rank
 
 
+def test_homes_that_make_rows_send_them_to_all_others() -> None:
+    shared = SharedMatrix(0, homes=(0, 1, 1), rows=400, cols=97, gathers=(2, 1), itemsize=2)
+    squares = [message.sizes for message in shared.messages() if message.kind == "squares"]
+    rows = {(0, 1): 32 * 97 * 2, (1, 0): (32 + 33) * 97 * 2}
+    assert [sizes == rows for sizes in squares] == [False] * 2 + [True] * 2 + [False] * 2 + [True]
+
+
 def test_homes_that_turn_a_matrix_send_their_own_strip_at_most() -> None:
     """There the columns of others in their rows, back the rows of others in their columns."""
-    shared = SharedMatrix(0, (0, 1, 2, 2), rows=98, cols=402, sums=1, itemsize=4, turns=2)
+    shared = SharedMatrix(0, (0, 1, 2, 2), rows=98, cols=402, gathers=(0,), itemsize=4, turns=2)
     elements = [message.sizes for message in shared.messages() if message.kind == "elements"]
     rows, cols = (24, 25, 49), (100, 101, 201)
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
@@ -160,12 +173,49 @@ def test_shapes_are_cut_as_long_as_that_gains() -> None:
     def time_of(counts: dict[tuple[int, int], int]) -> int:
         return max(8000 // counts.get((80, 10), 1), 2000 // counts.get((20, 10), 1))
 
-    assert choose_counts([(20, 10), (80, 10), (10, 10)], 64, time_of) == {(80, 10): 4}
-    assert choose_counts([(20, 10), (80, 10)], 2, time_of) == {(80, 10): 2}  # no more than ranks
-    assert choose_counts([(80, 10)], 64, lambda counts: 1000 - 20 * sum(counts.values())) == {
-        (80, 10): 8
-    }
-    assert choose_counts([(80, 10)], 64, lambda counts: 1000 - 5 * sum(counts.values())) == {}
+    def of_long(gain: int, size: int = 64) -> dict[tuple[int, int], int]:
+        return choose_counts([(80, 10)], size, lambda n: 1000 - gain * sum(n.values()), _any)
+
+    assert choose_counts([(20, 10), (80, 10), (10, 10)], 64, time_of, _any) == {(80, 10): 4}
+    assert choose_counts([(20, 10), (80, 10)], 2, time_of, _any) == {(80, 10): 2}  # all ranks
+    assert of_long(20) == {(80, 10): 8}
+    assert of_long(5) == {}
+
+
+def test_counts_that_a_shape_cannot_have_are_passed_over() -> None:
+    def time_of(counts: dict[tuple[int, int], int]) -> int:
+        return 8000 // counts.get((80, 10), 1)
+
+    shapes = [(80, 10)]
+    assert choose_counts(shapes, 64, time_of, lambda *given: given[-1] > 2) == {(80, 10): 8}
+    assert choose_counts(shapes, 64, time_of, lambda *given: given[-1] == 4) == {(80, 10): 4}
+    assert choose_counts(shapes, 64, time_of, lambda *_: False) == {}
+
+
+def _any(rows: int, cols: int, count: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "device", "counts"),
+    [
+        (8192, 4096, "cuda", [2, 4, 8, 16]),  # long
+        (4096, 28672, "cuda_symmetric", [2, 4, 8, 16]),
+        (8000, 4096, "cuda", []),
+        (8192, 8192, "cuda", [2, 4, 8]),  # 16 strips are on two nodes
+        (8192, 8192, "cuda_symmetric", [4, 8]),  # a kernel makes half a square
+        (4096, 4096, "cuda", []),  # rows are no gain beside the whole one at its home
+    ],
+)
+def test_what_several_homes_can_share(
+    rows: int, cols: int, device: Device, counts: list[int]
+) -> None:
+    config = MuonConfig()
+    can = [count for count in (2, 4, 8, 16) if can_share(rows, cols, count, config, device)]
+    assert can == counts
+    standard = replace(config, ns_iteration="standard")
+    is_long = max(rows, cols) >= 2 * min(rows, cols)
+    assert all(can_share(rows, cols, count, standard, device) == is_long for count in (2, 8))
 
 
 def test_auto_shares_nothing_where_experts_fill_the_ranks() -> None:

@@ -75,12 +75,17 @@ def test_the_papers_figures_are_those_of_its_routes(tp: int, dp: int) -> None:
 
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
 @pytest.mark.parametrize(("tp", "strips"), [(1, 4), (2, 4), (2, 2)])
+@pytest.mark.parametrize("hidden", [512, 4096])
 def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
-    tp: int, strips: int, iteration: NsIteration
+    hidden: int, tp: int, strips: int, iteration: NsIteration
 ) -> None:
-    """The model has none that depend on a home's place, or on what its strips round to."""
+    """The model has none that depend on a home's place, or on what its strips round to.
+
+    Homes of the wide ones make rows of squares.
+    """
     config = MuonConfig(split_matrices=strips, ns_iteration=iteration)
-    plan = small_plan(config, tp, strips // tp, layers=2, hidden=512, ffn=1280)
+    plan = small_plan(config, tp, strips // tp, layers=2, hidden=hidden, ffn=5 * hidden // 2)
+    assert any(any(one.gathers) for one in plan.shared) == (hidden > 512 and iteration == "gram")
     recorded = record_step(plan, 0, config, steps=2).launches
     step = price_step([Optimizer(plan, (0,) * plan.size)], config, H100)
     assert abs(step.launches - recorded) < 0.1 * recorded
@@ -109,6 +114,21 @@ def test_the_peak_is_that_of_the_virtual_gpus_allocator(
 ) -> None:
     """The model has no scalars and no tables, and no rounding of blocks to 512 bytes."""
     plan = small_plan(config, tp, dp, layers=2, hidden=512, ffn=1280)
+    _check_peaks(plan, config)
+
+
+@pytest.mark.parametrize(("tp", "dp", "strips"), [(1, 4, 4), (2, 4, 4), (1, 3, 4), (1, 2, 2)])
+def test_the_peak_is_that_of_the_allocator_where_homes_make_rows(
+    tp: int, dp: int, strips: int
+) -> None:
+    """Square matrices decide it here, more than those of long ones do."""
+    config = MuonConfig(split_matrices=strips, ns_iteration="gram")
+    plan = small_plan(config, tp, dp, layers=1, hidden=4096, ffn=8192)
+    assert all(any(one.gathers) for one in plan.shared if min(one.rows, one.cols) == 4096)
+    _check_peaks(plan, config)
+
+
+def _check_peaks(plan: ExchangePlan, config: MuonConfig) -> None:
     modelled = memory.peaks([plan], config)
     for rank in range(plan.size):
         steps = 2 if rank == 0 else 1  # a second step takes no more

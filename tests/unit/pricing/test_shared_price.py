@@ -6,15 +6,40 @@ import pytest
 
 from figures.scale.split_matrices import shared
 from megatron_muon.config import MuonConfig
-from megatron_muon.pricing.kernels import newton_schulz
+from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.pricing.kernels import newton_schulz, newton_schulz_strip
 from megatron_muon.pricing.presets import H100
+from support.small_squares import rows_of_small_squares
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_sharing_pays_for_a_long_matrix_and_not_for_a_square_one(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "squares_pay", "rows_pay"),
+    [
+        ((28672, 4096), True, True),
+        ((4096, 4096), False, False),
+        ((57344, 8192), True, True),
+        ((8192, 8192), True, True),
+    ],
+)
+def test_where_eight_ranks_are_a_fifth_faster_than_one(
+    shape: tuple[int, int], squares_pay: bool, rows_pay: bool, dtype: str
+) -> None:
     config = MuonConfig(ns_dtype=dtype)  # type: ignore[arg-type]
-    for shape, pays in (((28672, 4096), True), ((4096, 4096), False)):
-        whole = newton_schulz(H100, *shape, 1, config, "cuda_symmetric").seconds
-        priced = [shared(H100, *shape, ranks, config) for ranks in (2, 8)]
-        assert all(0 < one.replicated < one.by_rows for one in priced)
-        assert (min(one.replicated for one in priced) < 0.8 * whole) == pays
+    whole = newton_schulz(H100, *shape, 1, config, "cuda_symmetric").seconds
+    priced = shared(H100, *shape, 8, config)
+    assert (priced.squares < 0.8 * whole, priced.rows < 0.8 * whole) == (squares_pay, rows_pay)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
+@pytest.mark.parametrize("strips", [2, 4, 8])
+@pytest.mark.parametrize("aspect", [2, 4, 7])
+def test_rows_are_made_where_they_are_faster(aspect: int, strips: int, device: Device) -> None:
+    """By the time model, but for 5 % around the table's limits."""
+    config = MuonConfig()
+    for short in (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384):
+        given = (short, aspect * short), aspect * short // strips, strips, strips, config, device
+        chosen = newton_schulz_strip(H100, *given).seconds
+        for least in (1, 1 << 30):
+            with rows_of_small_squares(least):
+                assert chosen <= 1.05 * newton_schulz_strip(H100, *given).seconds, short

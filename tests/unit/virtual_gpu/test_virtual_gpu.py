@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_muon.virtual_gpu.recording import Recording
 from megatron_muon.virtual_gpu.stage import check_stage
 from megatron_muon.virtual_gpu.step import record_step
 from megatron_muon.virtual_gpu.trace import Kernel
+from support.small_squares import rows_of_small_squares
 from support.virtual_gpu.mutants import Launch, early_free, early_read, with_launch
 from support.virtual_gpu.plans import small_plan
 
@@ -34,15 +36,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "foreach": {"elementwise": "foreach"},
     "foreach in fp32": {"elementwise": "foreach", "ns_dtype": "fp32"},
     "in 3 strips": {"split_matrices": 3},  # of TP 2: wide matrices are turned
+    "rows of squares": {"split_matrices": 4, "ns_iteration": "gram"},
 }
+
+
+def squares_of(settings: str) -> AbstractContextManager[None]:
+    return rows_of_small_squares() if settings == "rows of squares" else nullcontext()
 
 
 @cache
 def recorded(size: str, settings: str) -> dict[int, Recording]:
     """Two steps on every rank of TP 2 x DP 4."""
     config = MuonConfig(round_bytes=SIZES[size], **SETTINGS[settings])
-    plan = small_plan(config)
-    return {rank: record_step(plan, rank, config, steps=2) for rank in range(plan.size)}
+    with squares_of(settings):
+        plan = small_plan(config)
+        return {rank: record_step(plan, rank, config, steps=2) for rank in range(plan.size)}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -53,13 +61,16 @@ def test_nothing_races(size: str, settings: str, memory: Memory) -> None:
         assert races(recording.trace, memory) == []
 
 
-def test_messages_between_homes_are_the_plans() -> None:
-    """Squares, numbers, and a wide matrix that is turned and turned back."""
-    config = MuonConfig(round_bytes=SIZES["some"], **SETTINGS["in 3 strips"])
-    plan = small_plan(config)
+@pytest.mark.parametrize("settings", ["in 3 strips", "rows of squares"])
+def test_messages_between_homes_are_the_plans(settings: str) -> None:
+    """Squares, their rows, numbers, and a wide matrix that is turned and turned back."""
+    config = MuonConfig(round_bytes=SIZES["some"], **SETTINGS[settings])
+    with squares_of(settings):
+        plan = small_plan(config)
+        planned = planned_messages([plan], config)
     assert {bool(one.turns) for one in plan.shared} == {True, False}
-    planned = planned_messages([plan], config)
-    for rank, recording in recorded("some", "in 3 strips").items():
+    assert any(any(one.gathers) for one in plan.shared) == (settings == "rows of squares")
+    for rank, recording in recorded("some", settings).items():
         assert compare_with_plan(rank, recording.collectives, planned) == []
 
 
