@@ -9,8 +9,10 @@ their shape take, in proportion.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -26,6 +28,7 @@ from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.runtime import round as muon_round
 from support.ranks import run
+from support.small_squares import rows_of_small_squares
 
 RANKS, MATRICES, ROWS, COLS = 16, 2, 448, 64  # as long as Llama-3-8B's gate and up together
 SECONDS = 1.0  # of a whole matrix
@@ -39,11 +42,11 @@ class Steps:
     shared: float
 
 
-def measured(strips: int, repeats: int = 3) -> Steps:
-    """Steps on ``RANKS`` processes, the fastest of some."""
+def measured(strips: int, repeats: int = 3, *, rows: bool = True) -> Steps:
+    """Steps on ``RANKS`` processes, the fastest of some; homes make rows of squares, or all."""
 
     def of(split: int | None) -> float:
-        steps = run(_steps, RANKS, split, repeats)
+        steps = run(_steps, RANKS, split, repeats, rows)
         return min(map(max, zip(*steps, strict=True)))
 
     return Steps(of(None), of(strips))
@@ -67,7 +70,12 @@ def plan_of(split: int | None) -> ExchangePlan:
     return make_plan(parameters, RankGrid(((tuple(range(RANKS)),),)), _config(split))
 
 
-def _steps(split: int | None, repeats: int) -> list[float]:
+def _steps(split: int | None, repeats: int, rows: bool) -> list[float]:
+    with rows_of_small_squares() if rows else nullcontext():
+        return _seconds(split, repeats)
+
+
+def _seconds(split: int | None, repeats: int) -> list[float]:
     """On a rank: seconds of each step, after one that makes the connections."""
     config = _config(split)
     second = SECONDS / ns_flops(ROWS, COLS, config)
@@ -108,12 +116,13 @@ def _steps(split: int | None, repeats: int) -> list[float]:
 
 
 def main() -> None:
-    """Print a line for 2, 4 and 8 strips."""
-    for strips in (2, 4, 8):
-        steps = measured(strips)
+    """Print a line for 2, 4 and 8 strips, with all squares at each home and with rows of them."""
+    for strips, rows in itertools.product((2, 4, 8), (False, True)):
+        steps = measured(strips, rows=rows)
         print(
             f"{MATRICES} matrices of {ROWS}x{COLS} on {RANKS} ranks: whole {steps.whole:.2f} s, "
-            f"{strips} strips {steps.shared:.2f} s, {steps.shared / steps.whole:.2f} times",
+            f"{strips} strips with {'rows of squares' if rows else 'all squares'} "
+            f"{steps.shared:.2f} s, {steps.shared / steps.whole:.2f} times",
             flush=True,
         )
 
