@@ -108,9 +108,11 @@ class MuonConfig:
             it; ``off``: none is shared. ``auto``: 2, 4 or 8 for the shapes where the busiest rank,
             by ``rank_tflops`` and ``link_gbytes``, then has 5 % less time or better; not for
             matrices of less than 500 µs. A matrix is long if one side is at least twice the other,
-            and it needs as many rows as strips; experts' matrices are not shared. So one home does
-            not keep others waiting, and no link takes a whole matrix. The homes are neighbours in
-            the stage, so that they are of one node. Sums are made in one order, so bits depend on
+            and it needs as many rows as strips; experts' matrices are not shared. Of large matrices
+            (``iteration.makes_rows``) homes make rows of each square, too, which they then put
+            together; these are shared without being long. So one home does not keep others waiting,
+            and no link takes a whole matrix. The homes are neighbours in the stage, so that they
+            are of one node. Sums are made in one order, so bits depend on
             the number of strips and not on their ranks; they are other bits than without. None:
             ``auto`` on a GPU, but ``off`` in torch's deterministic mode, since the layout decides
             which matrices are shared, and with ``log_interval``; ``off`` on a CPU

@@ -107,9 +107,9 @@ class Products:
     blocked: bool = False
     kernel: SymmetricKernel | None = None
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Tensor, *, is_scaled: bool = False) -> Tensor:
         """An fp32 matrix, scaled, rounded to ``dtype`` and held in ``held``."""
-        scaled = x if self.scale == 1.0 else x * self.scale
+        scaled = x if is_scaled or self.scale == 1.0 else x * self.scale
         return scaled.to(self.dtype).to(self.held)
 
     def leave(self, *, is_last: bool) -> float:

@@ -125,12 +125,12 @@ def _entered(
     every = sharing.all_numbers(torch.stack([largest, moves.float()], dim=1))
     power = power_of_two(every[:, 0].amax())
     # a sum goes by the order of elements in memory: rows, and the matrix's columns in them
-    made = [torch.div(one.flatten(1).float(), power) for one in strips]
+    made = [one.flatten(1).to(torch.float32, copy=True).div_(power) for one in strips]
     squares = torch.stack([torch.linalg.vector_norm(one).square() for one in made])
     norm = sharing.all_numbers(squares[:, None]).sum().sqrt()
     moving = (norm > 0) & (every[:, 1].sum() > 0)
-    by = torch.where(moving, norm, math.inf)
-    return [products.enter(one.div_(by)) for one in made]
+    by = torch.where(moving, norm, math.inf) / products.scale
+    return [products.enter(one.div_(by), is_scaled=True) for one in made]
 
 
 def _gram(

@@ -13,7 +13,6 @@ from functools import cache, partial
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import (
-    NODE,
     Device,
     dtype_of,
     gathers_of_rows,
@@ -194,9 +193,11 @@ def flops_of(parameters: Sequence[Parameter], config: MuonConfig, device: Device
     )
 
 
-# Homes of one matrix are neighbours, and few enough to be of one node. Its links are so many times
-# as fast as those between nodes, which ``link_gbytes`` is of: 9 on an H100, less its messages.
-_NEAR = 6
+# Homes that make rows of squares are neighbours, of one node. On an H100 its links are 9 times as
+# fast as those between nodes, which ``link_gbytes`` is of; but homes wait for these messages, and
+# for no others. With 3 or more in its place a stage of Llama-3-70B at DP 16 shares more, and is
+# slower.
+_NEAR = 2
 _Cut = tuple[Parameter, Sequence[Work]]  # a parameter, and the work of its matrices
 
 
@@ -299,7 +300,7 @@ def _shared_elements(
 ) -> int:
     """Elements that the home of a strip sends to the others: of squares, and to turn it twice.
 
-    They count by the time that they take on a link between nodes.
+    They count by the time that they take on a link between nodes (``_NEAR``).
     """
     if shape.strip is None:
         return 0
@@ -309,7 +310,7 @@ def _shared_elements(
     sent = (2 * len(gathers) + sum(gathers)) * short * short
     if shape.strip.is_turned:
         sent += 2 * shape.rows * shape.cols
-    near = _NEAR if homes <= NODE else 1
+    near = _NEAR if any(gathers) else 1
     return sent * (homes - 1) // (homes * near)
 
 

@@ -34,11 +34,11 @@ _FP32 = 4  # bytes
 # Kernels that divide a batch by its norms, and reads and writes of an element: fused, and torch's.
 _NORMALISING_FUSED, _FUSED_PASSES = 3, 3
 _NORMALISING, _PASSES = 11, 6
-# Kernels of a strip in 16 bits, and bytes per element: largest entry, fp32 copy divided, its norm,
-# division and cast, copy back. And per byte of a square: copies into and out of messages, and sums
-# in fp32.
-_STRIP = 25
-_STRIP_BYTES = 2 + (2 + 4) + 4 + (4 + 4) + (4 + 2) + 4
+# Kernels of a strip in 16 bits, and bytes per element: largest entry, fp32 copy, its division, its
+# norm, division and cast, copy back. And per byte of a square: copies into and out of messages, and
+# sums in fp32.
+_STRIP = 24
+_STRIP_BYTES = 2 + (2 + 4) + (4 + 4) + 4 + (4 + 4) + (4 + 2) + 4
 _SUM_BYTES = 7.5
 # Per byte of a strip's rows and columns that are turned: into a message, out of it, and for the
 # rows, half of these bytes, once more; each is read and written.

@@ -155,13 +155,11 @@ def _of_batches(work: RoundWork, rank: int, config: MuonConfig, limit: int, devi
 def _of_strips(own: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
     """Bytes for the strips of one matrix that are here: turned, entered and iterated on."""
     dtype = dtype_of(config, device)
-    short, largest = min(own[0].whole), max(matrix.long for matrix in own)
+    short = min(own[0].whole)
     elements = short * sum(matrix.long for matrix in own)
     entering = _FP32 * elements
-    if dtype != "fp32":  # then one is made in fp32, divided into a new one, and rounded
-        scaled = _FP32 * short * largest if dtype == "fp16" else 0
-        rounding = _BYTES[dtype] * elements + scaled
-        entering += max(_FP32 * short * largest, rounding)
+    if dtype != "fp32":  # copies in fp32 are divided in place, and then rounded
+        entering += _BYTES[dtype] * elements
     highest = max(entering, _iterating(own, size, config, device))
     if not own[0].is_turned:
         return highest

@@ -217,7 +217,7 @@ FLAGS = (
     ),
     _flag(
         "--muon-split-matrices",
-        "ranks that orthogonalize a long matrix together, each a strip of its long side, or auto: "
+        "ranks that orthogonalize a long or a large matrix together, each a strip of it, or auto: "
         "up to 8 where that shortens the busiest rank's time; for stages whose largest matrix has "
         f"more work than a rank's share; {_OURS}; default auto on a GPU, off on a CPU, with "
         "--deterministic-mode and with --muon-log-interval",
