@@ -31,8 +31,8 @@ from megatron_muon.planning.layout import (
 # Where every home multiplies all squares of the short side and the long side is shorter than this
 # many short ones, they are most of the work, and the time model has no gain (docs/time_model.md).
 _LONG = 2
-# With rows of squares others gain, too, where their short side is as large as this.
-_LARGE = 5120
+# With rows of squares others gain, too, by the time model, with so many strips or more.
+_LARGE = 4
 # Picoseconds of Newton-Schulz below which a matrix is not shared by itself: its homes wait for each
 # other twice and then in each sum, some 20 µs each time.
 LEAST_SHARED_PS = 500_000_000
@@ -240,10 +240,9 @@ Counts = Mapping[tuple[int, int], int]  # strips of the matrices of a shape; oth
 
 def can_share(rows: int, cols: int, count: int, config: MuonConfig, device: Device) -> bool:
     """Whether so many strips pay: of a long matrix, or of a large one with rows of squares."""
-    short = min(rows, cols)
-    if max(rows, cols) >= _LONG * short:
+    if max(rows, cols) >= _LONG * min(rows, cols):
         return True
-    return short >= _LARGE and makes_rows(rows, cols, count, config, device)
+    return count >= _LARGE and makes_rows(rows, cols, count, config, device)
 
 
 def choose_counts(

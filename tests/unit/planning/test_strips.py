@@ -202,9 +202,9 @@ def _any(rows: int, cols: int, count: int) -> bool:
         (8192, 4096, "cuda", [2, 4, 8, 16]),  # long
         (4096, 28672, "cuda_symmetric", [2, 4, 8, 16]),
         (8000, 4096, "cuda", []),
-        (8192, 8192, "cuda", [2, 4, 8]),  # 16 strips are on two nodes
+        (8192, 8192, "cuda", [4, 8]),  # 16 strips are on two nodes
         (8192, 8192, "cuda_symmetric", [4, 8]),  # a kernel makes half a square
-        (4096, 4096, "cuda", []),  # rows are no gain beside the whole one at its home
+        (4096, 4096, "cuda", []),
     ],
 )
 def test_what_several_homes_can_share(
