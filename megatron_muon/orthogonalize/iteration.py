@@ -40,15 +40,15 @@ _PANELS, _PANELLED = 4, 384
 # From which short side on each home of a shared matrix makes rows of its squares, by the number of
 # strips. On a CPU from where products take longer than the messages of a few hundred KiB. CUDA's
 # are those of the time model of an H100 (figures.scale.split_matrices): a library's kernel makes
-# half a square, so that rows pay later. Without one 4,096 rows gain, too, but by the two speeds of
-# a plan no strip of so small a matrix does, and fewer are shared then. More strips than a node has
-# GPUs would send rows far.
+# half a square, so that two strips of rows do not pay. From 4,096 rows on some gain, too. But the
+# two speeds by which a plan chooses strips misjudge by how much, and stages of DeepSeek-V3 and of
+# Kimi K2, with 7,168, are slower then. More strips than a node has GPUs would send rows far.
 NODE = 8  # GPUs, and the most strips that are chosen by themselves
 _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cpu": ((range(2, 1 << 30), 256),),
     "cpu_bf16": ((range(2, 1 << 30), 256),),
-    "cuda": ((range(2, NODE + 1), 5120),),
-    "cuda_symmetric": ((range(4, 8), 7168), (range(8, NODE + 1), 5120)),
+    "cuda": ((range(2, NODE + 1), 8192),),
+    "cuda_symmetric": ((range(4, NODE + 1), 8192),),
 }
 
 # A library's kernel makes tiles of 256 rows up to the diagonal: 3 of 4 at 512 rows, 9 of 16 at

@@ -75,7 +75,7 @@ def test_the_papers_figures_are_those_of_its_routes(tp: int, dp: int) -> None:
 
 @pytest.mark.parametrize("iteration", ["standard", "gram"])
 @pytest.mark.parametrize(("tp", "strips"), [(1, 4), (2, 4), (2, 2)])
-@pytest.mark.parametrize("hidden", [512, 5120])
+@pytest.mark.parametrize("hidden", [512, 8192])
 def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
     hidden: int, tp: int, strips: int, iteration: NsIteration
 ) -> None:
@@ -123,8 +123,8 @@ def test_the_peak_is_that_of_the_allocator_where_homes_make_rows(
 ) -> None:
     """Square matrices decide it here, more than those of long ones do."""
     config = MuonConfig(split_matrices=strips, ns_iteration="gram")
-    plan = small_plan(config, tp, dp, layers=1, hidden=5120, ffn=10240)
-    assert all(any(one.gathers) for one in plan.shared if min(one.rows, one.cols) == 5120)
+    plan = small_plan(config, tp, dp, layers=1, hidden=8192, ffn=16384)
+    assert all(any(one.gathers) for one in plan.shared if min(one.rows, one.cols) == 8192)
     _check_peaks(plan, config)
 
 
