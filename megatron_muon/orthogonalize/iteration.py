@@ -38,11 +38,10 @@ Segments = tuple[tuple[Triple, ...], ...]
 _PANELS, _PANELLED = 4, 384
 
 # From which short side on each home of a shared matrix makes rows of its squares, by the number of
-# strips. On a CPU from where products take longer than the messages of a few hundred KiB. CUDA's
-# are those of the time model of an H100 (figures.scale.split_matrices): a library's kernel makes
-# half a square, so that two strips do not pay. Some gain from 4,096 on, but the two speeds by which a
-# plan chooses misjudge them: DeepSeek-V3 and Kimi K2, with 7,168, are slower then. More strips than
-# a node has GPUs would send rows far.
+# strips. On a CPU from where products take longer than messages of a few hundred KiB. CUDA's are of
+# the time model of an H100: a library's kernel makes half a square, so that two strips do not pay.
+# Some gain from 4,096 on, but the two speeds by which a plan chooses misjudge them: DeepSeek-V3 and
+# Kimi K2, with 7,168, are slower then. More strips than a node has GPUs would send rows far.
 NODE = 8  # GPUs, and the most strips that are chosen by themselves
 _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cpu": ((range(2, 1 << 30), 256),),
