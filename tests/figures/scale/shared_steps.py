@@ -6,7 +6,8 @@ Prices the stages of ``figures.scale.split_matrices`` and of ``figures.priced_mo
 ``--muon-split-matrices`` off, 2, 4, 8 and auto, on H100s with a library's symmetric kernel. Behind
 a time is the busiest rank's Newton-Schulz. The last columns are flops of the busiest rank over the
 mean: without shared matrices; with auto, over that mean and over auto's own, in which squares count
-at every home. Then come the bytes that all ranks send, beside those without shared matrices.
+at every home. Then come the bytes that all ranks send beside those without shared matrices, all
+and between nodes; the ranks of a stage follow each other from a node's first GPU on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron_muon.cli.plan.options import parser as plan_parser
 from megatron_muon.dry_run.stages import planned_on
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.pricing.presets import hardware_of
+from megatron_muon.pricing.traffic import exchanges_of, traffic_of
 from support.virtual_gpu.plans import OVERLAP
 
 ASKED = ("off", "2", "4", "8", "auto")
@@ -37,10 +39,12 @@ def _plans(words: list[str]) -> list[ExchangePlan]:
     return [one.plan for one in planned]
 
 
-def _flops_and_bytes(words: list[str]) -> tuple[list[int], int]:
+def _flops_and_bytes(words: list[str], in_node: int) -> tuple[list[int], int, int]:
+    """Flops of each rank; all bytes that ranks send, and those between nodes."""
     plans = _plans(words)
     flops = [sum(of_rank) for of_rank in zip(*(plan.ns_flops() for plan in plans), strict=True)]
-    return flops, sum(sum(plan.sent_bytes()) for plan in plans)
+    traffic = traffic_of(exchanges_of(plans), [rank // in_node for rank in range(plans[0].size)])
+    return flops, sum(traffic.sent), sum(traffic.between)
 
 
 def main() -> None:
@@ -51,9 +55,9 @@ def main() -> None:
     given = parser.parse_args()
     hardware = hardware_of(given.hardware, [])
     heads = " | ".join(ASKED)
-    ratios = "busiest / mean, off | auto | auto / its mean | bytes, auto / off"
+    ratios = "busiest / mean, off | auto | auto / its mean | bytes, auto / off | between nodes"
     print(f"| ms | {heads} | upstream | {ratios} |")
-    print("|---" + "|--:" * (len(ASKED) + 5) + "|")
+    print("|---" + "|--:" * (len(ASKED) + 6) + "|")
     names = set()
     for case in (*MODELS, *LARGE):
         if case.name in names or (given.words and not any(w in case.name for w in given.words)):
@@ -63,14 +67,15 @@ def main() -> None:
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             stages = [priced_of([*base, asked], hardware)[0][0] for asked in ASKED]
-            off, off_bytes = _flops_and_bytes([*base, "off"])
-            auto, auto_bytes = _flops_and_bytes([*base, "auto"])
+            off, *off_bytes = _flops_and_bytes([*base, "off"], hardware.gpus_per_node)
+            auto, *auto_bytes = _flops_and_bytes([*base, "auto"], hardware.gpus_per_node)
         mean, own_mean = sum(off) / len(off), sum(auto) / len(auto)
         cells = [case.name, *map(_cell, stages)]
         cells.append(f"{1e3 * min(stages[0].duplicated, stages[0].distributed):.1f}")
         cells += [f"{max(flops) / mean:.2f}" for flops in (off, auto)]
         cells.append(f"{max(auto) / own_mean:.2f}")
-        cells.append(f"{auto_bytes / off_bytes:.2f}")
+        ratios_of_bytes = zip(auto_bytes, off_bytes, strict=True)
+        cells += [f"{after / before:.2f}" if before else "–" for after, before in ratios_of_bytes]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
