@@ -73,9 +73,10 @@ def test_the_papers_figures_are_those_of_its_routes(tp: int, dp: int) -> None:
         assert flops[rank] == work > 0
 
 
-@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize(
+    ("hidden", "iteration"), [(512, "standard"), (512, "gram"), (8192, "gram")]
+)
 @pytest.mark.parametrize(("tp", "strips"), [(1, 4), (2, 4), (2, 2)])
-@pytest.mark.parametrize("hidden", [512, 8192])
 def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
     hidden: int, tp: int, strips: int, iteration: NsIteration
 ) -> None:
@@ -84,8 +85,8 @@ def test_launches_of_shared_matrices_are_nearly_those_of_the_virtual_gpu(
     Homes of the wide ones make rows of squares.
     """
     config = MuonConfig(split_matrices=strips, ns_iteration=iteration)
-    plan = small_plan(config, tp, strips // tp, layers=2, hidden=hidden, ffn=5 * hidden // 2)
-    assert any(any(one.gathers) for one in plan.shared) == (hidden > 512 and iteration == "gram")
+    plan = small_plan(config, tp, strips // tp, layers=1, hidden=hidden, ffn=5 * hidden // 2)
+    assert any(any(one.gathers) for one in plan.shared) == (hidden > 512)
     recorded = record_step(plan, 0, config, steps=2).launches
     step = price_step([Optimizer(plan, (0,) * plan.size)], config, H100)
     assert abs(step.launches - recorded) < 0.1 * recorded
