@@ -131,6 +131,11 @@ class MuonConfig:
             other's large matrices. Smaller rounds take less memory.
         align_shards: order parameters within Megatron's buckets so that shards cut few of them; for
             models that are wrapped in DDP after ``install``, and from core 0.18 on.
+        early_param_gather: with Megatron's ``overlap_param_gather``, start the all-gather of the
+            parameters that a forward pass needs first as soon as the last of them is updated, and
+            not in the forward pass. Bits are the same. Nothing may change these parameters between
+            a step and the next forward pass: other ranks may already have them (``qk_clip`` is
+            refused with it).
         checkpoint_digest: write sizes and checksums of a checkpoint's files into its folder. Before
             a load, check them, and that the model is the same (``files.digest``).
         log_interval: steps between two logging steps, which write what the matrices are like
@@ -170,6 +175,7 @@ class MuonConfig:
     link_gbytes: float = 40.0
     round_bytes: int | None = None
     align_shards: bool = False
+    early_param_gather: bool = False
     checkpoint_digest: bool = True
     log_interval: int | None = None
     log_file: str | None = None
@@ -226,7 +232,8 @@ class MuonConfig:
 _MOST_STRIPS = 64  # beyond, squares are all of the work
 _MOST_STEPS = 100  # singular values settle long before; a schedule has a triple for each step
 _SWITCHES = (
-    *("nesterov", "weight_decay_all_params", "split_qkv", "align_shards", "checkpoint_digest"),
+    *("nesterov", "weight_decay_all_params", "split_qkv"),
+    *("align_shards", "early_param_gather", "checkpoint_digest"),
 )
 
 

@@ -29,6 +29,7 @@ FLAG_OF = {
     "link_gbytes": "--muon-link-gbytes",
     "round_bytes": "--muon-round-mib",
     "align_shards": "--muon-dp-layout",
+    "early_param_gather": "--muon-early-param-gather",
     "checkpoint_digest": "--no-muon-checkpoint-digest",
     "log_interval": "--muon-log-interval",
     "log_file": "--muon-log-file",

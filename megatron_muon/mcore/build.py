@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore import process_groups
-from megatron_muon.mcore.bucket_groups import name_phases
+from megatron_muon.mcore.bucket_groups.early import early_gather, require_early_gather
+from megatron_muon.mcore.bucket_groups.named import name_phases
 from megatron_muon.mcore.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.mcore.distributed_optimizer import (
     MuonDistributedOptimizer,
@@ -49,6 +50,7 @@ from megatron_muon.planning import agreed
 from megatron_muon.planning.describe import (
     active_line,
     connected_line,
+    early_gather_line,
     elementwise_line,
     newton_schulz_line,
     not_shared_lines,
@@ -141,6 +143,7 @@ def _checked(
     for part in parts:
         check_built(part)
     process_groups.require_groups(model_chunks, pg_collection)
+    require_early_gather(config, parts[0].config, model_chunks)
     return agreed.description([], config, plan_device(device_of(model_chunks)))
 
 
@@ -180,7 +183,23 @@ def _completed(
                     earlier=[before.plan for _, before in muons[:at]],
                 )
             )
+            lines += _early(part, stage)
     return lines
+
+
+def _early(part: Any, stage: Stage) -> list[str]:
+    """The line that says after which round the first parameters are gathered."""
+    if part.early_gather is None:
+        return []
+    return [
+        early_gather_line(
+            part.early_gather.round,
+            part.muon.plan,
+            stage=stage.pipeline_rank,
+            experts=process_groups.has_experts(part),
+            nbytes=part.early_gather.nbytes,
+        )
+    ]
 
 
 def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> list[str]:
@@ -295,7 +314,14 @@ def _muon_of(
     exchange = Exchange(own, plan.matrices, stage.group, travel_dtype(config), stage.device, meter)
     phase = phases(lambda: dist_opt.config.timers)
     elementwise = elementwise_on(stage.device, config)
-    return DistributedMuon(config, plan, own, exchange, main_params, meter, phase, elementwise)
+    muon = DistributedMuon(config, plan, own, exchange, main_params, meter, phase, elementwise)
+    if config.early_param_gather:
+        round_of = plan.round_of()
+        rounds = {param: round_of[index] for index, param in agreed_on.mine.items()}
+        dist_opt.early_gather = early_gather(dist_opt, rounds, last=len(plan.rounds) - 1)
+        if dist_opt.early_gather is not None:
+            muon.applied = dist_opt.early_gather.applied
+    return muon
 
 
 def _start_muon(dist_opt: Any) -> None:

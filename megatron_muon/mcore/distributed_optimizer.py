@@ -9,11 +9,12 @@ constructor of Megatron is copied, and the fused Adam that it picked stays in us
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from megatron_muon.mcore.bucket_groups.early import EarlyGather
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.late_norm import norm_grads
 from megatron_muon.mcore.shards import device_of, owned_shards
@@ -25,6 +26,27 @@ TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of e
 
 class MuonDistributedOptimizer(MuonCheckpoint):
     """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest."""
+
+    early_gather: EarlyGather | None = None  # with ``early_param_gather`` only
+
+    def step_with_ready_grads(self) -> bool:
+        """Megatron's step; the first gather of parameters may start within it."""
+        if self.early_gather is None:
+            return bool(super().step_with_ready_grads())
+        with self.early_gather.step():
+            return bool(super().step_with_ready_grads())
+
+    def _copy_main_params_to_model_params(self) -> None:
+        """Megatron's, but for parameters that are already gathered."""
+        early = self.early_gather
+        with nullcontext() if early is None else early.without_copied(self):
+            super()._copy_main_params_to_model_params()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Muon's; the next forward pass gathers all parameters, whatever has travelled before."""
+        if self.early_gather is not None:
+            self.early_gather.forget()
+        super().load_state_dict(state_dict)
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
         """The main parameters whose gradients are in the norm and are clipped (``clip_scope``)."""

@@ -109,6 +109,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_rank_tflops": config.rank_tflops,
         "muon_link_gbytes": config.link_gbytes,
         "muon_dp_layout": getattr(args, "muon_dp_layout", None) or "contiguous",
+        "muon_early_param_gather": config.early_param_gather,
         "muon_round_mib": (config.round_bytes or 0) >> 20,
         "muon_from_adamw": getattr(args, "muon_from_adamw", None) or "refuse",
         "adamw_from_muon": False,

@@ -204,6 +204,27 @@ def start_line(
     )
 
 
+def early_gather_line(
+    round: int | None, plan: ExchangePlan, *, stage: int, experts: bool, nbytes: int
+) -> str:
+    """One line about the parameters that are gathered within the step (``early_param_gather``).
+
+    Args:
+        round: after which their all-gather starts, -1 for AdamW's part; None: after the step.
+        plan: the plan of their optimizer.
+        stage: pipeline rank.
+        experts: whether they are the experts' optimizer's.
+        nbytes: their bytes.
+    """
+    after = "the optimizer's step" if round is None else "AdamW's part"
+    if round is not None and round >= 0:
+        after = f"round {round + 1} of {len(plan.rounds)}"
+    return (
+        f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: the first "
+        f"{_amount(nbytes)}B of parameters are gathered as soon as {after} is done"
+    )
+
+
 def _cut(plan: ExchangePlan, buffers: Sequence[int]) -> str:
     cut = [p for p in plan.boundary_parameters() if p.buffer in buffers]
     size = sum(prod(parameter.shape) for parameter in cut) * plan.itemsize

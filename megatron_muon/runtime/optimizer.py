@@ -21,6 +21,7 @@ from megatron_muon.runtime.update import Elementwise, Foreach
 # The momentum has the key of Adam's first moment, and there is no second one: fused Adam classes
 # refuse to save or load a state under a key that they do not know.
 MOMENTUM_KEY = "exp_avg"
+ADAMW = -1  # the number of AdamW's part among the rounds, before the first one
 
 ParamGroups = Sequence[Mapping[str, Any]]
 State = Mapping[Tensor, dict[str, Tensor]]
@@ -48,6 +49,8 @@ class DistributedMuon:
         rounds: the rounds of a step, in order.
         start_next: starts the next optimizer's step while the last directions travel (``start`` or
             ``begin``); None where there is no next one.
+        applied: called with the number of each round but the last, or ``ADAMW``, once parameters
+            are updated up to it.
 
     Raises:
         ValueError: ``main_params`` do not have the sizes of the plan's pieces.
@@ -76,6 +79,7 @@ class DistributedMuon:
         self._work = StepTools.of(plan.matrices, config, meter, phase)
         self.rounds = [Round(each, self._work, elementwise()) for each in exchange.rounds]
         self.start_next: Callable[[], None] | None = None
+        self.applied: Callable[[int], None] = lambda round: None
         self._turns = _turns(self.rounds)
         self.exchange, self._phase = exchange, phase
         self._parameter_of = {id(shard): index for index, shard in main_params.items()}
@@ -131,7 +135,8 @@ class DistributedMuon:
         shards, self._started = self._started, None
         with self._phase("muon/adamw"):  # while the first round travels
             step_adamw()
-        for turn in self._turns:
+        self.applied(ADAMW)
+        for number, turn in enumerate(self._turns):
             round, staged = turn.round, self._begun
             self._begun = None
             if staged is None:
@@ -139,6 +144,8 @@ class DistributedMuon:
             for preceding in turn.going_back:
                 preceding.finish(shards)
             round.start_scatter(staged)
+            if number:
+                self.applied(number - 1)
             if not round.travels:
                 round.finish(shards)
         if self.start_next is not None:

@@ -26,6 +26,8 @@ from support.models.gpt import (
     distributed_optimizers,
     error_of_optimizer,
     start,
+    trained,
+    truth,
 )
 from support.ranks import run
 from support.runs.whole import differences, whole
@@ -110,6 +112,21 @@ needs_layouts = pytest.mark.skipif(VERSION < (0, 18), reason="this Megatron take
 )
 def test_shards_that_cut_few_change_no_bit(case: Case, topology: Topology) -> None:
     check(case, topology)
+
+
+EARLY = (("round_bytes", 1), ("early_param_gather", True))
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        pytest.param(BF16, Topology(dp=3, overlap=True, bucket_size=30_000), id="dp3"),
+        pytest.param(replace(BF16, moe=True), Topology(dp=4, ep=2, overlap=True), id="dp4-ep2"),
+    ],
+)
+def test_parameters_gathered_within_the_step_change_no_bit(case: Case, topology: Topology) -> None:
+    rounds, early = (replace(case, muon=settings) for settings in (EARLY[:1], EARLY))
+    assert differences(truth(rounds), trained(early, topology)) == []
 
 
 def _moved(case: Case, topology: Topology) -> tuple[int, int, list[int]]:

@@ -189,9 +189,15 @@ SEAMS = (
     ),
     _distributed(
         "step_with_ready_grads",
-        "called",
+        "overridden",
         "called on every rank once gradients are prepared and clipped; calls the inner optimizer's "
         "step, copies main to model parameters and starts the all-gather",
+    ),
+    _distributed(
+        "_copy_main_params_to_model_params",
+        "overridden",
+        "copies shards into the buckets, pair by pair of its lists; overridden, with "
+        "early_param_gather (--muon-early-param-gather), to pass over what is gathered already",
     ),
     _distributed(
         "get_grad_stats_parallel_group",
@@ -317,6 +323,10 @@ ATTRIBUTES = (
     _of_bucket("grad_data", "all of the bucket's elements, padding too"),
     _of_bucket("offset", "where the bucket begins in its buffer"),
     _of_bucket("numel_unpadded", "elements of the bucket without padding"),
+    _of_bucket("param_data", "all of the bucket's parameters, flat, as they are gathered"),
+    _of_bucket_group("buckets", "what it reduces and gathers together"),
+    _of_bucket_group("param_gather_handle", "None, or the all-gather that is under way"),
+    _of_bucket_group("param_gather_dispatched", "whether a forward pass still has to start one"),
     _of_bucket_group(
         "intra_distributed_optimizer_instance_group", "the ranks that reduce and gather its buckets"
     ),
@@ -324,7 +334,7 @@ ATTRIBUTES = (
     _of_ddp("expert_parallel_bucket_groups", "those of experts' weights"),
     _of_ddp("buffers", "the grad buffers of dense weights"),
     _of_ddp("expert_parallel_buffers", "the grad buffers of experts' weights"),
-    _of_ddp("ddp_config", "whether the distributed optimizer is on, and how many instances"),
+    _of_ddp("ddp_config", "whether the distributed optimizer and its overlaps are on"),
     _of_ddp("module", "the model inside"),
     # --- a layout of a grad buffer
     _of_layout("FullParamLayout", "layouts", "the layout of each grad buffer"),

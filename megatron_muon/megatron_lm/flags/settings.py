@@ -70,6 +70,7 @@ def muon_config(args: Namespace) -> MuonConfig:
         rank_tflops=_number(args, "rank_tflops"),
         link_gbytes=_number(args, "link_gbytes"),
         round_bytes=_round_bytes(args),
+        early_param_gather=bool(value_given(args, "muon_early_param_gather")),
         checkpoint_digest=not value_given(args, "no_muon_checkpoint_digest"),
         log_interval=value_given(args, "muon_log_interval"),
         log_file=_log_file(args),

@@ -248,6 +248,14 @@ FLAGS = (
         choices=("contiguous", "bucketed"),
     ),
     _flag(
+        "--muon-early-param-gather",
+        "with --overlap-param-gather, start the first all-gather of parameters within the step, as "
+        "soon as they are updated, and not in the next forward pass; the result is the same; "
+        "nothing may change parameters between a step and the forward pass, so not with "
+        f"--qk-clip; {_OURS}; default: the forward pass starts it",
+        **_ON,
+    ),
+    _flag(
         "--muon-round-mib",
         "cap on a rank's buffers for one round of the exchange, in MiB; while one round is "
         f"orthogonalized, its neighbours travel; {_OURS}; default 0: three times the buffers of "

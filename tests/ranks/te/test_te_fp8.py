@@ -26,6 +26,8 @@ from support.models.gpt import (
     held,
     start,
     take_step,
+    trained,
+    truth,
 )
 from support.ranks import run
 from support.runs.whole import Whole, differences, whole
@@ -49,6 +51,12 @@ SP = {"sequence_parallel": True}
 )
 def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
     check(case, topology)
+
+
+def test_a_gather_within_the_step_waits_for_what_is_scaled() -> None:
+    early = replace(FP8, muon=(("round_bytes", 1), ("early_param_gather", True)))
+    topology = Topology(2, 2, 2, overlap=True, **SP)
+    assert differences(truth(replace(early, muon=early.muon[:1])), trained(early, topology)) == []
 
 
 def _kinds(case: Case) -> dict[str, int]:

@@ -123,6 +123,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "rank-tflops": (["--muon-rank-tflops", "300"], {"rank_tflops": 300.0}),
     "link-gbytes": (["--muon-link-gbytes", "12.5"], {"link_gbytes": 12.5}),
     "layout": (["--muon-dp-layout", "bucketed"], {}),
+    "early-gather": (["--muon-early-param-gather"], {"early_param_gather": True}),
     "rounds": (["--muon-round-mib", "64"], {"round_bytes": 64 << 20}),
     "auto-dtype": (["--muon-ns-dtype", "auto"], {"ns_dtype": None}),
     "ns-dtype": (["--muon-ns-dtype", "fp32"], {"ns_dtype": "fp32"}),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from megatron_muon import MuonConfig
+from megatron_muon.mcore.bucket_groups.early import EarlyGather
 from megatron_muon.virtual_gpu.recording import Recording
 from megatron_muon.virtual_gpu.stage import check_stage
 from support.installed import VERSION
 from support.virtual_gpu.runs import Run, record_megatron
 
 CONFIG = MuonConfig(round_bytes=30_000)  # several rounds: a fc1 has 44 kB
+EARLY = replace(CONFIG, early_param_gather=True)
 RUNS = {
     "dense, overlap": Run(tp=2, dp=2),
     "dense": Run(tp=2, dp=2, overlap=False),
@@ -25,8 +29,8 @@ RUNS = {
 
 
 @cache
-def recorded(run: Run) -> dict[int, Recording]:
-    return {rank: record_megatron(run, rank, CONFIG, steps=2) for rank in range(run.world)}
+def recorded(run: Run, config: MuonConfig = CONFIG) -> dict[int, Recording]:
+    return {rank: record_megatron(run, rank, config, steps=2) for rank in range(run.world)}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -34,6 +38,26 @@ def test_nothing_races_in_two_steps(name: str) -> None:
     """Reductions, both overlaps, vote, clipping, exchange, AdamW and the parameters' gather."""
     for recording in recorded(RUNS[name]).values():
         assert recording.races == []
+
+
+@pytest.mark.parametrize("name", ["dense, overlap", "experts, overlap"])
+def test_nothing_races_with_a_gather_that_starts_within_the_step(name: str) -> None:
+    early, late = recorded(RUNS[name], EARLY), recorded(RUNS[name])
+    assert check_stage(early) == []
+    for rank, recording in early.items():
+        assert recording.races == []
+        assert _gathers(recording) > _gathers(late[rank])  # of the last step alone
+
+
+def test_what_travels_must_not_be_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tp=2, dp=2, buckets=2, layers=3)
+    assert record_megatron(run, 0, EARLY, steps=2).races == []
+    monkeypatch.setattr(EarlyGather, "without_copied", lambda self, dist_opt: nullcontext())
+    assert {race.kind for race in record_megatron(run, 0, EARLY, steps=2).races} == {"unordered"}
+
+
+def _gathers(recording: Recording) -> int:
+    return sum("all_gather" in collective.name for collective in recording.collectives)
 
 
 @pytest.mark.parametrize("name", RUNS)

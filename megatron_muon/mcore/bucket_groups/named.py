@@ -26,7 +26,12 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     """A bucket group whose errors name the phase.
 
     Without overlap, or in an all-gather by force, the methods that start one wait for it too.
+
+    Attributes:
+        is_early: its all-gather of parameters is started within the step (``early``).
     """
+
+    is_early = False
 
     def start_grad_sync(self, *args: Any, **kwargs: Any) -> None:
         """Megatron's; raises PhaseError where a peer is lost."""
@@ -42,10 +47,16 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         except RuntimeError as error:
             self._raise(error, *_REDUCTION)
 
-    def start_param_sync(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's; raises PhaseError where a peer is lost."""
+    def start_param_sync(self, force_sync: bool = False, **kwargs: Any) -> None:
+        """Megatron's; raises PhaseError where a peer is lost.
+
+        Nothing is started where a schedule asks for what the step has started, which Megatron would
+        refuse (``param_sync_func``).
+        """
+        if self.is_early and not force_sync and self.param_gather_handle is not None:
+            return
         try:
-            super().start_param_sync(*args, **kwargs)
+            super().start_param_sync(force_sync, **kwargs)
         except RuntimeError as error:
             self._raise(error, *_ALL_GATHER)
 

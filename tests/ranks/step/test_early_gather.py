@@ -1,0 +1,211 @@
+"""``early_param_gather`` starts the first gather within the step, and changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from support.models.gpt import (
+    Case,
+    Topology,
+    build,
+    error_of_optimizer,
+    held,
+    set_schedule,
+    start,
+    train,
+    trained,
+    truth,
+    write_grads,
+)
+from support.ranks import RankError, run
+from support.runs import training
+from support.runs.whole import differences, whole
+
+ONE_EACH = (("round_bytes", 1),)  # a round for each parameter
+EARLY = (*ONE_EACH, ("early_param_gather", True))
+DENSE, EXPERTS = Case(muon=EARLY), Case(muon=EARLY, moe=True)
+IN_BUCKETS = Topology(dp=3, overlap=True, bucket_size=30_000)  # the first has some matrices
+
+
+def plain(case: Case) -> Case:
+    """The same without the setting, which one process must not have."""
+    return replace(case, muon=tuple(pair for pair in case.muon if pair[0] != "early_param_gather"))
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        (DENSE, IN_BUCKETS),
+        (DENSE, Topology(dp=3, overlap=True)),  # only AdamW's parameters
+        (DENSE, Topology(2, 2, 2, overlap=True)),
+        (replace(DENSE, muon=EARLY[1:]), IN_BUCKETS),  # all in one round: after the step
+        (replace(DENSE, bf16=False, fp16=True), IN_BUCKETS),
+        (replace(DENSE, bf16=False), IN_BUCKETS),
+        (replace(DENSE, tied=True), Topology(pp=2, dp=2, overlap=True)),
+        (replace(DENSE, layers=4), Topology(pp=2, dp=2, chunks=2, overlap=True)),
+        (DENSE, Topology(dp=4, instances=2, overlap=True)),
+        (EXPERTS, Topology(dp=4, ep=2, overlap=True)),
+        (EXPERTS, Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, overlap=True)),
+    ],
+    ids=str,
+)
+def test_no_bit_changes(case: Case, topology: Topology) -> None:
+    assert differences(truth(plain(case)), trained(case, topology)) == []
+
+
+@contextmanager
+def too_early() -> Iterator[None]:
+    """The gather starts after AdamW's part, whichever rounds have its parameters."""
+    from megatron_muon.mcore.bucket_groups.early import EarlyGather
+
+    applied = EarlyGather.applied
+
+    def at_once(self: EarlyGather, round: int) -> None:
+        applied(self, self.round if round < 0 and self.round is not None else -2)
+
+    with mock.patch.object(EarlyGather, "applied", at_once):
+        yield
+
+
+def test_a_gather_before_its_round_is_found() -> None:
+    found = differences(truth(plain(DENSE)), trained(DENSE, IN_BUCKETS, too_early))
+    assert found != []
+
+
+def _order(case: Case, topology: Topology) -> dict[str, Any]:
+    """What a step does in turn: rounds that it applies, gathers that it starts, and its end."""
+    from megatron_muon.mcore.bucket_groups.named import NamedBucketGroup
+    from megatron_muon.runtime.round import Round
+
+    built, seen = start(case, topology), []
+    gather, finish = NamedBucketGroup.start_param_sync, Round.finish
+    groups = [
+        group
+        for chunk in built.chunks
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+    ]
+
+    def started(self: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append(("gather", groups.index(self)))
+        gather(self, *args, **kwargs)
+
+    def finished(self: Any, *args: Any) -> None:
+        seen.append(("round", -1))
+        finish(self, *args)
+
+    set_schedule(built, 0)
+    write_grads(built, 0)
+    with (
+        mock.patch.object(NamedBucketGroup, "start_param_sync", started),
+        mock.patch.object(Round, "finish", finished),
+    ):
+        built.optimizer.step()
+    outstanding = [at for at, one in enumerate(groups) if one.param_gather_handle is not None]
+    for chunk in built.chunks:
+        chunk.start_param_sync(force_sync=True)
+    return {
+        "seen": seen,
+        "outstanding": outstanding,
+        "first": [
+            group in chunk.bucket_groups[-1:]
+            for chunk in built.chunks
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+        ],
+    }
+
+
+def test_the_first_gather_starts_before_the_last_rounds() -> None:
+    for result in run(_order, 3, DENSE, IN_BUCKETS):
+        kinds = [kind for kind, _ in result["seen"]]
+        (at,) = (place for place, kind in enumerate(kinds) if kind == "gather")
+        assert 0 < at < len(kinds) - 2, kinds  # some rounds come before it, and some after
+        assert result["outstanding"] == [result["first"].index(True)]
+
+
+def test_without_it_no_gather_starts_in_the_step() -> None:
+    for result in run(_order, 3, plain(DENSE), IN_BUCKETS):
+        assert "gather" not in {kind for kind, _ in result["seen"]}
+        assert result["outstanding"] == []
+
+
+def test_dense_parameters_are_gathered_while_experts_step() -> None:
+    topology = Topology(dp=4, ep=2, overlap=True, bucket_size=1_000_000)
+    for result in run(_order, 4, replace(EXPERTS, muon=EARLY[1:]), topology):
+        kinds = [kind for kind, _ in result["seen"]]
+        assert kinds == ["round", "gather", "round", "gather"]
+        assert len(result["outstanding"]) == 2
+
+
+def _steps_without_a_forward_pass(case: Case, topology: Topology) -> dict[str, Any]:
+    built = start(case, topology)
+    for step in range(case.steps):
+        set_schedule(built, step)
+        write_grads(built, step)
+        built.optimizer.step()
+    for chunk in built.chunks:
+        chunk.start_param_sync(force_sync=True)
+    return held(built)
+
+
+def test_a_step_waits_for_a_gather_that_no_forward_pass_has_waited_for() -> None:
+    case = replace(DENSE, clip=0.0)
+    results = whole(run(_steps_without_a_forward_pass, 3, case, IN_BUCKETS))
+    assert differences(truth(plain(case)), results) == []
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        training.spread(tp=2, dp=2, overlap=True),
+        training.spread(pp=2, dp=2, vpp=2, overlap=True),
+        training.spread(dp=4, ep=2, overlap=True),
+    ],
+    ids=training.said,
+)
+def test_training_is_the_same(topology: Topology) -> None:
+    case = replace(training.MODEL, bf16=True, optimizer="muon", moe=topology.ep > 1)
+    case = replace(case, muon=EARLY, layers=4 if topology.chunks > 1 else case.layers)
+    early, late = (training.trained(each, topology) for each in (case, plain(case)))
+    assert early.losses == late.losses and early.norms == late.norms
+
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, bool], str]] = {
+    "no overlap": ({}, ("overlap_param_gather", False), "ValueError: {} starts the first gather"),
+    "aligned": (
+        {},
+        ("align_param_gather", True),
+        "ValueError: {} with align_param_gather (--align",
+    ),
+    "clipped logits": (
+        {"qk_clip": 100.0},
+        ("overlap_param_gather", True),
+        "NotImplementedError: {} with clipped attention logits",
+    ),
+}
+
+
+def _error(settings: dict[str, Any], mode: tuple[str, bool]) -> str:
+    built = build(Case(), Topology(dp=2, overlap=True))
+    setattr(built.ddp.ddp_config, *mode)
+    return error_of_optimizer(built, early_param_gather=True, **settings)
+
+
+@pytest.mark.parametrize(("settings", "mode", "error"), REFUSED.values(), ids=REFUSED)
+def test_what_gathers_otherwise_is_refused(
+    settings: dict[str, Any], mode: tuple[str, bool], error: str
+) -> None:
+    named = "early_param_gather (--muon-early-param-gather)"
+    for text in run(_error, 2, settings, mode):
+        assert text.startswith(error.format(named)), text
+
+
+def test_megatrons_own_early_gather_is_refused_with_it() -> None:
+    topology = Topology(pp=2, dp=2, chunks=2, overlap=True, step_overlap=True)
+    with pytest.raises(RankError, match="both start the first gather"):
+        run(train, 4, replace(DENSE, layers=4, steps=0), topology)
