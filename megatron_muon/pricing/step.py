@@ -81,6 +81,8 @@ class StepTime:
     Attributes:
         seconds: time until the last rank has ended the step.
         rounds: number of rounds of each optimizer.
+        updated: for each optimizer the time at which AdamW's part, and then each round, has updated
+            its parameters on every rank.
         launches: number of launches on the rank that has most.
         newton_schulz_mean, newton_schulz_busiest: time of Newton-Schulz, mean and most over ranks.
         exposed_mean, exposed_most: time that the compute stream waits for messages, and so for
@@ -94,6 +96,7 @@ class StepTime:
 
     seconds: float
     rounds: tuple[int, ...]
+    updated: tuple[tuple[float, ...], ...]
     launches: int
     newton_schulz_mean: float
     newton_schulz_busiest: float
@@ -130,8 +133,9 @@ def price_step(
     size = stage_size(optimizers)
     streams = Streams(hardware, size, nodes)
     pending = None
-    for optimizer in optimizers:
-        steps = _Steps(optimizer, config, streams, device).run(begun=pending is not None)
+    every = [_Steps(optimizer, config, streams, device) for optimizer in optimizers]
+    for each in every:
+        steps = each.run(begun=pending is not None)
         if pending is not None and not experts_early:
             _finish(pending)
         next(steps)  # the first round's directions are made
@@ -141,7 +145,8 @@ def price_step(
         pending = steps
     if pending is not None:
         _finish(pending)
-    return result_of(streams, tuple(len(optimizer.plan.rounds) for optimizer in optimizers))
+    rounds = tuple(len(optimizer.plan.rounds) for optimizer in optimizers)
+    return result_of(streams, rounds, tuple(tuple(each.updated) for each in every))
 
 
 def price_adamw(optimizers: Sequence[Optimizer], hardware: Hardware) -> float:
@@ -180,7 +185,10 @@ def _in_one(hardware: Hardware, elements: int, itemsize: int, nbytes: int, launc
 
 
 class _Steps:
-    """One optimizer's step on all ranks. ``run`` yields twice, where another one's work may run."""
+    """One optimizer's step on all ranks. ``run`` yields twice, where another one's work may run.
+
+    ``updated`` has the times of ``StepTime``.
+    """
 
     def __init__(
         self,
@@ -194,6 +202,8 @@ class _Steps:
         self._rounds = rounds_of(optimizer.plan)
         self._scratch = scratch_limit(optimizer.plan.matrices)
         self._fused = is_cuda(device) and config.elementwise == "auto"
+        self._adamw = partial(adamw_of, self._hardware, optimizer.rest)
+        self.updated: list[float] = []
 
     def run(self, *, begun: bool) -> Iterator[None]:
         """All of it, in the order of a rank's step.
@@ -202,14 +212,13 @@ class _Steps:
             begun: another optimizer begins it, so that AdamW's part comes after the first round.
         """
         streams = self._streams
-        step_adamw = partial(adamw_of, self._hardware, self._optimizer.rest)
         gathering = self._start_gather(0)
         if not begun:
-            streams.run(ADAMW, step_adamw)
+            self._step_adamw()
         if not self._rounds:
             yield
             if begun:
-                streams.run(ADAMW, step_adamw)
+                self._step_adamw()
         scattering: dict[int, float] = {}
         for number, work in enumerate(self._rounds):
             streams.wait(gathering)
@@ -221,12 +230,16 @@ class _Steps:
             else:
                 yield
                 if begun:
-                    streams.run(ADAMW, step_adamw)
+                    self._step_adamw()
             streams.run(STAGING, partial(self._staged, work))
             scattering = streams.exchange(work.scatter)
         yield
         if self._rounds:
             self._finish_round(len(self._rounds) - 1, scattering)
+
+    def _step_adamw(self) -> None:
+        self._streams.run(ADAMW, self._adamw)
+        self.updated.append(max(self._streams.compute))
 
     def _start_gather(self, number: int) -> dict[int, float]:
         if number >= len(self._rounds):
@@ -239,6 +252,7 @@ class _Steps:
         work = self._rounds[number]
         self._streams.wait(scattering)
         self._streams.run(UPDATE, partial(self._updated, work))
+        self.updated.append(max(self._streams.compute))
 
     def _momentum(self, work: RoundWork, rank: int) -> Cost:
         elements, pieces = work.held[rank], work.pieces[rank]
@@ -326,13 +340,16 @@ class _Steps:
         return self._optimizer.plan.itemsize
 
 
-def result_of(streams: Streams, rounds: tuple[int, ...]) -> StepTime:
-    """The times of a step that has run on some streams, with its number of rounds."""
+def result_of(
+    streams: Streams, rounds: tuple[int, ...], updated: tuple[tuple[float, ...], ...] = ()
+) -> StepTime:
+    """The times of a step that has run on some streams, with its numbers of rounds."""
     ends, idle = streams.ends, [0.0] * len(streams.host)
     work, waited = streams.spent.get(NEWTON_SCHULZ, idle), streams.spent.get(WAITING, idle)
     return StepTime(
         seconds=max(ends),
         rounds=rounds,
+        updated=updated,
         launches=max(streams.launches),
         newton_schulz_mean=sum(work) / len(work),
         newton_schulz_busiest=max(work),
