@@ -124,7 +124,10 @@ def main() -> None:
     options.add_argument("--hardware", default="h100")
     asked = options.parse_args()
     hardware = hardware_of(asked.hardware, [])
-    print("| | first bucket, MB | updated after round | its gather, ms | within the step, at least ", end="")
+    print(
+        "| | first bucket, MB | updated after round | its gather, ms | within the step, at least ",
+        end="",
+    )
     print("| at most | step, ms | training step, ms | saved |")
     print("|---" + "|--:" * 8 + "|")
     for case in CASES:

@@ -159,6 +159,22 @@ def test_a_step_waits_for_a_gather_that_no_forward_pass_has_waited_for() -> None
     assert differences(truth(plain(case)), results) == []
 
 
+def _gathers_again_after_a_load(case: Case, topology: Topology) -> list[bool]:
+    built = start(case, topology)
+    group = built.ddp.bucket_groups[-1]
+    set_schedule(built, 0)
+    write_grads(built, 0)
+    built.optimizer.step()
+    under_way = group.param_gather_handle is not None
+    built.optimizer.load_state_dict(built.optimizer.state_dict())
+    return [under_way, group.param_gather_handle is None, not group.param_gather_dispatched]
+
+
+def test_what_a_load_changes_is_gathered_in_the_next_forward_pass() -> None:
+    for result in run(_gathers_again_after_a_load, 3, DENSE, IN_BUCKETS):
+        assert result == [True, True, True]
+
+
 @pytest.mark.parametrize(
     "topology",
     [
