@@ -124,6 +124,9 @@ class MuonConfig:
         link_gbytes: speed of the exchange, 10⁹ bytes/s that a rank sends and as many that it
             receives. As with ``rank_tflops``, only homes depend on it, and no run measures it. 40
             is an assumption for a 400 Gbit/s port (50 GB/s) per rank.
+        node_ranks: n, where ranks k·n to k·n + n - 1 of the world are of one node, whose links are
+            several times as fast. Homes that share a matrix are of one node, and homes prefer ranks
+            of their node. As with ``link_gbytes``, no run measures it. 8 is an assumption.
         round_bytes: cap on a rank's buffers for one round of the exchange; a single larger
             parameter may pass it. A step takes twice as much, in the three rounds that are under
             way, and the scratch memory of Newton-Schulz (``ns_batch``). None: three times the
@@ -173,6 +176,7 @@ class MuonConfig:
     split_matrices: SplitMatrices | None = None
     rank_tflops: float = 400.0
     link_gbytes: float = 40.0
+    node_ranks: int = 8
     round_bytes: int | None = None
     align_shards: bool = False
     early_param_gather: bool = False
@@ -208,6 +212,7 @@ class MuonConfig:
             _require_multipliers(name, getattr(self, name))
         _require_choice("clip_scope", self.clip_scope, get_args(ClipScope))
         _require_choice("homes", self.homes, ("balanced", "local"))
+        _require_count("node_ranks", self.node_ranks)
         for name in ("ns_batch", "round_bytes", "log_interval"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))

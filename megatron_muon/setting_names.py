@@ -27,6 +27,7 @@ FLAG_OF = {
     "split_matrices": "--muon-split-matrices",
     "rank_tflops": "--muon-rank-tflops",
     "link_gbytes": "--muon-link-gbytes",
+    "node_ranks": "--muon-node-ranks",
     "round_bytes": "--muon-round-mib",
     "align_shards": "--muon-dp-layout",
     "early_param_gather": "--muon-early-param-gather",

@@ -23,6 +23,9 @@ def add_home_flags(group: _ArgumentGroup) -> None:
         group.add_argument(
             f"--muon-{name}", type=positive, default=default, metavar=unit, help="%(default)g"
         )
+    group.add_argument(
+        "--muon-node-ranks", type=int, default=_DEFAULT.node_ranks, metavar="N", help="%(default)s"
+    )
 
 
 def homes_of(flags: Namespace) -> dict[str, Any]:
@@ -31,6 +34,7 @@ def homes_of(flags: Namespace) -> dict[str, Any]:
         "homes": flags.muon_homes,
         "rank_tflops": flags.muon_rank_tflops,
         "link_gbytes": flags.muon_link_gbytes,
+        "node_ranks": flags.muon_node_ranks,
     }
 
 

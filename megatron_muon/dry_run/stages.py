@@ -324,7 +324,8 @@ def _planned(
     later: int,
 ) -> Planned:
     """One DistributedOptimizer with its exchange plan, as ``mcore.build`` makes it."""
-    grid = world.expert_grid(ranks) if one.experts else world.dense_grid(ranks)
+    grid_of = world.expert_grid if one.experts else world.dense_grid
+    grid = grid_of(ranks, config.node_ranks)
     start = time.process_time()
     plan = make_plan(one.parameters, grid, config, device, earlier, later)
     seconds = time.process_time() - start

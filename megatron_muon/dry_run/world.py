@@ -120,21 +120,31 @@ def stage_ranks(ranks: Ranks) -> list[int]:
     return [rank for rank in whole_stage() if dp_place[rank] < dp_size]
 
 
-def dense_grid(ranks: Ranks) -> RankGrid:
+def dense_grid(ranks: Ranks, node_ranks: int) -> RankGrid:
     """The ranks of ``stage_ranks`` as the optimizer of what is not an expert's sees them."""
     tp, dp = (_places(_dense(ranks), token) for token in ("tp", "dp-cp"))
     dp_size = ranks.world // (ranks.tp * ranks.pp * ranks.instances)
-    members = stage_ranks(ranks)
-    return grid_of([Coordinates(0, 1, tp[r], ranks.tp, dp[r], dp_size) for r in members])
+    return grid_of(
+        [
+            Coordinates(0, 1, tp[rank], ranks.tp, dp[rank], dp_size, rank // node_ranks)
+            for rank in stage_ranks(ranks)
+        ]
+    )
 
 
-def expert_grid(ranks: Ranks) -> RankGrid:
+def expert_grid(ranks: Ranks, node_ranks: int) -> RankGrid:
     """The ranks of ``stage_ranks`` as the optimizer of experts on several EP ranks sees them."""
     tp, ep, dp = (_places(_experts(ranks), token) for token in ("tp", "ep", "dp"))
     sizes = ranks.ep, ranks.expert_tp
     dp_size = ranks.world // (ranks.expert_tp * ranks.ep * ranks.pp * ranks.instances)
-    members = stage_ranks(ranks)
-    return grid_of([Coordinates(ep[r], sizes[0], tp[r], sizes[1], dp[r], dp_size) for r in members])
+    return grid_of(
+        [
+            Coordinates(
+                ep[rank], sizes[0], tp[rank], sizes[1], dp[rank], dp_size, rank // node_ranks
+            )
+            for rank in stage_ranks(ranks)
+        ]
+    )
 
 
 def _dense(ranks: Ranks) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,7 @@ from megatron_muon.planning.describe import (
     early_gather_line,
     elementwise_line,
     newton_schulz_line,
+    node_lines,
     not_shared_lines,
     start_line,
 )
@@ -120,6 +122,9 @@ def make_muons(
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, config, stage), None, device)
     lines += _connected(muons, stage)
+    if stage.speaks:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.node_ranks))  # torchrun sets it
+        lines += node_lines([muon.plan for _, muon in muons], config, ranks_here)
     if config.log_interval is not None and muons:
         optimizer.watch = Watch(muons, model_chunks, config, stage, optimizer.voters)
     registry.remember(model_chunks, config, stage)
@@ -264,7 +269,8 @@ def _agreed_plan(
         earlier: plans of the optimizers before it, see ``make_plan``.
         after: the optimizers after it.
     """
-    coordinates, kind = stage.coordinates(dist_opt), plan_device(stage.device)
+    kind, node = plan_device(stage.device), dist.get_rank() // config.node_ranks
+    coordinates = replace(stage.coordinates(dist_opt), node=node)
     mine: Located = []
     error: Exception | None = None
     try:

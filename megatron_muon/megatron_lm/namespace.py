@@ -108,6 +108,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_split_matrices": config.split_matrices,
         "muon_rank_tflops": config.rank_tflops,
         "muon_link_gbytes": config.link_gbytes,
+        "muon_node_ranks": config.node_ranks,
         "muon_dp_layout": getattr(args, "muon_dp_layout", None) or "contiguous",
         "muon_early_param_gather": config.early_param_gather,
         "muon_round_mib": (config.round_bytes or 0) >> 20,

@@ -312,11 +312,10 @@ def gathers_of_rows(
 
 
 def costs_follow_device(config: MuonConfig, device: Device) -> bool:
-    """Whether ``ns_flops`` may depend on the device.
-
-    Those of the standard iteration with plain products are the same on every device.
-    """
-    return iteration_of(config, device) != "standard" or _kind(config, device) == "cuda_symmetric"
+    """Whether flops or bytes may: not of whole matrices with standard steps and plain products."""
+    squares = not is_cuda(device) and split_of(config, device) != "off"  # in bf16 or in fp32
+    has_kernel = _kind(config, device) == "cuda_symmetric"
+    return squares or has_kernel or iteration_of(config, device) != "standard"
 
 
 def scratch_elements(rows: int, cols: int) -> int:

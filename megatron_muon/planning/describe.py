@@ -204,6 +204,23 @@ def start_line(
     )
 
 
+def node_lines(plans: Sequence[ExchangePlan], config: MuonConfig, ranks_here: int) -> list[str]:
+    """A warning where ranks that share a matrix may be of several nodes.
+
+    Args:
+        plans: those of a stage.
+        config: ``node_ranks`` is read.
+        ranks_here: ranks on this machine, by the launcher.
+    """
+    if ranks_here >= config.node_ranks or not any(plan.shared for plan in plans):
+        return []
+    return [
+        f"{PREFIX} warning: a machine has {ranks_here} ranks, and {named('node_ranks')} is "
+        f"{config.node_ranks}: ranks that share a matrix may be on several machines; set it to "
+        f"{ranks_here}, unless the links between these machines are as fast as those inside"
+    ]
+
+
 def early_gather_line(
     round: int | None, plan: ExchangePlan, *, stage: int, experts: bool, nbytes: int
 ) -> str:

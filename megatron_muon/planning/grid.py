@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_muon.orthogonalize.iteration import NODE
 from megatron_muon.planning.layout import Parameter, Span
 
 
@@ -16,12 +17,14 @@ class RankGrid:
         ranks: ``ranks[ep_rank][tp_rank][dp_rank]``, a permutation of 0 … size - 1, as the stage's
             group numbers them. Expert parameters have a grid of their own, from the expert groups;
             the grid of all others has one EP rank.
+        neighbours: n, where ranks k·n to k·n + n - 1 are of one node (``neighbours_of``).
 
     Raises:
         ValueError: EP or TP ranks differ in their number of ranks.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    neighbours: int = NODE
 
     def __post_init__(self) -> None:
         sizes = {(len(plane), len(row)) for plane in self.ranks for row in plane}
@@ -63,6 +66,21 @@ class RankGrid:
             for tp_rank, row in enumerate(plane):
                 for dp_rank, rank in enumerate(row):
                     yield ep_rank, tp_rank, dp_rank, rank
+
+
+def neighbours_of(nodes: Sequence[int]) -> int:
+    """How many ranks of a stage in a row are of one node, wherever one counts them off.
+
+    Args:
+        nodes: the node of ranks 0, 1, … of the stage.
+
+    Returns:
+        A power of two, at most ``NODE``: homes of one matrix are no more than that.
+    """
+    count = NODE
+    while any(len(set(nodes[at : at + count])) > 1 for at in range(0, len(nodes), count)):
+        count //= 2
+    return count
 
 
 def held_pieces(parameter: Parameter, grid: RankGrid) -> Iterator[tuple[int, Span]]:

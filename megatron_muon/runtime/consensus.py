@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.planning.agreed import fingerprint
-from megatron_muon.planning.grid import RankGrid
+from megatron_muon.planning.grid import RankGrid, neighbours_of
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.setting_names import named
@@ -22,7 +22,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """A rank's place in its stage; for experts, in the stage's expert groups."""
+    """A rank's place in its stage; for experts, in the stage's expert groups.
+
+    Attributes:
+        node: number of its node.
+    """
 
     ep_rank: int
     ep_size: int
@@ -30,6 +34,7 @@ class Coordinates:
     tp_size: int
     dp_rank: int
     dp_size: int
+    node: int = 0
 
 
 _LINE = 120  # characters of an error up to which two values share a line
@@ -173,7 +178,8 @@ def grid_of(every: Sequence[Coordinates]) -> RankGrid:
         tuple(
             tuple(tuple(ranks[ep, tp, dp] for dp in range(dp_size)) for tp in range(tp_size))
             for ep in range(ep_size)
-        )
+        ),
+        neighbours_of([c.node for c in every]),
     )
 
 

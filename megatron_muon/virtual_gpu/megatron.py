@@ -87,7 +87,7 @@ def record_training(
         ValueError, NotImplementedError, RuntimeError: Megatron or the package refuses it.
     """
     with virtual_gpu() as gpu, world.as_rank(rank, ranks), _megatron(gpu), installed(config):
-        chunks, optimizer = _built(flags, ranks, training)
+        chunks, optimizer = _built(flags, ranks, config, training)
         for step in range(training.steps):
             _train(gpu, flags, chunks, optimizer, first=step == 0)
         return RecordedTraining(closed(rank, gpu, _held(chunks, optimizer)), _plans(optimizer))
@@ -109,7 +109,9 @@ def _megatron(gpu: Gpu) -> Iterator[None]:
         yield
 
 
-def _built(flags: Namespace, ranks: Ranks, training: OptimizerSettings) -> tuple[list[Any], Any]:
+def _built(
+    flags: Namespace, ranks: Ranks, config: MuonConfig, training: OptimizerSettings
+) -> tuple[list[Any], Any]:
     from megatron.core import optimizer as megatron_optimizer
 
     transformer = transformer_config(flags, ranks)
@@ -119,7 +121,7 @@ def _built(flags: Namespace, ranks: Ranks, training: OptimizerSettings) -> tuple
     transformer.gradient_accumulation_fusion = False
     with torch.device(CUDA), world.without_inference_layers():
         chunks = build_chunks(flags, transformer)
-    with _others_agree(ranks), contextlib.redirect_stdout(io.StringIO()):
+    with _others_agree(ranks, config), contextlib.redirect_stdout(io.StringIO()):
         optimizer = megatron_optimizer.get_megatron_optimizer(
             _optimizer_config(flags, training), chunks, use_gloo_process_groups=False
         )
@@ -144,7 +146,7 @@ def _optimizer_config(flags: Namespace, training: OptimizerSettings) -> Any:
 
 
 @contextmanager
-def _others_agree(ranks: Any) -> Iterator[None]:
+def _others_agree(ranks: Any, config: MuonConfig) -> Iterator[None]:
     """While Muon is built, the other ranks say what they would say.
 
     The host reads 0 from every tensor: no rank has an error, and all agree. Only where ranks must
@@ -152,7 +154,8 @@ def _others_agree(ranks: Any) -> Iterator[None]:
     """
 
     def grid(coordinates: Any, *args: Any) -> Any:
-        return (world.expert_grid if coordinates.ep_size > 1 else world.dense_grid)(ranks)
+        grid_of = world.expert_grid if coordinates.ep_size > 1 else world.dense_grid
+        return grid_of(ranks, config.node_ranks)
 
     def instance(color: Sequence[int], like: Any, device: Any) -> Any:
         return parallel_state.create_group(_ranks_of_instance(ranks, like, color[-1]))

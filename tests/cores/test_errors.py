@@ -208,8 +208,8 @@ def _disagree(topology: Topology, kind: str) -> str:
         settings = {"muon_exclude": ("*.linear_fc1.*", "*.linear_fc2.*")}
     if odd and kind == "speeds":
         settings = {"link_gbytes": 25.0}
-    if kind == "device":  # a CPU that does not multiply bf16 among such as do
-        settings = {"ns_iteration": "auto"}
+    if kind.startswith("device"):  # a CPU that does not multiply bf16 among such as do
+        settings = {"ns_iteration": "auto"} if kind == "device" else {"split_matrices": 2}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plugin, "plan_device", lambda _: "cpu" if odd else "cpu_bf16")
             return error_of_optimizer(built, **settings)
@@ -247,6 +247,7 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
         ("patterns", Topology(pp=2), "setting muon_exclude"),
         ("speeds", Topology(dp=2), "setting link_gbytes: rank 1 of the run has 25.0"),
         ("device", Topology(dp=2), "kind of device: rank 1 of the run has"),
+        ("device of squares", Topology(dp=2), "kind of device: rank 1 of the run has"),
     ],
     ids=str,
 )

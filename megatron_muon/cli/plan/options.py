@@ -57,7 +57,7 @@ def parser(config_class: type) -> argparse.ArgumentParser:
         "--node-size",
         type=count(most=MOST_RANKS),
         metavar="N",
-        help="ranks of a node: --set gpus_per_node=N",
+        help="ranks of a node: --set gpus_per_node=N --muon-node-ranks N",
     )
     made.add_argument(
         "--products",
@@ -116,6 +116,8 @@ def parsed(
         made.error("--plot draws the curves of --sweep: give both")
     if given.explain and given.sweep is not None:
         made.error("--explain is about one run: leave --sweep out")
+    if given.node_size is not None and given.muon_node_ranks is None:
+        given.muon_node_ranks = given.node_size
     return given, notes
 
 

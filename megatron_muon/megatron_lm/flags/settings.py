@@ -44,6 +44,7 @@ def muon_config(args: Namespace) -> MuonConfig:
     refuse_unknown(args)
     refuse_what_has_no_meaning(args)
     scale_mode = value_chosen(args, "muon_scale_mode", _MOONLIGHT.scale_mode)
+    node_ranks = value_given(args, "muon_node_ranks")
     return MuonConfig(
         matched_adamw_rms=_factor(args, scale_mode),
         scale_mode=scale_mode,
@@ -69,6 +70,7 @@ def muon_config(args: Namespace) -> MuonConfig:
         split_matrices=_split_matrices(args),
         rank_tflops=_number(args, "rank_tflops"),
         link_gbytes=_number(args, "link_gbytes"),
+        node_ranks=_MOONLIGHT.node_ranks if node_ranks is None else node_ranks,
         round_bytes=_round_bytes(args),
         early_param_gather=bool(value_given(args, "muon_early_param_gather")),
         checkpoint_digest=not value_given(args, "no_muon_checkpoint_digest"),

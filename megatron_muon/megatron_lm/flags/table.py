@@ -240,6 +240,13 @@ FLAGS = (
         type=float,
     ),
     _flag(
+        "--muon-node-ranks",
+        "ranks of a node, or of another group with fast links; ranks that share a matrix are of "
+        f"one node; a run never measures it; {_OURS}; default {_MOONLIGHT.node_ranks}",
+        type=int,
+        metavar="RANKS",
+    ),
+    _flag(
         "--muon-dp-layout",
         "how grad buffers are cut into shards with --overlap-grad-reduce: contiguous, the fewest "
         "buckets that keep the overlap (unless --ddp-num-buckets or --ddp-bucket-size is given) "

@@ -122,6 +122,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "split-matrices off": (["--muon-split-matrices", "off"], {"split_matrices": "off"}),
     "rank-tflops": (["--muon-rank-tflops", "300"], {"rank_tflops": 300.0}),
     "link-gbytes": (["--muon-link-gbytes", "12.5"], {"link_gbytes": 12.5}),
+    "node-ranks": (["--muon-node-ranks", "4"], {"node_ranks": 4}),
     "layout": (["--muon-dp-layout", "bucketed"], {}),
     "early-gather": (["--muon-early-param-gather"], {"early_param_gather": True}),
     "rounds": (["--muon-round-mib", "64"], {"round_bytes": 64 << 20}),
