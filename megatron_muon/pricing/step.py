@@ -12,11 +12,12 @@ all-gather of updated parameters are the same for AdamW and Muon, and do not cou
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device, is_cuda, is_tight
+from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.pricing.hardware import Hardware
@@ -199,6 +200,8 @@ class _Steps:
     ) -> None:
         self._optimizer, self._config, self._streams = optimizer, config, streams
         self._hardware, self._device = streams.hardware, device
+        # Homes are neighbours in the stage, of which a node may have fewer than it has GPUs.
+        self._sharing = replace(self._hardware, gpus_per_node=neighbours_of(streams.nodes))
         self._rounds = rounds_of(optimizer.plan)
         self._scratch = scratch_limit(optimizer.plan.matrices)
         self._fused = is_cuda(device) and config.elementwise == "auto"
@@ -326,7 +329,7 @@ class _Steps:
         return cost
 
     def _strip(self, shared: Shared, elements: int) -> Cost:
-        homes, hardware = min(shared.strips, self._optimizer.plan.size), self._hardware
+        homes, hardware = min(shared.strips, self._optimizer.plan.size), self._sharing
         cost = newton_schulz_strip(
             hardware, shared.whole, shared.long, shared.strips, homes, self._config, self._device
         )
