@@ -99,6 +99,7 @@ def as_text(plan: RunPlan, made: Sequence[Gain]) -> str:
     kind = _slowest(plan)
     lines = [f"the step of pipeline stage {kind.stages[0]}, {TITLES[plan.layout]}"]
     lines += [f"  {line}" for line in (*_time(plan, kind), *_homes(plan, kind))]
+    lines += [f"  {line}" for line in _first_gathers(plan)]
     lines += ["why this number of buckets", *(f"  {note}" for note in plan.notes)]
     lines += ["changes, each planned anew, the fastest first"]
     lines += [f"  {line}" for line in aligned(_table(plan, made))]
@@ -131,6 +132,18 @@ def _time(plan: RunPlan, kind: StagePlan) -> Iterator[str]:
         f"and {ms(row.exposed.most)} ms at most, for messages and for ranks with more work; its "
         f"host launches for {ms(launching)} ms"
     )
+
+
+def _first_gathers(plan: RunPlan) -> Iterator[str]:
+    """Of the first stage: others wait for their first micro-batch anyway."""
+    for one in plan.kinds[0].first_gathers:
+        says = "has it start" if plan.config.early_param_gather else "would have it start"
+        yield (
+            f"not in the step: a forward pass waits for the first {one.nbytes / _MB:,.0f} MB of "
+            f"{'experts' if one.experts else 'parameters'}, {ms(one.seconds)} ms on the links; "
+            f"--muon-early-param-gather {says} once {one.after} has updated them, so that "
+            f"{ms(one.least)} ms of it pass within the step"
+        )
 
 
 def _homes(plan: RunPlan, kind: StagePlan) -> Iterator[str]:

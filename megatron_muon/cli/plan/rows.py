@@ -62,6 +62,7 @@ class PlannedStep:
         exposed: time that the compute stream waits for messages, and so for later ranks.
         hidden: time of messages in which it does not wait.
         rounds: of each optimizer.
+        updated: see ``StepTime``.
     """
 
     name: Name
@@ -79,6 +80,7 @@ class PlannedStep:
     exposed: Spread
     hidden: float
     rounds: tuple[int, ...] = ()
+    updated: tuple[tuple[float, ...], ...] = ()
 
     @property
     def memory(self) -> int:
@@ -230,6 +232,7 @@ def _row(
         exposed=Spread(step.exposed_mean, step.exposed_most),
         hidden=step.hidden_mean,
         rounds=step.rounds,
+        updated=step.updated,
     )
 
 

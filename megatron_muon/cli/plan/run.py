@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_muon.cli.model_flags import Settled, megatron_is_quiet, settled
+from megatron_muon.cli.plan.first_gather import FirstGather, first_gathers
 from megatron_muon.cli.plan.homes import Homes, homes_of
 from megatron_muon.cli.plan.rows import (
     NAMES,
@@ -44,6 +45,7 @@ class StagePlan:
         matrices: number of matrices of one.
         reduced: bytes that a rank sends for gradients and parameters.
         homes: those of the layout that the run has.
+        first_gathers: with ``overlap_param_gather``, what a forward pass waits for first.
         rows: a row for each algorithm.
     """
 
@@ -53,6 +55,7 @@ class StagePlan:
     matrices: int
     reduced: float
     homes: Homes
+    first_gathers: tuple[FirstGather, ...]
     rows: tuple[PlannedStep, ...]
 
     def row(self, name: Name) -> PlannedStep:
@@ -136,7 +139,11 @@ def plan_run(
     with megatron_is_quiet():
         kinds = planned_kinds([(flags, run.config) for flags, run in runs], ranks, device, numbers)
         config = runs[0][1].config
-        staged = tuple(_stage_plan(kind, first, config, hardware, device, wanted) for kind in kinds)
+        overlaps = runs[0][0].overlap_param_gather
+        staged = tuple(
+            _stage_plan(kind, first, config, hardware, device, wanted, ranks if overlaps else None)
+            for kind in kinds
+        )
         made, assumptions = _training(runs[0][0], ranks, kinds)
     return RunPlan(
         ranks=ranks,
@@ -165,7 +172,16 @@ def _stage_plan(
     hardware: Hardware,
     device: Device,
     wanted: Collection[Name],
+    gathers: Ranks | None,
 ) -> StagePlan:
+    """One stage.
+
+    Args:
+        kind: the stage, planned in each of ``layouts``.
+        layouts: that of the run first.
+        config, hardware, device, wanted: as given to ``plan_run``.
+        gathers: how the ranks are divided that gather parameters beside a forward pass.
+    """
     nodes = tuple(nodes_of(kind.members, hardware))
     every = [_stage(planned, nodes, kind.stages[0]) for planned in kind.planned]
     stages = dict(zip(layouts, every, strict=False))
@@ -191,6 +207,12 @@ def _stage_plan(
         matrices=sum(matrix.units for plan in own.plans for matrix in plan.matrices),
         reduced=own.reduced(),
         homes=homes_of(own.plans),
+        first_gathers=tuple(
+            gather
+            for row in rows
+            if row.name == layouts[0] and gathers is not None
+            for gather in first_gathers(kind.planned[0], row, gathers, hardware)
+        ),
         rows=tuple(rows),
     )
 

@@ -84,6 +84,22 @@ def test_a_gain_is_the_difference_of_two_plans(
     assert seconds == sorted(seconds)
 
 
+def test_what_a_forward_pass_waits_for_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its bytes are those of the bucket that Megatron gathers first, and part of it is hidden."""
+    overlap = "--overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 2 --muon-round-mib 1"
+    base = f"--world-size 4 {overlap}"
+    explained = written(f"{base} --explain", tmp_path / "explain.json")
+    (gather,) = explained["stages"][0]["first_gathers"]
+    assert 0 < gather["nbytes"] and 0 <= gather["least"] <= gather["most"] <= gather["seconds"]
+    assert -1 <= gather["round"] < gather["rounds"]
+    text = capsys.readouterr().out
+    assert "a forward pass waits for the first" in text and "would have it start once" in text
+    alone = written("--world-size 4", tmp_path / "alone.json")
+    assert alone["stages"][0]["first_gathers"] == []
+
+
 def test_homes_say_how_many_matrices_left_their_largest_holder() -> None:
     """Under TP all holders of a split matrix tie; balanced homes move some, local ones none."""
     balanced, local = (

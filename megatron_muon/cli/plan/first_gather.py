@@ -1,0 +1,93 @@
+"""The all-gather that a forward pass waits for, and what ``early_param_gather`` hides of it.
+
+With ``overlap_param_gather`` Megatron gathers a bucket while the layers before it are at work, so
+only the first one is waited for. AdamW has that gather, too; it is in no optimizer's step here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_muon.cli.plan.rows import PlannedStep
+from megatron_muon.dry_run.model import Ranks
+from megatron_muon.dry_run.stages import Planned
+from megatron_muon.pricing.hardware import Hardware
+from megatron_muon.runtime.optimizer import ADAMW
+
+_PARAMETER = 2  # bytes in 16 bits
+
+
+@dataclass(frozen=True, slots=True)
+class FirstGather:
+    """The first bucket of an optimizer, by the order of the forward pass.
+
+    Attributes:
+        experts: whether it is of experts' parameters.
+        nbytes: bytes of its parameters.
+        round: the last round with one of them, or ``ADAMW``; ``rounds``: their number.
+        seconds: of its gather, by bytes over the slowest link, without latency.
+        most, least: seconds of it that pass within the step if it starts after ``round``: with the
+            links to itself, and in the time in which the exchange leaves them idle.
+    """
+
+    experts: bool
+    nbytes: int
+    round: int
+    rounds: int
+    seconds: float
+    most: float
+    least: float
+
+    @property
+    def after(self) -> str:
+        """What comes before it."""
+        return "AdamW" if self.round == ADAMW else f"round {self.round + 1} of {self.rounds}"
+
+
+def first_gathers(
+    planned: Sequence[Planned], step: PlannedStep, ranks: Ranks, hardware: Hardware
+) -> Iterator[FirstGather]:
+    """That of each optimizer of a stage.
+
+    Args:
+        planned: the optimizers in the order of their steps.
+        step: the stage's step by the same plans.
+        ranks: those of the run.
+        hardware: of every rank.
+    """
+    for one, times in zip(planned, step.updated, strict=True):
+        nbytes, round = _first_bucket(one)
+        seconds = _gather(nbytes, one.experts, ranks, hardware)
+        left = max(0.0, step.seconds - times[round - ADAMW])
+        idle = max(0.0, left - step.hidden - step.exposed.mean)
+        yield FirstGather(
+            experts=one.experts,
+            nbytes=nbytes,
+            round=round,
+            rounds=len(one.plan.rounds),
+            seconds=seconds,
+            most=min(seconds, left),
+            least=min(seconds, idle),
+        )
+
+
+def _first_bucket(planned: Planned) -> tuple[int, int]:
+    """Bytes of it, and the last round that updates it. Megatron fills buckets from the end."""
+    bucket = planned.buffers[0].buckets[-1]
+    round_of = planned.plan.round_of()
+    rounds = [
+        round_of[index]
+        for index, parameter in enumerate(planned.plan.parameters)
+        if parameter.buffer == 0 and parameter.bucket.start == bucket.offset
+    ]
+    return _PARAMETER * bucket.grad_data.numel(), max(rounds, default=ADAMW)
+
+
+def _gather(nbytes: int, experts: bool, ranks: Ranks, hardware: Hardware) -> float:
+    """Seconds of an all-gather over the ranks that share a buffer, by the slowest link it uses."""
+    apart = ranks.expert_tp * ranks.ep if experts else ranks.tp
+    size = ranks.world // (apart * ranks.pp * ranks.instances)  # with CP
+    is_near = size * apart <= hardware.gpus_per_node
+    link = hardware.node_link if is_near else hardware.network_link
+    return nbytes * (size - 1) / size / link
