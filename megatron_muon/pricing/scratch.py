@@ -52,7 +52,8 @@ def of_newton_schulz(
     """
     if not is_cuda(device):
         return [
-            [_most_on_cpu(matrices, config, device) for matrices in ranks] for ranks in _homed(plan)
+            [_most_on_cpu(matrices, plan.size, config, device) for matrices in ranks]
+            for ranks in _homed(plan)
         ]
     limit = scratch_limit(plan.matrices)
     return [
@@ -266,11 +267,11 @@ def _of_one(rows: int, cols: int, config: MuonConfig, device: Device, *, tight: 
 # --- CPU ---------------------------------------------------------------------------------------
 
 
-def _most_on_cpu(matrices: Sequence[Matrix], config: MuonConfig, device: Device) -> int:
+def _most_on_cpu(matrices: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
     """Bytes; the strips of a matrix that are here are taken together."""
     whole = [matrix for matrix in matrices if matrix.strip is None]
     most = max((of_matrix_on_cpu(matrix, config, device) for matrix in whole), default=0)
-    strips = [_of_strips_on_cpu(own, config, device) for own in _shared(matrices)]
+    strips = [of_strips(own, size, config, device) for own in _shared(matrices)]
     return max(most, *strips, 0)
 
 
@@ -319,16 +320,3 @@ def _entering(elements: int, config: MuonConfig, device: Device) -> int:
     if kind != dtype:
         of_one += _BYTES[kind]
     return elements * of_one
-
-
-def _of_strips_on_cpu(own: Sequence[Matrix], config: MuonConfig, device: Device) -> int:
-    """Bytes for strips of one matrix: they are turned and entered, or there are two iterates, and
-    at most six squares with those of the other homes."""
-    short, held = min(own[0].whole), _BYTES[held_dtype(dtype_of(config, device), device)]
-    elements = short * sum(matrix.long for matrix in own)
-    iterating = 2 * held * elements + 6 * held * short * short
-    highest = max(_entering(elements, config, device), iterating)
-    if not own[0].is_turned:
-        return highest
-    there, turned, back = _turning(own, itemsize_of(config))
-    return max(there, turned + highest, back)
