@@ -4,8 +4,9 @@ Sizes are those of ``orthogonalize.newton_schulz`` and ``runtime.update``. A GPU
 batches and holds them in the dtype in which they travel. A CPU takes one at a time and enters it in
 fp32; without bf16 instructions it holds every iterate in fp32, too.
 
-Left out are single numbers, and what oneDNN's bf16 product takes on a CPU with such instructions:
-97 to 193 KiB a thread for products of 256 to 2048.
+Left out are single numbers, and on a CPU 14 KiB in which torch turns a transposed copy, and what
+oneDNN's bf16 product takes where there are such instructions: 97 to 193 KiB a thread for products
+of 256 to 2048.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron_muon.orthogonalize.iteration import (
     makes_rows,
     schedule_of,
     segments,
+    square_rows,
     squares_outside,
     strips_take_gram,
     takes_gram,
@@ -50,14 +52,15 @@ def of_newton_schulz(
     """
     if not is_cuda(device):
         return [
-            [_most_on_cpu(matrices, config, device) for matrices in ranks] for ranks in _homed(plan)
+            [_most_on_cpu(matrices, plan.size, config, device) for matrices in ranks]
+            for ranks in _homed(plan)
         ]
     limit = scratch_limit(plan.matrices)
     return [
         [
             max(
                 _of_batches(work, rank, config, limit, device) * plan.itemsize,
-                max((_of_strips(own, plan.size, config, device) for own in shared), default=0),
+                max((of_strips(own, plan.size, config, device) for own in shared), default=0),
             )
             for rank, shared in enumerate(map(_shared, ranks))
         ]
@@ -135,6 +138,101 @@ def _turning(own: Sequence[Matrix], itemsize: int) -> tuple[int, int, int]:
     return there, turned, turned + come - stays + max(turned - stays, come)
 
 
+# --- Strips, on a GPU or a CPU -----------------------------------------------------------------
+
+
+def of_strips(own: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
+    """Bytes for the strips of one matrix that are here: turned, entered and iterated on.
+
+    Args:
+        own: the strips, in order; a home has neighbouring ones.
+        size: number of ranks of the stage.
+        config, device: see ``of_newton_schulz``.
+    """
+    highest = max(_entering_strips(own, config, device), _iterating(own, size, config, device))
+    if not own[0].is_turned:
+        return highest
+    there, turned, back = _turning(own, itemsize_of(config))
+    return max(there, turned + highest, back)
+
+
+def _entering_strips(own: Sequence[Matrix], config: MuonConfig, device: Device) -> int:
+    """Bytes of copies in fp32, which are divided in place, and of what they are rounded to."""
+    dtype = dtype_of(config, device)
+    kind = held_dtype(dtype, device)
+    short, longs = min(own[0].whole), [matrix.long for matrix in own]
+    if dtype == "fp32":  # the copies are the iterates
+        return _FP32 * short * sum(longs)
+    entering = (_FP32 + _BYTES[kind]) * short * sum(longs)
+    if kind != dtype:  # one strip at a time has a rounded copy, too
+        entering += _BYTES[dtype] * short * max(longs)
+    return entering
+
+
+def _iterating(own: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
+    """Bytes of iterates, and of squares: they are added over the homes, then multiplied."""
+    strip, dtype = own[0].strip, dtype_of(config, device)
+    assert strip is not None
+    kind = held_dtype(dtype, device)
+    held, short = _BYTES[kind], min(own[0].whole)
+    rounded = _BYTES[dtype] if kind != dtype else 0  # a product's rounded copy
+    iterate = held * short * sum(matrix.long for matrix in own)
+    made = (held + rounded) * short * max(matrix.long for matrix in own)  # one strip's next iterate
+    square = held * short * short
+    if makes_rows(*own[0].whole, strip.count, config, device):
+        multiplying = _making_rows(own, held, config, device)
+    elif strips_take_gram(*own[0].whole, strip.count, config, device):
+        multiplying = 4 * square
+    else:
+        at_once = 1 + any(c != 0 for _, _, c in schedule_of(config))
+        multiplying = at_once * square + rounded * short * short
+    return iterate + max(_adding(own, size, held, device), multiplying, made + square)
+
+
+def _adding(own: Sequence[Matrix], size: int, held: int, device: Device) -> int:
+    """Bytes while squares are added: those of the strips here, and this home's rows of all others.
+
+    First the rows of squares that leave are beside them. Later it is this home's rows of the sum
+    in fp32, a rounded copy of these rows, and the whole sum if other homes make rows of it.
+    """
+    strip = own[0].strip
+    assert strip is not None
+    short, homes = min(own[0].whole), min(size, strip.count)
+    square, numbers = held * short * short, short * -(-short // homes)
+    part, in_fp32 = held * numbers, _FP32 * numbers
+    leaving = len(own) * (square - part)
+    rounded = part if held < _FP32 else 0  # a sum in fp32 is not copied
+    whole = square if homes > 1 else 0
+    # To add 16 bits to fp32, torch copies them to fp32 on a CPU; a GPU's kernel converts them.
+    widened = in_fp32 if held < _FP32 and not is_cuda(device) else 0
+    summing = in_fp32 + max(widened, rounded + whole)
+    return len(own) * square + (strip.count - len(own)) * part + max(leaving, summing)
+
+
+def _making_rows(own: Sequence[Matrix], held: int, config: MuonConfig, device: Device) -> int:
+    """Bytes of R and P, and of this home's rows of R, P and Q, in the highest of Gram's steps.
+
+    Putting rows together takes no more than the products before and after it.
+    """
+    first, last = own[0].strip, own[-1].strip
+    assert first is not None and last is not None
+    short = min(own[0].whole)
+    start, _ = square_rows(short, first.number, first.count)
+    _, stop = square_rows(short, last.number, first.count)
+    rows, square = held * short * (stop - start), held * short * short
+    most = 0
+    for part in segments(config, device):
+        for step, (_, _, c) in enumerate(part):
+            makes_power = c != 0  # else P is R
+            # While Q is multiplied: its next rows, and P's. After the first step Q's and R's rows
+            # have memory of their own, too.
+            copies = 1 + makes_power + 2 * (step > 0)
+            if step < len(part) - 1:  # then R is: Q's rows, and R's old and new ones
+                copies = max(copies, 3)
+            most = max(most, (1 + makes_power) * square + copies * rows)
+    return most
+
+
 # --- GPU ---------------------------------------------------------------------------------------
 
 
@@ -150,40 +248,6 @@ def _of_batches(work: RoundWork, rank: int, config: MuonConfig, limit: int, devi
             of_one = _of_one(rows, cols, config, device, tight=tight)
             most = max(most, together * of_one)
     return most
-
-
-def _of_strips(own: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
-    """Bytes for the strips of one matrix that are here: turned, entered and iterated on."""
-    dtype = dtype_of(config, device)
-    short = min(own[0].whole)
-    elements = short * sum(matrix.long for matrix in own)
-    entering = _FP32 * elements
-    if dtype != "fp32":  # copies in fp32 are divided in place, and then rounded
-        entering += _BYTES[dtype] * elements
-    highest = max(entering, _iterating(own, size, config, device))
-    if not own[0].is_turned:
-        return highest
-    there, turned, back = _turning(own, itemsize_of(config))
-    return max(there, turned + highest, back)
-
-
-def _iterating(own: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
-    """Bytes of iterates, and of squares: they are added over the homes, then multiplied."""
-    strip, held = own[0].strip, _BYTES[held_dtype(dtype_of(config, device), device)]
-    assert strip is not None
-    short, homes = min(own[0].whole), min(size, strip.count)
-    iterate = held * short * sum(matrix.long for matrix in own)
-    square, numbers = held * short * short, short * -(-short // homes)
-    part = held * numbers  # the rows of a square that this home adds
-    of_others = (strip.count - len(own)) * part
-    adding = len(own) * square + of_others
-    # rows of all others, or the sum of these rows, rounded, and then the whole sum
-    adding += max(len(own) * (square - part), _FP32 * numbers + part + square)
-    makes_whole = not makes_rows(*own[0].whole, strip.count, config, device)
-    gram = strips_take_gram(*own[0].whole, strip.count, config, device)
-    multiplying = (4 if gram and makes_whole else 2) * square  # rows of others take less than sums
-    made = held * short * max(matrix.long for matrix in own)  # one strip's next iterate
-    return iterate + max(adding, multiplying, made + square)
 
 
 def _of_one(rows: int, cols: int, config: MuonConfig, device: Device, *, tight: bool) -> int:
@@ -203,11 +267,11 @@ def _of_one(rows: int, cols: int, config: MuonConfig, device: Device, *, tight: 
 # --- CPU ---------------------------------------------------------------------------------------
 
 
-def _most_on_cpu(matrices: Sequence[Matrix], config: MuonConfig, device: Device) -> int:
+def _most_on_cpu(matrices: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
     """Bytes; the strips of a matrix that are here are taken together."""
     whole = [matrix for matrix in matrices if matrix.strip is None]
     most = max((of_matrix_on_cpu(matrix, config, device) for matrix in whole), default=0)
-    strips = [_of_strips_on_cpu(own, config, device) for own in _shared(matrices)]
+    strips = [of_strips(own, size, config, device) for own in _shared(matrices)]
     return max(most, *strips, 0)
 
 
@@ -256,16 +320,3 @@ def _entering(elements: int, config: MuonConfig, device: Device) -> int:
     if kind != dtype:
         of_one += _BYTES[kind]
     return elements * of_one
-
-
-def _of_strips_on_cpu(own: Sequence[Matrix], config: MuonConfig, device: Device) -> int:
-    """Bytes for strips of one matrix: they are turned and entered, or there are two iterates, and
-    at most six squares with those of the other homes."""
-    short, held = min(own[0].whole), _BYTES[held_dtype(dtype_of(config, device), device)]
-    elements = short * sum(matrix.long for matrix in own)
-    iterating = 2 * held * elements + 6 * held * short * short
-    highest = max(_entering(elements, config, device), iterating)
-    if not own[0].is_turned:
-        return highest
-    there, turned, back = _turning(own, itemsize_of(config))
-    return max(there, turned + highest, back)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_muon.bench.step.paper import routes
+from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.planning.plan import ExchangePlan
@@ -118,12 +119,21 @@ def test_the_peak_is_that_of_the_virtual_gpus_allocator(
     _check_peaks(plan, config)
 
 
-@pytest.mark.parametrize(("tp", "dp", "strips"), [(1, 4, 4), (2, 4, 4), (1, 3, 4), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "dp", "strips", "dtype"),
+    [
+        *((1, 4, 4, None), (2, 4, 4, None), (1, 3, 4, None), (1, 2, 2, None)),
+        *((1, 2, 2, "fp32"), (1, 1, 4, "fp32")),
+    ],
+)
 def test_the_peak_is_that_of_the_allocator_where_homes_make_rows(
-    tp: int, dp: int, strips: int
+    tp: int, dp: int, strips: int, dtype: NsDtype | None
 ) -> None:
-    """Square matrices decide it here, more than those of long ones do."""
-    config = MuonConfig(split_matrices=strips, ns_iteration="gram")
+    """Square matrices decide it here, more than those of long ones do.
+
+    In fp32 a sum of squares has no rounded copy, so that of two homes the products decide it.
+    """
+    config = MuonConfig(split_matrices=strips, ns_iteration="gram", ns_dtype=dtype)
     plan = small_plan(config, tp, dp, layers=1, hidden=8192, ffn=16384)
     assert all(any(one.gathers) for one in plan.shared if min(one.rows, one.cols) == 8192)
     _check_peaks(plan, config)

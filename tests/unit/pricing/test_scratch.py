@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
 from megatron_muon.bench.step.meter import peak_bytes
 from megatron_muon.coefficients import NsDtype
-from megatron_muon.config import MuonConfig
+from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.cpu import fused_adam
 from megatron_muon.orthogonalize import matmul
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
+from megatron_muon.orthogonalize.strips import orthogonalize_strips
+from megatron_muon.planning.layout import Strip
 from megatron_muon.planning.segments import Matrix
-from megatron_muon.pricing.scratch import of_matrix_on_cpu
+from megatron_muon.pricing.scratch import of_matrix_on_cpu, of_strips
+from megatron_muon.runtime import collectives
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.sharers import Sharers
 
 CPU = torch.device("cpu")
 NUMBERS = 1024  # bytes of single numbers
 ONEDNN = 200 * 1024  # of a bf16 product on a thread
+TRANSPOSED = 60 * 60 * 4  # torch's block of a transposed copy
 SHAPES = [(256, 256, 1, 1), (768, 256, 1, 1), (256, 512, 1, 1), (256, 512, 2, 1), (256, 512, 1, 2)]
 
 
@@ -54,6 +64,92 @@ def test_newton_schulz_takes_what_is_planned(
     held = matmul.products_on(CPU, dtype).held
     left_out = ONEDNN * torch.get_num_threads() if held == torch.bfloat16 else NUMBERS
     assert planned <= peak_bytes(CPU, step) <= planned + left_out
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """oneDNN's memory grows with threads, and would hide that of squares."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strips", "ranks", "iteration", "dtype"),
+    [
+        ((512, 512), 4, 1, "standard", "bf16"),
+        ((512, 512), 8, 1, "standard", "bf16"),
+        ((512, 512), 16, 1, "standard", "bf16"),
+        ((1024, 512), 8, 1, "standard", "bf16"),
+        ((512, 512), 16, 1, "standard", "fp32"),
+        ((512, 512), 4, 1, "gram", "bf16"),
+        ((512, 512), 2, 2, "gram", "fp32"),
+        ((512, 512), 5, 3, "gram", "bf16"),
+        ((512, 512), 2, 2, "standard", "fp16"),
+        ((256, 768), 3, 2, "gram", "bf16"),
+        ((2048, 128), 4, 2, "standard", "fp32"),
+        ((128, 2048), 4, 1, "gram", "fp16"),
+    ],
+)
+def test_strips_take_what_is_planned(
+    shape: tuple[int, int],
+    strips: int,
+    ranks: int,
+    iteration: NsIteration,
+    dtype: NsDtype,
+    device: Device,
+    one_thread: None,
+) -> None:
+    """On the first rank, which has most strips, with all of a matrix's strips or some of them."""
+    config = MuonConfig(ns_dtype=dtype, ns_iteration=iteration)
+    every = _strips(shape, strips, ranks)
+    own = [matrix for matrix in every if matrix.home == 0]
+    with mock.patch.object(collectives, "start_messages", _received_at_once):
+        step = _step_of_strips(own, Sharers(every, 0, None, range(ranks), Meter()), config)  # type: ignore[arg-type]
+        step()
+        measured = peak_bytes(CPU, step)
+    planned = of_strips(own, ranks, config, device)
+    held = matmul.products_on(CPU, dtype).held
+    by_products = iteration == "gram" and held == torch.bfloat16  # the highest moment may be theirs
+    left_out = ONEDNN if by_products else NUMBERS + TRANSPOSED
+    assert measured - left_out <= planned <= 1.005 * measured
+
+
+def _strips(shape: tuple[int, int], count: int, ranks: int) -> list[Matrix]:
+    """A matrix in ranges of rows, as ``planning.strips`` cuts it and chooses the homes."""
+    rows, cols = shape
+    edges = [number * rows // count for number in range(count + 1)]
+    return [
+        Matrix(
+            "w", edges[number + 1] - edges[number], cols, 1, 1, number * ranks // count,
+            strip=Strip(rows, cols, number, count),
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def _step_of_strips(own: list[Matrix], sharing: Sharers, config: MuonConfig) -> Callable[[], None]:
+    """Newton-Schulz of strips as ``runtime.round`` calls it."""
+    dtype = matmul.travel_dtype(config)
+    strips = [torch.randn(matrix.rows, matrix.cols).to(dtype) for matrix in own]
+    moves = torch.ones(len(own), dtype=torch.bool)
+
+    def step() -> None:
+        held = sharing.turned(strips) if own[0].is_turned else strips
+        orthogonalize_strips(held, own[0].whole, moves, config, sharing)
+        if own[0].is_turned:
+            sharing.turn_back(held, strips)
+
+    return step
+
+
+def _received_at_once(name: str, sent: torch.Tensor, route: Any) -> collectives.Pending | None:
+    """``collectives.start_messages`` on one rank alone: others send zeros."""
+    if not route.messages:
+        return None
+    received = sent.new_zeros(route.received)
+    return collectives.Pending(name, route.group, sent, received, [])
 
 
 @pytest.mark.parametrize(("elements", "decay"), [(3_000, 0.1), (3_000, 0.0), (3_000_000, 0.1)])
