@@ -38,10 +38,17 @@ def test_a_rank_waits_for_its_peers() -> None:
     assert stage_time(small, [0, 8], PRICE, before) == 30_000 + 4800 + 100 * (2 + 100)
 
 
-def test_later_work_fills_the_ranks_that_have_less() -> None:
+@pytest.mark.parametrize(
+    ("later", "flops"),
+    [
+        (3200, 1600 + 2 * 200),  # 200 of each rank: none stays where the matrix is
+        (32_000, 1600 + 2 * 1395),  # 2,000 of each: that rank keeps 1.05 × the mean, 2,205 in all
+        (320_000, 20_100),  # more at all others than travels
+    ],
+)
+def test_later_work_fills_ranks_that_have_less_and_leaves_others(later: int, flops: int) -> None:
     work = Work(1600, 1, {0: 1})
-    assert stage_time([work], [0], PRICE, IDLE, later=3200) == 8 * 1600
-    assert stage_time([work], [0], PRICE, IDLE, later=32_000) == 8 * 2100
+    assert stage_time([work], [0], PRICE, IDLE, later) == 8 * flops
 
 
 @pytest.mark.parametrize(("count", "size"), [(2, 64), (4, 64), (8, 64), (8, 4), (3, 64)])
