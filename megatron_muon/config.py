@@ -106,7 +106,7 @@ class MuonConfig:
             it.
         split_matrices: number of ranks that orthogonalize a long matrix together, each a strip of
             it; ``off``: none is shared. ``auto``: 2, 4 or 8 for the shapes with which the
-            stage's step, by ``rank_tflops`` and ``link_gbytes``, takes 3 % less or better; not for
+            stage's step, by ``rank_tflops`` and ``link_gbytes``, takes 5 % less or better; not for
             matrices of less than 50 µs. A matrix is long if one side is at least twice the other,
             and it needs as many rows as strips; experts' matrices are not shared. Of large matrices
             (``iteration.makes_rows``) homes make rows of each square, too, which they then put
