@@ -105,9 +105,9 @@ class MuonConfig:
             1.10 × that, if another rank would end later (module ``homes``). ``local`` always keeps
             it.
         split_matrices: number of ranks that orthogonalize a long matrix together, each a strip of
-            it; ``off``: none is shared. ``auto``: 2, 4 or 8 for the shapes where the busiest rank,
-            by ``rank_tflops`` and ``link_gbytes``, then has 5 % less time or better; not for
-            matrices of less than 500 µs. A matrix is long if one side is at least twice the other,
+            it; ``off``: none is shared. ``auto``: 2, 4 or 8 for the shapes with which the
+            stage's step, by ``rank_tflops`` and ``link_gbytes``, takes 5 % less or better; not for
+            matrices of less than 50 µs. A matrix is long if one side is at least twice the other,
             and it needs as many rows as strips; experts' matrices are not shared. Of large matrices
             (``iteration.makes_rows``) homes make rows of each square, too, which they then put
             together; these are shared without being long. So one home does not keep others waiting,

@@ -39,14 +39,14 @@ _PANELS, _PANELLED = 4, 384
 
 # From which short side on each home of a shared matrix makes rows of its squares, by the number of
 # strips. On a CPU from where products take longer than messages of a few hundred KiB. CUDA's are of
-# the time model of an H100: a library's kernel makes half a square, so that two strips do not pay.
-# Some gain from 4,096 on, but the two speeds by which a plan chooses misjudge them: DeepSeek-V3 and
-# Kimi K2, with 7,168, are slower then. More strips than a node has GPUs would send rows far.
+# the time model of an H100: with messages between them, two homes' rows gain from twice the side on
+# from which those of four do. A library's kernel makes half a square, so that two strips do not
+# pay, and four do later. More strips than a node has GPUs would send rows far.
 NODE = 8  # GPUs, and the most strips that are chosen by themselves
 _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cpu": ((range(2, 1 << 30), 256),),
     "cpu_bf16": ((range(2, 1 << 30), 256),),
-    "cuda": ((range(2, NODE + 1), 8192),),
+    "cuda": ((range(2, 4), 8192), (range(4, NODE + 1), 4096)),
     "cuda_symmetric": ((range(4, NODE + 1), 8192),),
 }
 

@@ -35,7 +35,7 @@ from megatron_muon.config import HomePolicy, MuonConfig
 # matrix); up to LIMIT × that, where another rank would end later.
 HOME_SLACK = Fraction(105, 100)
 HOME_LIMIT = Fraction(110, 100)
-_NEIGHBOURS = 8  # ranks of a stage that are most likely GPUs of one node
+NEIGHBOURS = 8  # ranks of a stage that are most likely GPUs of one node
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,15 @@ class Work:
     """A matrix: flops of its Newton-Schulz, its elements, and elements held by rank.
 
     Replicas are held too, so ``held`` may have more than ``numel`` elements in all. ``shared`` are
-    elements that the home of a strip sends to the matrix's other homes, and as many come.
+    elements that take its home's link as long as all that the homes of one matrix do for it
+    together, and ``waits`` picoseconds beside them (``sharing.strip_time``).
     """
 
     flops: int
     numel: int
     held: Mapping[int, int]
     shared: int = 0
+    waits: int = 0
 
     def moved(self, home: int) -> int:
         """Elements that a home receives and sends: pieces it lacks, directions of all others."""
@@ -59,10 +61,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Time of one floating-point operation and of one element on a rank's link, in one unit."""
+    """Time of one floating-point operation, of one element on a rank's link and of a picosecond.
+
+    All are in one unit.
+    """
 
     flop: int
     element: int
+    picosecond: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +94,9 @@ def prices(config: MuonConfig, itemsize: int) -> Price:
     flops, per_flops = config.rank_tflops.as_integer_ratio()  # per picosecond
     bytes_, per_bytes = config.link_gbytes.as_integer_ratio()  # per nanosecond
     flop, element = per_flops * bytes_, 1000 * itemsize * per_bytes * flops
-    common = math.gcd(flop, element)
-    return Price(flop // common, element // common)
+    picosecond = bytes_ * flops
+    common = math.gcd(flop, element, picosecond)
+    return Price(flop // common, element // common, picosecond // common)
 
 
 def choose_homes(
@@ -170,8 +177,8 @@ class _Ranks:
     def elsewhere(self, index: int) -> int:
         """The home of a matrix that its holder has no room for."""
         flops, held = self._matrices[index].flops, self._matrices[index].held
-        first = self.holder(index) // _NEIGHBOURS * _NEIGHBOURS
-        neighbours = range(first, min(first + _NEIGHBOURS, len(self._works)))
+        first = self.holder(index) // NEIGHBOURS * NEIGHBOURS
+        neighbours = range(first, min(first + NEIGHBOURS, len(self._works)))
         idle = min(neighbours, key=lambda rank: (self._works[rank], rank))
         if not self.has_room(index, idle):
             idle = self._least()
@@ -194,25 +201,9 @@ class _Ranks:
         return self._by_work[0][1]
 
 
-def busiest_time(
-    works: Sequence[Work], homes: Sequence[int], price: Price, before: Loads, later: int = 0
-) -> int:
-    """The time of the rank that has most, in the unit of ``price``; see ``choose_homes``.
-
-    Work that comes ``later``, in flops, has homes by what ranks have to do by then. So it fills
-    those that have less than the mean of all; nothing takes bytes from a home's link.
-    """
-    times, flops = list(before.times), list(before.flops)
-    for work, home in zip(works, homes, strict=True):
-        times[home] += _time(work, home, price)
-        flops[home] += work.flops
-    mean = (sum(flops) + later) // len(flops) if later else 0
-    filled = (max(0, mean - own) * price.flop for own in flops)
-    return max(time + more for time, more in zip(times, filled, strict=True))
-
-
 def _time(matrix: Work, home: int, price: Price) -> int:
-    return matrix.flops * price.flop + matrix.moved(home) * price.element
+    at_home = matrix.flops * price.flop + matrix.waits * price.picosecond
+    return at_home + matrix.moved(home) * price.element
 
 
 def _of_ideal(factor: Fraction, matrices: Sequence[Work], before: Loads) -> int:

@@ -24,12 +24,14 @@ from megatron_muon.orthogonalize.iteration import (
     strip_flops,
 )
 from megatron_muon.planning.grid import RankGrid, held_pieces
-from megatron_muon.planning.homes import Loads, Work, busiest_time, choose_homes, prices
+from megatron_muon.planning.homes import Loads, Work, choose_homes, prices
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds.stage import stage_rounds
 from megatron_muon.planning.runs import all_runs, held_elements, segments_of
 from megatron_muon.planning.segments import Matrix, Segment
+from megatron_muon.planning.sharing.stage_time import stage_time
+from megatron_muon.planning.sharing.strip_time import strip_time
 from megatron_muon.planning.strips import (
     LEAST_SHARED_PS,
     Counts,
@@ -193,11 +195,6 @@ def flops_of(parameters: Sequence[Parameter], config: MuonConfig, device: Device
     )
 
 
-# Homes that make rows of squares are neighbours, of one node. On an H100 its links are 9 times as
-# fast as those between nodes, which ``link_gbytes`` is of; but homes wait for these messages, and
-# for no others. With 3 or more in its place a stage of Llama-3-70B at DP 16 shares more, and is
-# slower.
-_NEAR = 2
 _Cut = tuple[Parameter, Sequence[Work]]  # a parameter, and the work of its matrices
 
 
@@ -214,7 +211,7 @@ def _works(
             flops_of_matrix(shape, config, device),
             shape.rows * shape.cols,
             by_rank,
-            _shared_elements(shape, grid.size, config, device),
+            *strip_time(shape.strip, shape.rows * shape.cols, grid.size, config, device),
         )
         for shape, by_rank in zip(parameter.matrices, held, strict=True)
     ]
@@ -234,13 +231,15 @@ def _loads(plans: Sequence[ExchangePlan], size: int, config: MuonConfig, device:
     for plan in plans:
         if plan.size != size:
             raise ValueError(f"a stage's optimizers have its {size} ranks, not {plan.size}")
-        moved = [_shared_elements(matrix, size, config, device) for matrix in plan.matrices]
+        strips = [strip_time(m.strip, m.numel, size, config, device) for m in plan.matrices]
+        moved = [strip.elements for strip in strips]
         for segment in plan.segments:
             if segment.rank != plan.matrices[segment.matrix].home:
                 moved[segment.matrix] += segment.elements.size * (1 if segment.replica else 2)
-        for matrix, work, elements in zip(plan.matrices, plan.flops, moved, strict=True):
+        for at, (matrix, work) in enumerate(zip(plan.matrices, plan.flops, strict=True)):
             flops[matrix.home] += work
-            times[matrix.home] += work * price.flop + elements * price.element
+            times[matrix.home] += work * price.flop + moved[at] * price.element
+            times[matrix.home] += strips[at].waits * price.picosecond
     return Loads(tuple(flops), tuple(times))
 
 
@@ -281,7 +280,7 @@ def _in_strips(
     def time_of(counts: Counts) -> int:
         tried, price = cut_all(counts), prices(config, itemsize_of(config))
         homes = _homes(tried, grid, config, before)
-        return busiest_time(_all_works(tried), homes, price, before, later)
+        return stage_time(_all_works(tried), homes, price, before, later)
 
     least = LEAST_SHARED_PS * config.rank_tflops  # flops
     shapes = {
@@ -293,25 +292,6 @@ def _in_strips(
     }
     can = partial(can_share, config=config, device=device)
     return cut_all(choose_counts(sorted(shapes), grid.size, time_of, can) if shapes else {})
-
-
-def _shared_elements(
-    shape: MatrixShape | Matrix, size: int, config: MuonConfig, device: Device
-) -> int:
-    """Elements that the home of a strip sends to the others: of squares, and to turn it twice.
-
-    They count by the time that they take on a link between nodes (``_NEAR``).
-    """
-    if shape.strip is None:
-        return 0
-    homes, short = min(size, shape.strip.count), min(shape.strip.rows, shape.strip.cols)
-    whole = (shape.strip.rows, shape.strip.cols)
-    gathers = gathers_of_rows(*whole, shape.strip.count, config, device)
-    sent = (2 * len(gathers) + sum(gathers)) * short * short
-    if shape.strip.is_turned:
-        sent += 2 * shape.rows * shape.cols
-    near = _NEAR if any(gathers) else 1
-    return sent * (homes - 1) // (homes * near)
 
 
 def _shared(

@@ -6,10 +6,12 @@ from fractions import Fraction
 
 import pytest
 
-from figures.priced_models import CASES
+from figures.planned_models import PP, TP
+from figures.priced_models import CASES, Case
 from figures.priced_stages import priced_of
+from figures.scale.split_matrices import CASES as LARGE
 from megatron_muon.pricing.presets import H100
-from support.virtual_gpu.plans import OVERLAP
+from support.virtual_gpu.plans import LLAMA_70B, OVERLAP
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,34 @@ def test_auto_shortens_the_predicted_step(name: str, at_most: Fraction) -> None:
     (auto,), _ = priced_of(words, H100)  # the default
     assert auto.ours[-1].step.seconds < at_most * off.ours[-1].step.seconds
     assert (auto.duplicated, auto.distributed) == (off.duplicated, off.distributed)
+
+
+# Of these two speeds alone chose a number of strips that the time model has 6 to 30 % slower.
+STAGES = {case.name: case for case in (*CASES, *LARGE)} | {
+    name: Case(name, f"{LLAMA_70B} {TP} 8 {PP} 4 --world-size 256", stage)
+    for name, stage in (("Llama-3-70B TP8 PP4 DP8", 0), ("its last stage", 3))
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama-3-8B TP1 × DP512",
+        "Llama-3-70B TP8 PP4 DP8",
+        "its last stage",
+        "Llama-3-70B TP8 PP4 DP16",
+        "Llama-3-70B TP8 PP4 DP64",
+    ],
+)
+def test_no_other_number_of_strips_has_a_shorter_predicted_step(name: str) -> None:
+    """Neither whole matrices nor 2, 4 or 8 strips of all, with torch's products and a kernel's."""
+    case = STAGES[name]
+    words = [*case.words.split(), *OVERLAP.split(), "--stage", str(case.stage)]
+    seconds = {}
+    for asked in ("auto", "off", "2", "4", "8"):
+        (stage,), _ = priced_of([*words, "--muon-split-matrices", asked], H100)
+        seconds[asked] = [our.step.seconds for our in stage.ours if our.iteration == "auto"]
+    auto = seconds.pop("auto")
+    assert len(auto) == 2
+    for own, *others in zip(auto, *seconds.values(), strict=True):
+        assert own <= 1.01 * min(others)

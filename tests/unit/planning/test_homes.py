@@ -67,7 +67,7 @@ def test_times_are_exact(rank_tflops: float, link_gbytes: float, itemsize: int) 
 def test_the_default_speeds_are_an_h100s_and_a_400_gbit_ports() -> None:
     config = MuonConfig()
     assert (config.rank_tflops, config.link_gbytes) == (400.0, 40.0)
-    assert prices(config, 2) == Price(1, 20_000)  # flops in the time of one bf16 element
+    assert prices(config, 2) == Price(1, 20_000, 400)  # flops in a bf16 element's time, in 1 ps
 
 
 def _llama(dp_size: int, **settings: Any) -> ExchangePlan:
@@ -120,8 +120,8 @@ def test_past_the_slack_bytes_decide_among_ranks_within_the_limit(full: int, hom
     """
     whole = [Work(full, 20, {0: 20}), Work(97, 20, {1: 20}), Work(96, 20, {2: 20})]
     matrices = [*whole, Work(8, 20, {0: 11, 1: 9})]
-    assert choose_homes(matrices, 3, "balanced", Price(1, 1)) == [0, 1, 2, home]
-    assert choose_homes(matrices, 3, "balanced", Price(1, 0)) == [0, 1, 2, 2]
+    assert choose_homes(matrices, 3, "balanced", Price(1, 1, 1)) == [0, 1, 2, home]
+    assert choose_homes(matrices, 3, "balanced", Price(1, 0, 0)) == [0, 1, 2, 2]
 
 
 @given(stages(), SPEEDS)

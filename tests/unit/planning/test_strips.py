@@ -168,7 +168,8 @@ def test_homes_that_turn_a_matrix_send_their_own_strip_at_most() -> None:
 
 
 def test_shapes_are_cut_as_long_as_that_gains() -> None:
-    """Time is the largest of two shapes' shares: the longer one gains until it is the shorter."""
+    """Time is the largest of two shapes' shares: the longer one gains until it is the shorter, and
+    then both gain together."""
 
     def time_of(counts: dict[tuple[int, int], int]) -> int:
         return max(8000 // counts.get((80, 10), 1), 2000 // counts.get((20, 10), 1))
@@ -176,7 +177,9 @@ def test_shapes_are_cut_as_long_as_that_gains() -> None:
     def of_long(gain: int, size: int = 64) -> dict[tuple[int, int], int]:
         return choose_counts([(80, 10)], size, lambda n: 1000 - gain * sum(n.values()), _any)
 
-    assert choose_counts([(20, 10), (80, 10), (10, 10)], 64, time_of, _any) == {(80, 10): 4}
+    shapes = [(20, 10), (80, 10), (10, 10)]
+    assert choose_counts(shapes, 64, time_of, _any) == {(80, 10): 8, (20, 10): 2}
+    assert choose_counts([(80, 10), (10, 10)], 64, time_of, _any) == {(80, 10): 4}
     assert choose_counts([(20, 10), (80, 10)], 2, time_of, _any) == {(80, 10): 2}  # all ranks
     assert of_long(20) == {(80, 10): 8}
     assert of_long(5) == {}
@@ -201,10 +204,13 @@ def _any(rows: int, cols: int, count: int) -> bool:
     [
         (8192, 4096, "cuda", [2, 4, 8, 16]),  # long
         (4096, 28672, "cuda_symmetric", [2, 4, 8, 16]),
-        (8000, 4096, "cuda", []),
+        (8000, 4096, "cuda", [4, 8]),
+        (8000, 4096, "cuda_symmetric", []),
+        (8000, 4095, "cuda", []),
         (8192, 8192, "cuda", [4, 8]),  # 16 strips are on two nodes
         (8192, 8192, "cuda_symmetric", [4, 8]),  # a kernel makes half a square
-        (4096, 4096, "cuda", []),
+        (4096, 4096, "cuda", [4, 8]),
+        (4096, 4096, "cuda_symmetric", []),
     ],
 )
 def test_what_several_homes_can_share(

@@ -1,0 +1,71 @@
+"""What a strip costs its home beside its flops and its own pieces, as plain integers.
+
+Homes of a matrix add squares, put rows of them together and turn strips. All of it takes messages,
+which every home waits for, and passes over memory. ``pricing.kernels`` has the same with floats,
+for any hardware; ``test_pricing_strips`` holds the two together. Here bytes count by
+``link_gbytes`` and by the two ratios below, so that they follow a setting; all else is an H100's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import NODE, Device, gathers_of_rows, itemsize_of
+from megatron_muon.planning.layout import Strip
+
+# Speeds by that of a link between nodes. An H100's link inside a node sends 450 GB/s each way and
+# reaches 0.7 of it, its memory 3,350 and 0.8, its port 50 and 0.85 (``pricing.presets``).
+NODE_LINK, MEMORY = 7, 63
+# Latency of a grouped send and receive, and what each peer adds; the shortest kernel. The same.
+_MESSAGE_PS, _PEER_PS, _KERNEL_PS = 25_000_000, 1_200_000, 2_500_000
+# Of a strip: kernels, and bytes read or written per element (``pricing.kernels``: largest entry,
+# fp32 copy, division, norm, division and cast, copy back).
+_STRIP_KERNELS, _STRIP_BYTES = 24, 38
+# Of a sum of squares, in halves of the square: copies into and out of messages, sums in fp32.
+_SUM_HALVES = 15
+# Of one's own rows, each time that rows are put together: a copy of them, and the linear terms of
+# the 14 products for 10 such times in five steps.
+_ROW_PASSES = 5
+# Of a strip's rows and of its columns: into a message, out of it, and where they came from.
+_TURN_PASSES = 2 * 5
+
+
+class StripTime(NamedTuple):
+    """Elements on the home's link between nodes that take as long, and picoseconds beside them."""
+
+    elements: int = 0
+    waits: int = 0
+
+
+def strip_time(
+    strip: Strip | None, own: int, size: int, config: MuonConfig, device: Device
+) -> StripTime:
+    """The time of a strip at its home beside products, pieces and directions.
+
+    Args:
+        strip: the strip; None for a whole matrix, which takes none.
+        own: its elements.
+        size: number of ranks in the stage.
+        config, device: see ``iteration.ns_flops``.
+    """
+    if strip is None:
+        return StripTime()
+    homes, square = min(size, strip.count), min(strip.rows, strip.cols) ** 2
+    gathers = gathers_of_rows(strip.rows, strip.cols, strip.count, config, device)
+    sums, rows = len(gathers), sum(gathers)
+    travels = (2 * sums + rows) * square
+    passes = _STRIP_BYTES * own // itemsize_of(config)
+    passes += _SUM_HALVES * sums * square // 2 + _ROW_PASSES * rows * square // homes
+    messages = 2 + 2 * sums + rows  # two of numbers
+    if strip.is_turned:
+        travels += 2 * own
+        passes += _TURN_PASSES * own
+        messages += 2
+    # teams are neighbours: of one node where it holds whole teams
+    speed = NODE_LINK if NODE % homes == 0 else 1
+    kernels = _STRIP_KERNELS + sums * (homes + 4) + rows
+    return StripTime(
+        travels * (homes - 1) // (homes * speed) + passes // MEMORY,
+        messages * (_MESSAGE_PS + _PEER_PS * (homes - 1)) + kernels * _KERNEL_PS,
+    )

@@ -1,0 +1,74 @@
+"""The time of a stage by which a plan chooses how many homes share a matrix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.planning.homes import Loads, Price, Work, prices
+from megatron_muon.planning.layout import Strip
+from megatron_muon.planning.sharing.stage_time import stage_time
+from megatron_muon.planning.sharing.strip_time import NODE_LINK, StripTime, strip_time
+
+PRICE = Price(flop=13, element=100, picosecond=1)  # 8 a flop of a large matrix
+IDLE = Loads.none(16)
+
+
+@pytest.mark.parametrize(("holder", "link"), [(0, 0), (1, 70 // NODE_LINK), (8, 70)])
+def test_pieces_travel_there_and_back(holder: int, link: int) -> None:
+    """From the home itself, from a neighbour of its node, and from another node."""
+    work = Work(flops=1000, numel=70, held={holder: 70})
+    assert stage_time([work], [0], PRICE, IDLE) == 8 * 1000 + 2 * 100 * link
+
+
+def test_a_strip_takes_what_its_homes_do_together() -> None:
+    work = Work(flops=1000, numel=70, held={0: 70}, shared=5, waits=44)
+    assert stage_time([work], [0], PRICE, IDLE) == 8 * 1000 + 5 * 100 + 44
+
+
+def test_a_rank_waits_for_its_peers() -> None:
+    """Rank 8 has no work but a piece of the matrix of rank 0, whose link takes another's, too."""
+    works = [Work(1000, 100, {8: 50, 9: 50}), Work(10, 1, {1: 1})]
+    assert stage_time(works, [0, 1], PRICE, IDLE) == 8 * 1000 + 2 * 100 * 100
+    small = [Work(1000, 100, {8: 1, 9: 99}), Work(600, 1, {8: 1})]
+    assert stage_time(small, [0, 8], PRICE, IDLE) == 8 * 1000 + 2 * 100 * 100
+    before = Loads((0,) * 16, tuple(30_000 * (rank == 8) for rank in range(16)))
+    assert stage_time(small, [0, 8], PRICE, before) == 30_000 + 4800 + 100 * (2 + 100)
+
+
+@pytest.mark.parametrize(
+    ("later", "flops"),
+    [
+        (3200, 1600 + 2 * 200),  # 200 of each rank: none stays where the matrix is
+        (32_000, 1600 + 2 * 1395),  # 2,000 of each: that rank keeps 1.05 × the mean, 2,205 in all
+        (320_000, 20_100),  # more at all others than travels
+    ],
+)
+def test_later_work_fills_ranks_that_have_less_and_leaves_others(later: int, flops: int) -> None:
+    work = Work(1600, 1, {0: 1})
+    assert stage_time([work], [0], PRICE, IDLE, later) == 8 * flops
+
+
+@pytest.mark.parametrize(("count", "size"), [(2, 64), (4, 64), (8, 64), (8, 4), (3, 64)])
+def test_more_messages_take_longer(count: int, size: int) -> None:
+    """Rows of squares travel beside sums, a turned strip beside both, and 3 homes on two nodes."""
+    config = MuonConfig()
+    tall, wide = (Strip(rows, cols, 0, count) for rows, cols in ((3000, 1500), (1500, 3000)))
+    times = [strip_time(s, 3000 * 1500 // count, size, config, "cuda") for s in (tall, wide)]
+    assert times[0].elements < times[1].elements and times[0].waits < times[1].waits
+    rows = strip_time(Strip(8192, 4096, 0, count), 0, size, config, "cuda")
+    squares = strip_time(Strip(8192, 4095, 0, count), 0, size, config, "cuda")
+    assert (rows.elements > squares.elements and rows.waits > squares.waits) == (count >= 4)
+    assert strip_time(None, 3000 * 1500, size, config, "cuda") == StripTime()
+
+
+def test_no_time_is_rounded() -> None:
+    config = MuonConfig(rank_tflops=0.7, link_gbytes=12.5)
+    price = prices(config, 2)
+    assert price.flop * 0.7 == pytest.approx(price.picosecond)
+    assert price.element * 12.5 == pytest.approx(2 * 1000 * price.picosecond)
+    slower = prices(replace(config, link_gbytes=6.25), 2)
+    ratios = slower.element / slower.picosecond, price.element / price.picosecond
+    assert ratios[0] == pytest.approx(2 * ratios[1])

@@ -1,0 +1,41 @@
+"""A plan's integers for a strip beside the time model's kernels and messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import Device, ns_flops, strip_flops
+from megatron_muon.planning.layout import Strip
+from megatron_muon.planning.sharing.strip_time import MEMORY, NODE_LINK, strip_time
+from megatron_muon.pricing.hardware import GIGA, TERA
+from megatron_muon.pricing.kernels import newton_schulz, newton_schulz_strip
+from megatron_muon.pricing.presets import H100
+
+CONFIG = MuonConfig()
+LARGE = CONFIG.rank_tflops * TERA * 13 / 8  # flop/s
+SHAPES = [(14336, 4096), (28672, 4096), (28672, 8192), (57344, 8192), (18432, 7168), (7168, 2048)]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda_symmetric"])
+@pytest.mark.parametrize("shape", [*SHAPES, (8192, 8192)])
+def test_a_plan_and_the_time_model_price_a_strip_alike(
+    shape: tuple[int, int], device: Device
+) -> None:
+    """A plan chooses by differences of a few percent, so its constants may not drift."""
+    rows, cols = shape
+    whole = newton_schulz(H100, rows, cols, 1, CONFIG, device).seconds
+    assert ns_flops(rows, cols, CONFIG, device) / LARGE == pytest.approx(whole, rel=0.15)
+    for count in (2, 4, 8):
+        own = strip_time(Strip(rows, cols, 0, count), rows * cols // count, 64, CONFIG, device)
+        link = own.elements * 2 / H100.network_link
+        flops = strip_flops(rows, cols, rows // count, CONFIG, device, number=0, count=count)
+        priced = newton_schulz_strip(H100, shape, rows // count, count, count, CONFIG, device)
+        planned = flops / LARGE + link + own.waits * 1e-12
+        assert planned == pytest.approx(priced.seconds, rel=0.1), count
+
+
+def test_the_ratios_of_speeds_are_the_time_models() -> None:
+    assert H100.node_link / H100.network_link == pytest.approx(NODE_LINK, rel=0.06)
+    assert H100.memory / H100.network_link == pytest.approx(MEMORY, rel=0.01)
+    assert H100.network_link / GIGA == pytest.approx(CONFIG.link_gbytes, rel=0.07)
