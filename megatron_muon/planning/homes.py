@@ -30,12 +30,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron_muon.config import HomePolicy, MuonConfig
+from megatron_muon.orthogonalize.iteration import NODE
 
 # A rank keeps a matrix that it holds most of until its work would pass SLACK × max(ideal, largest
 # matrix); up to LIMIT × that, where another rank would end later.
 HOME_SLACK = Fraction(105, 100)
 HOME_LIMIT = Fraction(110, 100)
-NEIGHBOURS = 8  # ranks of a stage that are most likely GPUs of one node
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,7 @@ def choose_homes(
     price: Price,
     chosen: Mapping[int, int] | None = None,
     before: Loads | None = None,
+    neighbours: int = NODE,
 ) -> list[int]:
     """The home of each matrix; matrices with most work are assigned first.
 
@@ -120,10 +121,11 @@ def choose_homes(
         price: the prices of work and of bytes.
         chosen: homes that are chosen already, by matrix.
         before: what ranks have to do for other optimizers of the stage; None: nothing.
+        neighbours: see ``RankGrid``.
     """
     chosen = {} if chosen is None else chosen
     before = Loads.none(size) if before is None else before
-    ranks = _Ranks(matrices, before, price)
+    ranks = _Ranks(matrices, before, price, neighbours)
     for index, home in chosen.items():
         ranks.give(index, home)
     homes = dict(chosen)
@@ -154,10 +156,13 @@ class _Ranks:
         matrices: all matrices that get homes.
         before: what ranks have to do already.
         price: the prices of work and of bytes.
+        neighbours: see ``RankGrid``.
     """
 
-    def __init__(self, matrices: Sequence[Work], before: Loads, price: Price) -> None:
-        self._matrices, self._price = matrices, price
+    def __init__(
+        self, matrices: Sequence[Work], before: Loads, price: Price, neighbours: int
+    ) -> None:
+        self._matrices, self._price, self._neighbours = matrices, price, neighbours
         self._works, self._times = list(before.flops), list(before.times)
         self._by_work = [(work, rank) for rank, work in enumerate(self._works)]  # some outdated
         heapq.heapify(self._by_work)
@@ -177,8 +182,8 @@ class _Ranks:
     def elsewhere(self, index: int) -> int:
         """The home of a matrix that its holder has no room for."""
         flops, held = self._matrices[index].flops, self._matrices[index].held
-        first = self.holder(index) // NEIGHBOURS * NEIGHBOURS
-        neighbours = range(first, min(first + NEIGHBOURS, len(self._works)))
+        first = self.holder(index) // self._neighbours * self._neighbours
+        neighbours = range(first, min(first + self._neighbours, len(self._works)))
         idle = min(neighbours, key=lambda rank: (self._works[rank], rank))
         if not self.has_room(index, idle):
             idle = self._least()

@@ -31,7 +31,7 @@ from megatron_muon.planning.rounds.stage import stage_rounds
 from megatron_muon.planning.runs import all_runs, held_elements, segments_of
 from megatron_muon.planning.segments import Matrix, Segment
 from megatron_muon.planning.sharing.stage_time import stage_time
-from megatron_muon.planning.sharing.strip_time import strip_time
+from megatron_muon.planning.sharing.strip_time import StripTime, strip_time
 from megatron_muon.planning.strips import (
     LEAST_SHARED_PS,
     Counts,
@@ -163,7 +163,7 @@ def make_plan(
     Raises:
         ValueError: the pieces do not cover a parameter exactly once, or the plans have other ranks.
     """
-    before = _loads(earlier, grid.size, config, device)
+    before = _loads(earlier, grid, config, device)
     cut = _in_strips(parameters, grid, config, device, before, later)
     parameters, works = [parameter for parameter, _ in cut], _all_works(cut)
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
@@ -211,7 +211,7 @@ def _works(
             flops_of_matrix(shape, config, device),
             shape.rows * shape.cols,
             by_rank,
-            *strip_time(shape.strip, shape.rows * shape.cols, grid.size, config, device),
+            *_strip_time(shape, grid, config, device),
         )
         for shape, by_rank in zip(parameter.matrices, held, strict=True)
     ]
@@ -222,16 +222,26 @@ def _homes(cut: Sequence[_Cut], grid: RankGrid, config: MuonConfig, before: Load
     strips = [shape.strip for parameter, _ in cut for shape in parameter.matrices]
     price = prices(config, itemsize_of(config))
     chosen = strip_homes(strips, works, before.flops)
-    return choose_homes(works, grid.size, config.homes, price, chosen, before)
+    return choose_homes(works, grid.size, config.homes, price, chosen, before, grid.neighbours)
 
 
-def _loads(plans: Sequence[ExchangePlan], size: int, config: MuonConfig, device: Device) -> Loads:
+def _strip_time(
+    shape: MatrixShape | Matrix, grid: RankGrid, config: MuonConfig, device: Device
+) -> StripTime:
+    own = shape.rows * shape.cols
+    return strip_time(shape.strip, own, grid.size, config, device, grid.neighbours)
+
+
+def _loads(
+    plans: Sequence[ExchangePlan], grid: RankGrid, config: MuonConfig, device: Device
+) -> Loads:
     """What each rank has to do by some plans: their Newton-Schulz, and its link as a home."""
-    flops, times, price = [0] * size, [0] * size, prices(config, itemsize_of(config))
+    size, price = grid.size, prices(config, itemsize_of(config))
+    flops, times = [0] * size, [0] * size
     for plan in plans:
         if plan.size != size:
             raise ValueError(f"a stage's optimizers have its {size} ranks, not {plan.size}")
-        strips = [strip_time(m.strip, m.numel, size, config, device) for m in plan.matrices]
+        strips = [_strip_time(matrix, grid, config, device) for matrix in plan.matrices]
         moved = [strip.elements for strip in strips]
         for segment in plan.segments:
             if segment.rank != plan.matrices[segment.matrix].home:
@@ -280,7 +290,7 @@ def _in_strips(
     def time_of(counts: Counts) -> int:
         tried, price = cut_all(counts), prices(config, itemsize_of(config))
         homes = _homes(tried, grid, config, before)
-        return stage_time(_all_works(tried), homes, price, before, later)
+        return stage_time(_all_works(tried), homes, price, before, later, grid.neighbours)
 
     least = LEAST_SHARED_PS * config.rank_tflops  # flops
     shapes = {
@@ -291,7 +301,8 @@ def _in_strips(
         if ns_flops(*m.unit, config, device) >= least
     }
     can = partial(can_share, config=config, device=device)
-    return cut_all(choose_counts(sorted(shapes), grid.size, time_of, can) if shapes else {})
+    ranks = min(grid.size, grid.neighbours)
+    return cut_all(choose_counts(sorted(shapes), ranks, time_of, can) if shapes else {})
 
 
 def _shared(

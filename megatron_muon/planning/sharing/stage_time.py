@@ -13,7 +13,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from megatron_muon.planning.homes import HOME_SLACK, NEIGHBOURS, Loads, Price, Work
+from megatron_muon.orthogonalize.iteration import NODE
+from megatron_muon.planning.homes import HOME_SLACK, Loads, Price, Work
 from megatron_muon.planning.sharing.strip_time import NODE_LINK
 
 # Speed of large products over ``rank_tflops``, whose default is 40 % of a data sheet's. The time
@@ -27,7 +28,12 @@ _Pairs = Mapping[tuple[int, int], int]  # elements by (home, rank that holds the
 
 
 def stage_time(
-    works: Sequence[Work], homes: Sequence[int], price: Price, before: Loads, later: int = 0
+    works: Sequence[Work],
+    homes: Sequence[int],
+    price: Price,
+    before: Loads,
+    later: int = 0,
+    neighbours: int = NODE,
 ) -> int:
     """The time until the last rank has its directions, in the unit of ``price``.
 
@@ -38,13 +44,14 @@ def stage_time(
         later: flops of those that step after it. They have homes by what ranks have to do by then,
             so they fill those that have less than the mean of all, and leave those that would pass
             ``HOME_SLACK`` × the mean.
+        neighbours: see ``RankGrid``.
     """
     times, flops = list(before.times), list(before.flops)
     for work, home in zip(works, homes, strict=True):
         flops[home] += work.flops
         times[home] += _at_large(work.flops * price.flop)
         times[home] += work.shared * price.element + work.waits * price.picosecond
-    near, far = _pieces(works, homes)
+    near, far = _pieces(works, homes, neighbours)
     links = [
         max(inside // NODE_LINK, between) * price.element
         for inside, between in zip(_links(near, len(times)), _links(far, len(times)), strict=True)
@@ -72,14 +79,14 @@ def _at_large(time: int) -> int:
     return time * _LARGE.denominator // _LARGE.numerator
 
 
-def _pieces(works: Sequence[Work], homes: Sequence[int]) -> tuple[_Pairs, _Pairs]:
+def _pieces(works: Sequence[Work], homes: Sequence[int], neighbours: int) -> tuple[_Pairs, _Pairs]:
     """What neighbours hold for each other's matrices, and what other ranks do."""
     near: dict[tuple[int, int], int] = {}
     far: dict[tuple[int, int], int] = {}
     for work, home in zip(works, homes, strict=True):
-        first = home // NEIGHBOURS * NEIGHBOURS
+        first = home // neighbours * neighbours
         for rank, elements in work.held.items():
-            pairs = near if first <= rank < first + NEIGHBOURS else far
+            pairs = near if first <= rank < first + neighbours else far
             pair = home, rank
             if pair in pairs:
                 pairs[pair] += elements

@@ -39,7 +39,12 @@ class StripTime(NamedTuple):
 
 
 def strip_time(
-    strip: Strip | None, own: int, size: int, config: MuonConfig, device: Device
+    strip: Strip | None,
+    own: int,
+    size: int,
+    config: MuonConfig,
+    device: Device,
+    neighbours: int = NODE,
 ) -> StripTime:
     """The time of a strip at its home beside products, pieces and directions.
 
@@ -48,6 +53,7 @@ def strip_time(
         own: its elements.
         size: number of ranks in the stage.
         config, device: see ``iteration.ns_flops``.
+        neighbours: see ``RankGrid``.
     """
     if strip is None:
         return StripTime()
@@ -63,7 +69,7 @@ def strip_time(
         passes += _TURN_PASSES * own
         messages += 2
     # teams are neighbours: of one node where it holds whole teams
-    speed = NODE_LINK if NODE % homes == 0 else 1
+    speed = NODE_LINK if neighbours % homes == 0 else 1
     kernels = _STRIP_KERNELS + sums * (homes + 4) + rows
     return StripTime(
         travels * (homes - 1) // (homes * speed) + passes // MEMORY,
