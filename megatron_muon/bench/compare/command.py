@@ -332,44 +332,53 @@ def command_parser() -> argparse.ArgumentParser:
         "--topologies",
         nargs="+",
         metavar="SIZES",
-        help=f"such as tp2-pp2-dp2; default: {' '.join(USUAL)}",
+        help=f"topologies, such as tp2-pp2-dp2 (default: {' '.join(USUAL)})",
     )
     parser.add_argument(
         "--nodes",
         type=count(most=1 << 16),
         metavar="N",
-        help="nodes that the launcher must have started ranks on; without a launcher, above 1: "
-        "print the commands that start them, and end",
+        help="check that the launcher has started ranks on N nodes; without a launcher and above "
+        "1, print the commands that start them",
     )
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path("compare"),
-        help="measurements, report.md and report.json (%(default)s)",
+        help="folder of the measurements, report.md and report.json (%(default)s)",
+    )
+    steps = count(3, 1 << 20)
+    rate: dict[str, Any] = {"type": positive, "metavar": "LR"}
+    sizes: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
+    parser.add_argument(
+        "--steps", type=steps, default=12, metavar="N", help="steps of a training (%(default)s)"
+    )
+    parser.add_argument("--lr-adamw", **rate, default=2e-3, help="AdamW's rate (%(default)s)")
+    parser.add_argument("--lr-muon", **rate, default=1e-2, help="Muon's rate (%(default)s)")
+    parser.add_argument("--hidden", **sizes, default=256, help="hidden size (%(default)s)")
+    parser.add_argument("--layers", **sizes, default=4, help="number of layers (%(default)s)")
+    parser.add_argument("--seq", **sizes, default=128, help="tokens of a sequence (%(default)s)")
+    parser.add_argument(
+        "--vocab", **sizes, default=4096, help="size of the vocabulary (%(default)s)"
+    )
+    parser.add_argument("--heads", **sizes, help="attention heads (default: hidden / 64)")
+    parser.add_argument("--ffn", **sizes, help="inner size of an MLP (default: 4 x hidden)")
+    parser.add_argument(
+        "--micro-batch-size", **sizes, default=2, help="sequences of a micro-batch (%(default)s)"
     )
     parser.add_argument(
-        "--steps", type=count(3, 1 << 20), default=12, metavar="N", help="%(default)s"
+        "--global-batch-size", **sizes, default=16, help="sequences of a step (%(default)s)"
     )
-    parser.add_argument("--lr-adamw", type=positive, default=2e-3, metavar="LR", help="%(default)s")
-    parser.add_argument("--lr-muon", type=positive, default=1e-2, metavar="LR", help="%(default)s")
-    sizes: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
-    defaults = {"hidden": 256, "layers": 4, "seq": 128, "vocab": 4096}
-    for name, size in defaults.items():
-        parser.add_argument(f"--{name}", **sizes, default=size, help="%(default)s")
-    parser.add_argument("--heads", **sizes, help="default: hidden / 64")
-    parser.add_argument("--ffn", **sizes, help="default: Megatron's, 4 x hidden")
-    parser.add_argument("--micro-batch-size", **sizes, default=2, help="%(default)s")
-    parser.add_argument("--global-batch-size", **sizes, default=16, help="%(default)s")
     rates = " ".join(f"{rate:g}" for rate in _LINKS)
     parser.add_argument(
         "--link-mbits",
         nargs="*",
         type=up_to(100_000, least=0.1),
         metavar="RATE",
-        help="rates of a rank's link that are measured too, in Mbit/s, as root on Linux over gloo; "
-        f"without a rate: a model only; default: {rates} where allowed",
+        help="also measure over links of these rates, in Mbit/s; it needs root on Linux, and gloo; "
+        f"with no rate the report has the model alone (default: {rates} where allowed)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="bars (png, svg, pdf)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bars (png, svg, pdf)")
     parser.add_argument("--threads", **sizes, help="threads per rank (default: cores/ranks)")
     parser.add_argument(
         "--minutes",

@@ -105,8 +105,8 @@ def _parser(config_class: type) -> argparse.ArgumentParser:
         type=up_to(_MOST_CLIP),
         default=1.0,
         metavar="NORM",
-        help="Megatron's; 0 for no clipping (%(default)s)",
+        help="norm that gradients are clipped to; 0 for no clipping (%(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures and faults")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and faults")
     add_model_flags(parser, config_class)
     return parser
