@@ -38,6 +38,7 @@ is not repeated. Exit status: 0; 1 where a rank failed or a file could not be wr
 arguments are wrong."""
 
 _LINKS = (1000.0, 100.0, 30.0)  # Mbit/s
+_SIZES: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -347,28 +348,7 @@ def command_parser() -> argparse.ArgumentParser:
         default=Path("compare"),
         help="folder of the measurements, report.md and report.json (%(default)s)",
     )
-    steps = count(3, 1 << 20)
-    rate: dict[str, Any] = {"type": positive, "metavar": "LR"}
-    sizes: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
-    parser.add_argument(
-        "--steps", type=steps, default=12, metavar="N", help="steps of a training (%(default)s)"
-    )
-    parser.add_argument("--lr-adamw", **rate, default=2e-3, help="AdamW's rate (%(default)s)")
-    parser.add_argument("--lr-muon", **rate, default=1e-2, help="Muon's rate (%(default)s)")
-    parser.add_argument("--hidden", **sizes, default=256, help="hidden size (%(default)s)")
-    parser.add_argument("--layers", **sizes, default=4, help="number of layers (%(default)s)")
-    parser.add_argument("--seq", **sizes, default=128, help="tokens of a sequence (%(default)s)")
-    parser.add_argument(
-        "--vocab", **sizes, default=4096, help="size of the vocabulary (%(default)s)"
-    )
-    parser.add_argument("--heads", **sizes, help="attention heads (default: hidden / 64)")
-    parser.add_argument("--ffn", **sizes, help="inner size of an MLP (default: 4 x hidden)")
-    parser.add_argument(
-        "--micro-batch-size", **sizes, default=2, help="sequences of a micro-batch (%(default)s)"
-    )
-    parser.add_argument(
-        "--global-batch-size", **sizes, default=16, help="sequences of a step (%(default)s)"
-    )
+    _add_training(parser)
     rates = " ".join(f"{rate:g}" for rate in _LINKS)
     parser.add_argument(
         "--link-mbits",
@@ -379,7 +359,7 @@ def command_parser() -> argparse.ArgumentParser:
         f"with no rate the report has the model alone (default: {rates} where allowed)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bars (png, svg, pdf)")
-    parser.add_argument("--threads", **sizes, help="threads per rank (default: cores/ranks)")
+    parser.add_argument("--threads", **_SIZES, help="threads per rank (default: cores/ranks)")
     parser.add_argument(
         "--minutes",
         type=up_to(100_000, least=0.01),
@@ -388,3 +368,28 @@ def command_parser() -> argparse.ArgumentParser:
         help="minutes until a training is given up (%(default)s)",
     )
     return parser
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """The flags of each training: steps, rates, sizes."""
+    steps = count(3, 1 << 20)
+    rate: dict[str, Any] = {"type": positive, "metavar": "LR"}
+    parser.add_argument(
+        "--steps", type=steps, default=12, metavar="N", help="steps of a training (%(default)s)"
+    )
+    parser.add_argument("--lr-adamw", **rate, default=2e-3, help="AdamW's rate (%(default)s)")
+    parser.add_argument("--lr-muon", **rate, default=1e-2, help="Muon's rate (%(default)s)")
+    parser.add_argument("--hidden", **_SIZES, default=256, help="hidden size (%(default)s)")
+    parser.add_argument("--layers", **_SIZES, default=4, help="number of layers (%(default)s)")
+    parser.add_argument("--seq", **_SIZES, default=128, help="tokens of a sequence (%(default)s)")
+    parser.add_argument(
+        "--vocab", **_SIZES, default=4096, help="size of the vocabulary (%(default)s)"
+    )
+    parser.add_argument("--heads", **_SIZES, help="attention heads (default: hidden / 64)")
+    parser.add_argument("--ffn", **_SIZES, help="inner size of an MLP (default: 4 x hidden)")
+    parser.add_argument(
+        "--micro-batch-size", **_SIZES, default=2, help="sequences of a micro-batch (%(default)s)"
+    )
+    parser.add_argument(
+        "--global-batch-size", **_SIZES, default=16, help="sequences of a step (%(default)s)"
+    )

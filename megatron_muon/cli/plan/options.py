@@ -67,6 +67,13 @@ def parser(config_class: type) -> argparse.ArgumentParser:
         default="torch",
         help="symmetric products: torch's, or the kernel of quack-kernels (%(default)s)",
     )
+    _add_run(made)
+    add_model_flags(made, config_class)
+    return made
+
+
+def _add_run(made: argparse.ArgumentParser) -> None:
+    """Add the options on the run, on what of it is planned, and on the output."""
     made.add_argument("--global-batch-size", type=count(), metavar="N", help="sequences of a step")
     made.add_argument(
         "--mfu",
@@ -92,8 +99,6 @@ def parser(config_class: type) -> argparse.ArgumentParser:
         help="say why these homes and buckets, and plan other settings that may be cheaper",
     )
     made.add_argument("--json", type=Path, metavar="FILE", help="write all figures and assumptions")
-    add_model_flags(made, config_class)
-    return made
 
 
 def parsed(
