@@ -118,7 +118,7 @@ def add_megatron_flags(parser: argparse.ArgumentParser, config_class: type) -> N
 def split_known(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """``argv`` without the flags that the parser does not know; and those, with their values."""
+    """Split ``argv``: what the parser knows, and unknown flags with their values."""
     names = {name for action in parser._actions for name in action.option_strings}
     known: list[str] = []
     unknown: list[str] = []
@@ -135,7 +135,7 @@ def split_known(
 
 
 def not_read(parser: argparse.ArgumentParser, unknown: Iterable[str], config_class: type) -> str:
-    """A line about flags that are not read; a near miss of one that is gets a question."""
+    """A line about flags that are not read, with a question where one is nearly a known flag."""
     names = [name for action in parser._actions for name in action.option_strings]
     fields = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(config_class)}
     parts = []
