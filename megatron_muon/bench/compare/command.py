@@ -22,10 +22,9 @@ from megatron_muon.orthogonalize.iteration import Device
 
 _DESCRIPTION = """\
 Train one small GPT with AdamW and with Muon over several topologies, on ranks of this machine: over
-NCCL with GPUs, over gloo without. Write a report: time of a step and of the optimizer, bytes beside
-AdamW's, memory measured and planned, losses, and the bandwidth at which Muon's advantage ends:
-measured over links that are slowed down between network namespaces, where that is allowed, and by a
-model.
+NCCL with GPUs, over gloo without. Write a report of times, of bytes beside AdamW's, of memory
+measured and planned, and of losses. It also says at which bandwidth Muon's advantage ends: by a
+model, and measured where links between network namespaces can be slowed down.
 
 Under torchrun (RANK and WORLD_SIZE are set), every rank runs this command, and the topologies that
 have as many ranks are compared. --nodes N checks that the launcher has N nodes; without a launcher
