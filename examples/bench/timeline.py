@@ -21,7 +21,7 @@ WORK = {
     "Newton-Schulz": "muon/newton_schulz",
     "update": "muon/update",
 }
-# Of a collective: NAME/collective where it is started, NAME/wait where it has been waited for.
+# A collective has two spans: NAME/collective where it starts, NAME/wait where a rank waits for it.
 TRAVELS = {
     "gather on the wire": "muon/gather",
     "scatter on the wire": "muon/scatter",
@@ -29,18 +29,18 @@ TRAVELS = {
     "TP gather on the wire": "muon/tp_gather",
     "parameters on the wire": "params/gather",
 }
-_OPTIMIZER = "Optimizer.step#"  # torch's own name of a step, of rows without phases
+_OPTIMIZER = "Optimizer.step#"  # torch's name of a step, in rows without phases
 Spans = list[tuple[float, float]]  # (begin, length) in ms
 
 
 def lanes(events: Sequence[dict[str, Any]]) -> dict[str, Spans]:
-    """Those that the row has, in ms from the begin of the first one.
+    """The lanes that the row has, in ms from the start of the first span.
 
     Args:
         events: ``traceEvents`` of a Chrome trace.
 
     Raises:
-        ValueError: none of them is of an optimizer step.
+        ValueError: no event belongs to an optimizer step.
     """
     spans = _spans(events)
     present = {lane: spans[name] for lane, name in WORK.items() if name in spans}
@@ -60,7 +60,7 @@ def lanes(events: Sequence[dict[str, Any]]) -> dict[str, Spans]:
 
 
 def _spans(events: Sequence[dict[str, Any]]) -> dict[str, Spans]:
-    """By name, in ms, in the order of their begins."""
+    """The spans of each name, in ms, in the order in which they start."""
     spans: dict[str, Spans] = {}
     for event in sorted((e for e in events if e.get("ph") == "X"), key=lambda e: e["ts"]):
         spans.setdefault(event["name"], []).append((event["ts"] / 1e3, event["dur"] / 1e3))
@@ -68,7 +68,7 @@ def _spans(events: Sequence[dict[str, Any]]) -> dict[str, Spans]:
 
 
 def _under_way(starts: Spans, waits: Spans) -> Spans:
-    """From where each is started until it has been waited for; one that blocks has no wait."""
+    """Each collective from its start to the end of its wait; one that blocks has no wait."""
     if len(waits) != len(starts):
         return starts
     return [

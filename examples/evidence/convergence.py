@@ -1,4 +1,4 @@
-"""Trains with AdamW and Muon, each tuned: where does Muon's advantage hold, where does it shrink?
+"""Trains with AdamW and Muon, both tuned, to see where Muon's advantage holds and where it shrinks.
 
     python convergence.py tune             # writes figures/tuning.json
     python convergence.py                  # every question; writes figures/convergence.json
@@ -29,7 +29,7 @@ from training import HERE, NAMES, Study, best, write
 SEEDS = (1, 2, 3)
 # Half of the quickstart's steps, so that all questions take hours and not days on 2 cores.
 BASE = "--train-iters 160 --eval-interval 10 --lr-warmup-iters 10"
-TUNED = {  # one setting after the other, the others as found so far; a rate again at the end
+TUNED = {  # one setting after the other, the others as found so far; the rate again at the end
     "adam": {
         "--lr": (1e-3, 2e-3, 3e-3, 5e-3, 8e-3),
         "--weight-decay": (0.03, 0.1, 0.3, 1.0),
@@ -51,10 +51,11 @@ START = {
 
 @dataclass(frozen=True)
 class Question:
-    """Flags beside the tuned ones (later ones win), and the factors of the tuned rate to try.
+    """What differs from the tuned runs.
 
-    ``warm_up`` is the factor of each optimizer's tuned warm-up, in steps. ``matrices`` are flags
-    of Muon's runs alone: AdamW, which knows no matrices, has the runs of its other flags.
+    ``flags`` follow the tuned ones, so they win. ``matrices`` are flags of Muon's runs alone, since
+    AdamW knows no matrices. ``warm_up`` multiplies each optimizer's tuned warm-up steps. The tuned
+    rate is tried times each factor of ``adam`` and ``muon``.
     """
 
     flags: str = ""
@@ -105,7 +106,7 @@ QUESTIONS = {
         adam=_AGAIN,
         muon=(0.5, 1.0, 2.0, 4.0),
     ),
-    "small, 16 times the tokens": Question(  # 53 to a parameter of its layers
+    "small, 16 times the tokens": Question(  # 53 for each parameter of its layers
         _SMALL + "--train-iters 1280 --eval-interval 80",
         warm_up=8.0,
         adam=(0.5, 1.0, 2.0),
@@ -124,7 +125,7 @@ QUESTIONS = {
 
 
 def tune(study: Study) -> dict[str, Any]:
-    """A search along one setting after the other, with the first seed."""
+    """Searches along one setting after the other, with the first seed."""
     report: dict[str, Any] = {"seed": SEEDS[0], "tried": TUNED}
     for optimizer, grid in TUNED.items():
         found, trials = dict(START[optimizer]), []
@@ -155,7 +156,7 @@ def tuned_flags(tuned: dict[str, Any], optimizer: str) -> str:
 
 
 def _words(settings: dict[str, float]) -> str:
-    """The base's flags, then the settings but the rate."""
+    """The base's flags, then all settings except the rate."""
     others = (f"{name} {value:g}" for name, value in settings.items() if name != "--lr")
     return " ".join([BASE, *others])
 

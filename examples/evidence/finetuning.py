@@ -1,10 +1,10 @@
-"""Tunes a pretrained GPT with the optimizer that pretrained it, and with the other one.
+"""Fine-tunes a pretrained GPT with the optimizer that pretrained it, and with the other one.
 
     python finetuning.py                   # writes figures/finetuning.json, prints its table
     python finetuning.py --table           # prints the table again
 
 A GPT is pretrained on the standard library's Python with AdamW and with Muon, each as tuned by
-convergence.py. Each of the two is then tuned on the C headers with AdamW and with Muon, whose
+convergence.py. Each of the two is then fine-tuned on the C headers with AdamW and with Muon, whose
 states start at zero: six rates each, the best one with three seeds. The loss on held-out headers
 says what was learnt, the loss on held-out Python what was forgotten.
 """
@@ -36,7 +36,7 @@ TUNING = (
 
 
 def pretrained(study: Study, optimizer: str, tuned: dict[str, Any]) -> Path:
-    """The folder of a checkpoint after the whole pretraining; trained if it is not there."""
+    """The folder of the pretrained checkpoint; pretrains if it is not there."""
     folder = study.work / f"pretrained_{optimizer}"
     if not (folder / "done").exists():
         command = [sys.executable, str(QUICKSTART / "train.py"), f"@{QUICKSTART / 'gpt.args'}"]

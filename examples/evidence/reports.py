@@ -100,7 +100,7 @@ def _other_text(question: dict[str, Any]) -> str:
 
 
 def _sizes(found: dict[str, Any]) -> str:
-    """loss = c · N^-k by least squares of the logarithms, over three sizes; N grows with steps."""
+    """Fits loss = c · N^-k to three sizes by least squares of logarithms; steps grow with N."""
     lines = ["| | loss of small, middle, large | exponent k | error of the fit |"]
     lines.append("|---|--:|--:|--:|")
     for optimizer, name in NAMES.items():

@@ -1,13 +1,13 @@
-"""Steps of many ranks with random pauses; then one rank is killed in the middle of a step.
+"""Takes steps on many ranks with random pauses, then kills one rank in the middle of a step.
 
     python stress.py                       # 8 ranks, 2,000 steps; writes figures/stress-8.json
     python stress.py --ranks 32 --tp 4     # figures/stress-32.json
-    python stress.py --kill-only           # repeats the end alone, and keeps the rest of the figure
+    python stress.py --kill-only           # repeats the kill alone, and keeps the other figures
     python stress.py --table               # prints the table of all of them again
 
 Each rank is a process with megatron-core's DDP and DistributedOptimizer over gloo, and a small GPT.
-Its gradients are noise, other ones on each rank and step, so that the time goes into reduction,
-step and all-gather. Ranks sleep before a step at random. Every so many steps all weights are
+Its gradients are noise that differs by rank and step, so that the time goes into reduction, step
+and all-gather. Ranks sleep before a step at random. Every so many steps all weights are
 hashed: data-parallel replicas must have the same bits. Then one rank kills itself in the middle of
 a step, and each other rank must end with an error within the time limit of a collective.
 """
@@ -33,8 +33,8 @@ from typing import Any
 
 from training import HERE, QUICKSTART, write
 
-TIMEOUT = 30.0  # seconds of a collective
-PAUSE = 0.02  # seconds that one rank in ten sleeps at most before a step
+TIMEOUT = 30.0  # seconds that a collective may take
+PAUSE = 0.02  # before a step one rank in ten sleeps up to so many seconds
 SHAPE = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --swiglu "
     "--disable-bias-linear --untie-embeddings-and-output-weights --bf16 "
@@ -43,7 +43,7 @@ SHAPE = (
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank: it writes what it saw into its file, also what ended it."""
+    """Runs one rank, which writes what it saw into its file, and what ended it."""
     report: dict[str, Any] = {"checks": [], "rss_mib": []}
     try:
         _steps(args, report)
@@ -116,7 +116,7 @@ def _hash(model: Any) -> str:
 
 
 def started(args: argparse.Namespace, kill: bool) -> list[dict[str, Any] | None]:
-    """Every rank's report; None of the one that was killed."""
+    """Every rank's report; None for the one that was killed."""
     with tempfile.TemporaryDirectory(prefix="stress") as folder:
         command = [sys.executable, __file__, "--ranks", str(args.ranks), "--tp", str(args.tp)]
         command += ["--steps", str(5 if kill else args.steps), "--every", str(args.every)]
@@ -140,7 +140,7 @@ def started(args: argparse.Namespace, kill: bool) -> list[dict[str, Any] | None]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Both parts; raises where a replica differs."""
+    """Measures both parts; raises if a replica differs."""
     reports = [report for report in started(args, kill=False) if report is not None]
     errors = [report["error"] for report in reports if "error" in report]
     if errors or len(reports) < args.ranks:
@@ -176,7 +176,7 @@ def kill_one(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _named(error: str) -> str:
-    """The phase that an error names; with AdamW gloo's own text has none."""
+    """The phase that an error names; gloo's own error, as with AdamW, names none."""
     phase, colon, _ = error.partition(":")
     return phase if colon and re.fullmatch(r"[a-z_]+/[a-z_]+", phase) else "gloo's own error"
 
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="steps between two comparisons")
     parser.add_argument("--optimizer", choices=("muon", "adam"), default="muon")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--kill-only", action="store_true", help="repeat the end of a figure alone")
+    parser.add_argument("--kill-only", action="store_true", help="repeat the kill alone")
     parser.add_argument("--figures", type=Path, default=HERE / "figures")
     for name in ("--rank", "--kill"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""The tables of reports of ``megatron-muon compare``: over topologies, slow links, and of memory.
+"""Prints the tables of ``megatron-muon compare``'s reports: topologies, slow links, memory.
 
     python topologies.py [FOLDER ...]
 
@@ -39,7 +39,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def peaks(found: dict[str, Any]) -> str:
-    """A row for each topology: state, and the highest moment of an optimizer step above it."""
+    """A row for each topology: state, and the peak of an optimizer step above it."""
     head = ["topology", "AdamW: state, MB", "planned", "peak above it", "planned"]
     head += ["Muon: state, MB", "planned", "peak above it", "planned", "furthest from the plan"]
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
@@ -105,7 +105,7 @@ def _change(change: dict[str, Any]) -> str:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Those that a report has figures for: one of before peaks were planned has none of them."""
+    """The tables that a report has figures for; an older report has no planned peaks."""
     first = found["topologies"][0]
     if first["slow_links"]["measured"] is not None:
         return f"{steps_over_links(found)}\n\n{ends(found)}"

@@ -58,7 +58,7 @@ def _mean(losses: list[float]) -> float:
 
 
 def best(runs: dict[float, list[dict[str, Any]]]) -> float:
-    """The rate with the lowest mean loss; a rate at which a seed diverged is none."""
+    """The rate with the lowest mean loss, among those at which no seed diverged."""
     means = {
         rate: statistics.fmean(run["loss"] for run in seeds)
         for rate, seeds in runs.items()

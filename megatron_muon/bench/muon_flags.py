@@ -16,15 +16,31 @@ MOST_STEPS = 1000  # cap on Newton-Schulz steps; sets have 5 to 10
 def add_home_flags(group: _ArgumentGroup) -> None:
     """Add the flags for the choice of homes."""
     group.add_argument(
-        "--muon-homes", choices=get_args(HomePolicy), default=_DEFAULT.homes, help="%(default)s"
+        "--muon-homes",
+        choices=get_args(HomePolicy),
+        default=_DEFAULT.homes,
+        help="choice of the rank that orthogonalizes a matrix (%(default)s)",
     )
-    for name, unit in (("rank-tflops", "TFLOP/s"), ("link-gbytes", "GB/s")):
-        default = getattr(_DEFAULT, name.replace("-", "_"))
-        group.add_argument(
-            f"--muon-{name}", type=positive, default=default, metavar=unit, help="%(default)g"
-        )
     group.add_argument(
-        "--muon-node-ranks", type=int, default=_DEFAULT.node_ranks, metavar="N", help="%(default)s"
+        "--muon-rank-tflops",
+        type=positive,
+        default=_DEFAULT.rank_tflops,
+        metavar="TFLOP/s",
+        help="a rank's speed of Newton-Schulz, for that choice (%(default)g)",
+    )
+    group.add_argument(
+        "--muon-link-gbytes",
+        type=positive,
+        default=_DEFAULT.link_gbytes,
+        metavar="GB/s",
+        help="a rank's speed of the exchange, for that choice (%(default)g)",
+    )
+    group.add_argument(
+        "--muon-node-ranks",
+        type=count(),
+        default=_DEFAULT.node_ranks,
+        metavar="N",
+        help="ranks of a node, for that choice (%(default)s)",
     )
 
 
@@ -44,26 +60,26 @@ def add_newton_schulz_flags(group: _ArgumentGroup) -> None:
         "--muon-ns-coefficients",
         type=_coefficients,
         default=_DEFAULT.ns_coefficients,
-        help="%(default)s",
+        help="polynomials: a set's name, or numbers a,b,c;a,b,c;... (%(default)s)",
     )
     group.add_argument(
         "--muon-ns-iteration",
         choices=get_args(NsIteration),
         default=_DEFAULT.ns_iteration,
-        help="auto on a GPU where restarts are known, else standard",
+        help="default: auto on a GPU where restarts are known, else standard",
     )
     group.add_argument(
         "--muon-ns-dtype",
         choices=get_args(NsDtype),
         default=_DEFAULT.ns_dtype,
-        help="fp16 on a GPU, bf16 on a CPU",
+        help="dtype of products (default: fp16 on a GPU, bf16 on a CPU)",
     )
     group.add_argument(
         "--muon-ns-steps",
         "--muon-num-ns-steps",
         type=count(most=MOST_STEPS),
         default=_DEFAULT.ns_steps,
-        help="%(default)s",
+        help="Newton-Schulz iterations (%(default)s)",
     )
 
 

@@ -175,9 +175,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     here: dict[str, Any] = {"type": count(most=MOST_HERE), "metavar": "N"}
     numbers: dict[str, Any] = {"type": count(most=1 << 20), "metavar": "N"}
-    parser.add_argument("--ranks", **here, help="default: as many as GPUs; 2 on a CPU")
+    parser.add_argument(
+        "--ranks", **here, help="ranks to start (default: one for each GPU; 2 on a CPU)"
+    )
     parser.add_argument("--threads", **here, help="threads per rank (default: cores/ranks)")
-    parser.add_argument("--rounds", **numbers, default=5, help="%(default)s")
+    parser.add_argument(
+        "--rounds", **numbers, default=5, help="times each is measured (%(default)s)"
+    )
     parser.add_argument("--mib", **numbers, default=64, help="MiB per message (%(default)s)")
     sizes = ["x".join(map(str, shape)) for shape in (_GPU_SHAPE, _CPU_SHAPE)]
     parser.add_argument(

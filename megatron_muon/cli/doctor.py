@@ -77,5 +77,5 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="Megatron-LM's folder with pretrain_gpt.py (default: the Megatron that Python finds)",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

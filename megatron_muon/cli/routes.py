@@ -126,13 +126,15 @@ def _parser(config_class: type) -> argparse.ArgumentParser:
         "Megatron-LM's folder with pretrain_gpt.py; comes first (default: the Megatron that Python "
         "finds)",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON, with every parameter")
-    parser.add_argument("--all", action="store_true", help="a line for every layer and expert")
+    parser.add_argument("--json", action="store_true", help="print JSON, with every parameter")
+    parser.add_argument(
+        "--all", action="store_true", help="print a line for every layer and expert"
+    )
     parser.add_argument(
         "--world-size",
         type=count(most=MOST_RANKS),
         metavar="N",
-        help="ranks (default: as few as the sizes allow)",
+        help="number of ranks (default: as few as the sizes allow)",
     )
     add_model_flags(parser, config_class)
     return parser

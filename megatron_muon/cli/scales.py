@@ -66,13 +66,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--hidden-size", type=count(), default=4096, help="rows of the square matrix, %(default)s"
+        "--hidden-size", type=count(), default=4096, help="rows of the square matrix (%(default)s)"
     )
     parser.add_argument(
         "--factor",
         type=positive,
         nargs="+",
         default=[0.2, 1.0],
-        help="--muon-extra-scale-factor; default 0.2 (Moonlight's) and 1.0 (Megatron's own Muon's)",
+        help="values of --muon-extra-scale-factor (default: Moonlight's 0.2, Megatron's own 1.0)",
     )
     return parser

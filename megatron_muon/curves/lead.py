@@ -48,7 +48,7 @@ class Lead:
 
 
 def _median_of(values: Sequence[float], pairs: int) -> float | None:
-    """The median of ``pairs`` values of which the missing ones are below all others."""
+    """The median of ``pairs`` values; missing ones count as below all others."""
     ordered = [None] * (pairs - len(values)) + sorted(values)
     low, high = ordered[(pairs - 1) // 2], ordered[pairs // 2]
     return None if low is None or high is None else (low + high) / 2
@@ -130,7 +130,7 @@ def _lead(baseline: Sequence[Points], other: Sequence[Points], step: float) -> L
 
 
 def _first_step(points: Points) -> float:
-    """The first step after 0: what is reached before it is reached by it."""
+    """The first step after 0. A loss that a run reaches earlier counts as reached there."""
     return next(step for step, _ in points if step > 0)
 
 

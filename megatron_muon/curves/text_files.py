@@ -97,7 +97,7 @@ def _json_columns(path: Path, lines: list[str]) -> Columns:
 
 
 def _is_one_object(lines: list[str]) -> bool:
-    """Whether the first line alone is no object: then the file as a whole may be one."""
+    """Whether the whole file may be one object, since its first line alone is none."""
     first = next(line for line in lines if line.strip()).strip()
     return not first.endswith("}") or sum(bool(line.strip()) for line in lines) == 1
 

@@ -118,7 +118,7 @@ def add_megatron_flags(parser: argparse.ArgumentParser, config_class: type) -> N
 def split_known(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """``argv`` without the flags that the parser does not know; and those, with their values."""
+    """Split ``argv``: what the parser knows, and unknown flags with their values."""
     names = {name for action in parser._actions for name in action.option_strings}
     known: list[str] = []
     unknown: list[str] = []
@@ -135,7 +135,7 @@ def split_known(
 
 
 def not_read(parser: argparse.ArgumentParser, unknown: Iterable[str], config_class: type) -> str:
-    """A line about flags that are not read; a near miss of one that is gets a question."""
+    """A line about flags that are not read, with a question where one is nearly a known flag."""
     names = [name for action in parser._actions for name in action.option_strings]
     fields = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(config_class)}
     parts = []
@@ -201,7 +201,10 @@ def _add_others(group: argparse._ArgumentGroup) -> None:
 
 def _others() -> dict[str, dict[str, Any]]:
     """Megatron-LM's own, with what ``add_argument`` takes."""
-    version = megatron_version()[1]
+    return {**_of_the_model(), **_of_its_ranks(), **_of_other_layers()}
+
+
+def _of_the_model() -> dict[str, dict[str, Any]]:
     number, switch = {"type": count()}, {"action": "store_true"}
     return {
         "--group-query-attention": switch,
@@ -219,7 +222,7 @@ def _others() -> dict[str, dict[str, Any]]:
             "default": "learned_absolute",
             "choices": [
                 *("learned_absolute", "rope", "mrope", "relative", "none"),
-                *["yarn"] * (version >= (0, 18)),
+                *["yarn"] * (megatron_version()[1] >= (0, 18)),
             ],
         },
         "--use-rotary-position-embeddings": switch,
@@ -232,19 +235,27 @@ def _others() -> dict[str, dict[str, Any]]:
         "--qk-head-dim": number | {"default": 128},
         "--qk-pos-emb-head-dim": number | {"default": 64},
         "--v-head-dim": number | {"default": 128},
+        "--transformer-impl": {
+            "default": "transformer_engine",
+            "choices": [
+                *("local", "transformer_engine"),
+                *["inference_optimized"] * (megatron_version()[1] >= (0, 16)),
+            ],
+        },
+        "--no-pad-vocab-size": {"action": "store_false", "dest": "pad_vocab_size"},
+    }
+
+
+def _of_its_ranks() -> dict[str, dict[str, Any]]:
+    """Pipeline stages, optimizer and buffers."""
+    number, switch = {"type": count()}, {"action": "store_true"}
+    return {
         "--num-layers-per-virtual-pipeline-stage": number,
         "--num-virtual-stages-per-pipeline-rank": number,
         "--decoder-first-pipeline-num-layers": {"type": count(0, MOST_THINGS)},
         "--decoder-last-pipeline-num-layers": {"type": count(0, MOST_THINGS)},
         "--pipeline-model-parallel-layout": {},
         "--use-tp-pp-dp-mapping": switch,
-        "--transformer-impl": {
-            "default": "transformer_engine",
-            "choices": [
-                *("local", "transformer_engine"),
-                *["inference_optimized"] * (version >= (0, 16)),
-            ],
-        },
         "--use-distributed-optimizer": switch,
         "--num-distributed-optimizer-instances": number | {"default": 1},
         "--overlap-grad-reduce": switch,
@@ -261,8 +272,6 @@ def _others() -> dict[str, dict[str, Any]]:
         "--optimizer-cuda-graph": switch,
         "--fp8-param-gather": switch,
         "--fp4-param-gather": switch,
-        "--no-pad-vocab-size": {"action": "store_false", "dest": "pad_vocab_size"},
-        **_of_other_layers(),
     }
 
 

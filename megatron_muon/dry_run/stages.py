@@ -117,7 +117,7 @@ class RoutedStage:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """A model's, over all stages; ``lines`` are those that a run prints about all of it."""
+    """A model's routes, over all stages; ``lines`` are what a run prints about the model."""
 
     stages: tuple[RoutedStage, ...]
     lines: tuple[str, ...]

@@ -179,7 +179,7 @@ def numbers(values: Iterable[int]) -> str:
 
 
 def _aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns of equal width; a reason, which is long, may run on into what is empty behind it."""
+    """Columns of equal width; a long reason may run on into empty cells behind it."""
     widths = [
         max(len(line[column]) for line in lines if not line[column].startswith("("))
         for column in range(len(_HEADER))

@@ -42,7 +42,7 @@ RANGES: dict[str, tuple[Version, Version]] = {
 
 
 def has_flag(flag: str) -> bool:
-    """Whether the Megatron-LM of the installed version has it."""
+    """Whether the Megatron-LM of the installed version has a flag."""
     first, last = RANGES.get(flag, (OLDEST, NEWEST))
     return first <= megatron_version()[1] <= last
 

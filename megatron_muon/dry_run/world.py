@@ -121,7 +121,7 @@ def stage_ranks(ranks: Ranks) -> list[int]:
 
 
 def dense_grid(ranks: Ranks, node_ranks: int) -> RankGrid:
-    """The ranks of ``stage_ranks`` as the optimizer of what is not an expert's sees them."""
+    """The ranks of ``stage_ranks`` as the dense weights' optimizer sees them."""
     tp, dp = (_places(_dense(ranks), token) for token in ("tp", "dp-cp"))
     dp_size = ranks.world // (ranks.tp * ranks.pp * ranks.instances)
     return grid_of(
@@ -133,7 +133,7 @@ def dense_grid(ranks: Ranks, node_ranks: int) -> RankGrid:
 
 
 def expert_grid(ranks: Ranks, node_ranks: int) -> RankGrid:
-    """The ranks of ``stage_ranks`` as the optimizer of experts on several EP ranks sees them."""
+    """The ranks of ``stage_ranks`` as the experts' optimizer sees them, over EP ranks."""
     tp, ep, dp = (_places(_experts(ranks), token) for token in ("tp", "ep", "dp"))
     sizes = ranks.ep, ranks.expert_tp
     dp_size = ranks.world // (ranks.expert_tp * ranks.ep * ranks.pp * ranks.instances)

@@ -54,7 +54,7 @@ def completed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """A text with characters that a terminal may obey escaped, but for those in ``kept``."""
+    """A text whose control characters are escaped, except those in ``kept``."""
     return "".join(
         each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
         for each in text

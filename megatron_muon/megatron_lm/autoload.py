@@ -57,7 +57,7 @@ def _runs_on_cpu(args: Any) -> bool:
 
 
 def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Parse the arguments first where there is no GPU: Megatron asserts one before, up to 0.17."""
+    """Without a GPU, parse the arguments first: up to 0.17 Megatron asserts one before."""
     signature = inspect.signature(original)
     call = signature.bind(*args, **kwargs)
     given = call.arguments

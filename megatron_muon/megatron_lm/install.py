@@ -175,7 +175,7 @@ def _on_the_cpu(args: Any) -> list[str]:
 
 @contextmanager
 def _without_a_need_of_te(args: Any) -> Iterator[None]:
-    """On the CPU, hide what Megatron's checks want Transformer Engine for, and the plugin does."""
+    """On the CPU, hide options on logits from Megatron's checks, which want Transformer Engine."""
     on = [name for name in _LOGITS if getattr(args, name, False)]
     if not importlib.import_module("megatron_muon.cpu").enabled():
         on = []
@@ -217,7 +217,7 @@ def _leave_out(args: Any) -> list[str]:
 
 
 def _taken_over() -> tuple[str, ...]:
-    """Megatron's options that it cannot do by itself: on a GPU it can log logits."""
+    """Megatron's options that need the plugin; on a GPU Megatron logs logits by itself."""
     on_cpu = importlib.import_module("megatron_muon.cpu").enabled()
     return ("qk_clip", "log_max_attention_logit") if on_cpu else ("qk_clip",)
 

@@ -47,7 +47,7 @@ _SHORT = {
 
 
 def operation(name: str) -> str | None:
-    """The collective that a name is of, such as ``all_gather``, or None."""
+    """The collective that a name has in it, such as ``all_gather``, or None."""
     plain = name.lower().replace("_", "")
     return next((said for part, said in _OPERATIONS if part in plain), None)
 
@@ -59,7 +59,7 @@ def nccl_operation(kernel: str) -> str | None:
 
 
 def backends_operation(said: str) -> str:
-    """The operation under which gloo's event shows one that was asked for."""
+    """The name that gloo's event has for an operation."""
     return _BY_GLOO.get(said, said)
 
 

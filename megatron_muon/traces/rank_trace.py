@@ -260,14 +260,17 @@ def _collective(
 
 
 def _larger(size: int | None, launched: int | None, dtype: str, args: dict[str, Any]) -> int | None:
-    """The larger of two sizes; of a list of tensors, the operator's arguments have no dtype."""
+    """The larger of a collective's size and its operator's.
+
+    For a list of tensors the operator's arguments have no dtype, so the collective's counts.
+    """
     if launched is None and dtype and size is not None:
         launched = names.message({**args, "Input type": [dtype_name(dtype)]})[1]
     return max((each for each in (size, launched) if each is not None), default=None)
 
 
 def dtype_name(short: str) -> str:
-    """A spelling that ``names.dtype_of`` reads, of a short name."""
+    """A short name, spelled as ``names.dtype_of`` reads it."""
     return {"fp32": "float", "fp64": "double", "fp16": "half", "bf16": "bfloat16"}.get(short, short)
 
 

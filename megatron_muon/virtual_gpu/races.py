@@ -82,7 +82,7 @@ class _Access:
 
 
 def races(trace: Trace, memory: Memory) -> list[Race]:
-    """All races of a trace; of each pair of operations and block the first."""
+    """The races of a trace: the first one of each pair of operations on each block."""
     return _Replay(trace, memory).run()
 
 
@@ -200,7 +200,7 @@ class _Replay:
         by_stream[stream].append(access)
 
     def _release(self, block: int) -> None:
-        """Back to the allocator, unless a work keeps it."""
+        """Give a block back to the allocator, unless a work keeps it."""
         if self._kept[block]:
             return
         born = self._born.get(block)

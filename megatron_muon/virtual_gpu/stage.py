@@ -59,7 +59,7 @@ def check_stage(recordings: Mapping[int, Recording]) -> list[str]:
 
 
 def unrecorded(calls: Calls) -> dict[int, set[int]]:
-    """By rank, the ranks of its groups that are not among those given."""
+    """For each rank, the members of its groups that are not given."""
     groups = {rank: {call.group for call, _ in own} for rank, own in calls.items()}
     missing = {
         rank: {other for group in own for other in group.ranks if other not in calls}
@@ -156,7 +156,7 @@ def _match_messages(calls: _Calls) -> None:
 
 
 def _stuck(calls: _Calls) -> list[str]:
-    """Run them all; where nothing moves any more, what each rank waits in."""
+    """Run all collectives; if no rank can go on, return what each of them waits in."""
     done: dict[int, dict[str, int]] = {rank: defaultdict(int) for rank in calls.of_rank}
     waiting = {rank: list(range(len(own))) for rank, own in calls.of_rank.items()}
     nccl = {call.own_stream for own in calls.of_rank.values() for call, _ in own}

@@ -18,7 +18,7 @@ Range = tuple[int, int, int]  # block, first byte, one after the last byte
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The line of the package or of Megatron that issued an event; None: neither did."""
+    """The line of the package or of Megatron that issued an event, if one did."""
 
     code: CodeType | None
     line: int

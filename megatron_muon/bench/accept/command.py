@@ -172,27 +172,36 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--folder", type=Path, default=_FOLDER, metavar="DIR", help="for all files (%(default)s)"
+        "--folder",
+        type=Path,
+        default=_FOLDER,
+        metavar="DIR",
+        help="folder of all files (%(default)s)",
     )
     parser.add_argument(
-        "--ranks", type=count(most=64), metavar="N", help="default: every GPU; 2 without one"
+        "--ranks",
+        type=count(most=64),
+        metavar="N",
+        help="ranks (default: one for each GPU; 2 without one)",
     )
     parser.add_argument(
-        "--device", choices=get_args(DeviceName), help="default: cuda where there is one, else cpu"
+        "--device",
+        choices=get_args(DeviceName),
+        help="virtual takes a GPU's branches without one (default: cuda where it is, else cpu)",
     )
     parser.add_argument(
         "--minutes",
         type=up_to(10_000, least=0.01),
         default=15,
         metavar="N",
-        help="time of this call; another call goes on (%(default)s)",
+        help="minutes of this call; a second call goes on (%(default)s)",
     )
     parser.add_argument(
         "--only",
         nargs="+",
         choices=[check.name for check in CHECKS],
         metavar="NAME",
-        help=f"only these, run again if they have run: {', '.join(c.name for c in CHECKS)}",
+        help=f"only these checks, also if they have run: {', '.join(c.name for c in CHECKS)}",
     )
     parser.add_argument(
         "--hardware",
@@ -205,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another value of a constant of it; may be given several times",
+        help="another value of one of its constants; may be given several times",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help=f"a copy of {NAME}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write a copy of {NAME}")
     return parser

@@ -22,10 +22,9 @@ from megatron_muon.orthogonalize.iteration import Device
 
 _DESCRIPTION = """\
 Train one small GPT with AdamW and with Muon over several topologies, on ranks of this machine: over
-NCCL with GPUs, over gloo without. Write a report: time of a step and of the optimizer, bytes beside
-AdamW's, memory measured and planned, losses, and the bandwidth at which Muon's advantage ends:
-measured over links that are slowed down between network namespaces, where that is allowed, and by a
-model.
+NCCL with GPUs, over gloo without. Write a report of times, of bytes beside AdamW's, of memory
+measured and planned, and of losses. It also says at which bandwidth Muon's advantage ends: by a
+model, and measured where links between network namespaces can be slowed down.
 
 Under torchrun (RANK and WORLD_SIZE are set), every rank runs this command, and the topologies that
 have as many ranks are compared. --nodes N checks that the launcher has N nodes; without a launcher
@@ -38,6 +37,7 @@ is not repeated. Exit status: 0; 1 where a rank failed or a file could not be wr
 arguments are wrong."""
 
 _LINKS = (1000.0, 100.0, 30.0)  # Mbit/s
+_SIZES: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -332,45 +332,33 @@ def command_parser() -> argparse.ArgumentParser:
         "--topologies",
         nargs="+",
         metavar="SIZES",
-        help=f"such as tp2-pp2-dp2; default: {' '.join(USUAL)}",
+        help=f"topologies, such as tp2-pp2-dp2 (default: {' '.join(USUAL)})",
     )
     parser.add_argument(
         "--nodes",
         type=count(most=1 << 16),
         metavar="N",
-        help="nodes that the launcher must have started ranks on; without a launcher, above 1: "
-        "print the commands that start them, and end",
+        help="check that the launcher has started ranks on N nodes; without a launcher and above "
+        "1, print the commands that start them",
     )
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path("compare"),
-        help="measurements, report.md and report.json (%(default)s)",
+        help="folder of the measurements, report.md and report.json (%(default)s)",
     )
-    parser.add_argument(
-        "--steps", type=count(3, 1 << 20), default=12, metavar="N", help="%(default)s"
-    )
-    parser.add_argument("--lr-adamw", type=positive, default=2e-3, metavar="LR", help="%(default)s")
-    parser.add_argument("--lr-muon", type=positive, default=1e-2, metavar="LR", help="%(default)s")
-    sizes: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
-    defaults = {"hidden": 256, "layers": 4, "seq": 128, "vocab": 4096}
-    for name, size in defaults.items():
-        parser.add_argument(f"--{name}", **sizes, default=size, help="%(default)s")
-    parser.add_argument("--heads", **sizes, help="default: hidden / 64")
-    parser.add_argument("--ffn", **sizes, help="default: Megatron's, 4 x hidden")
-    parser.add_argument("--micro-batch-size", **sizes, default=2, help="%(default)s")
-    parser.add_argument("--global-batch-size", **sizes, default=16, help="%(default)s")
+    _add_training(parser)
     rates = " ".join(f"{rate:g}" for rate in _LINKS)
     parser.add_argument(
         "--link-mbits",
         nargs="*",
         type=up_to(100_000, least=0.1),
         metavar="RATE",
-        help="rates of a rank's link that are measured too, in Mbit/s, as root on Linux over gloo; "
-        f"without a rate: a model only; default: {rates} where allowed",
+        help="also measure over links of these rates, in Mbit/s; it needs root on Linux, and gloo; "
+        f"with no rate the report has the model alone (default: {rates} where allowed)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="bars (png, svg, pdf)")
-    parser.add_argument("--threads", **sizes, help="threads per rank (default: cores/ranks)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bars (png, svg, pdf)")
+    parser.add_argument("--threads", **_SIZES, help="threads per rank (default: cores/ranks)")
     parser.add_argument(
         "--minutes",
         type=up_to(100_000, least=0.01),
@@ -379,3 +367,28 @@ def command_parser() -> argparse.ArgumentParser:
         help="minutes until a training is given up (%(default)s)",
     )
     return parser
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """The flags of each training: steps, rates, sizes."""
+    steps = count(3, 1 << 20)
+    rate: dict[str, Any] = {"type": positive, "metavar": "LR"}
+    parser.add_argument(
+        "--steps", type=steps, default=12, metavar="N", help="steps of a training (%(default)s)"
+    )
+    parser.add_argument("--lr-adamw", **rate, default=2e-3, help="AdamW's rate (%(default)s)")
+    parser.add_argument("--lr-muon", **rate, default=1e-2, help="Muon's rate (%(default)s)")
+    parser.add_argument("--hidden", **_SIZES, default=256, help="hidden size (%(default)s)")
+    parser.add_argument("--layers", **_SIZES, default=4, help="number of layers (%(default)s)")
+    parser.add_argument("--seq", **_SIZES, default=128, help="tokens of a sequence (%(default)s)")
+    parser.add_argument(
+        "--vocab", **_SIZES, default=4096, help="size of the vocabulary (%(default)s)"
+    )
+    parser.add_argument("--heads", **_SIZES, help="attention heads (default: hidden / 64)")
+    parser.add_argument("--ffn", **_SIZES, help="inner size of an MLP (default: 4 x hidden)")
+    parser.add_argument(
+        "--micro-batch-size", **_SIZES, default=2, help="sequences of a micro-batch (%(default)s)"
+    )
+    parser.add_argument(
+        "--global-batch-size", **_SIZES, default=16, help="sequences of a step (%(default)s)"
+    )

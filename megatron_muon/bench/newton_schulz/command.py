@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--accuracy", action="store_true", help="a table of errors in place of times")
+    what.add_argument("--accuracy", action="store_true", help="print errors in place of times")
     what.add_argument(
         "--find-restarts",
         action="store_true",
@@ -88,22 +88,24 @@ def _parser() -> argparse.ArgumentParser:
         type=shape_of,
         default=None,
         metavar="ROWSxCOLS",
-        help="default 512x512 to 512x4096; accuracy: 64x256, the short side first",
+        help="shapes, short side first (default: 512x512 to 512x4096; accuracy: 64x256)",
     )
     parser.add_argument(
         "--coefficients",
         metavar="SET",
-        help="a set's name, or numbers: a,b,c;a,b,c;... (default simple; accuracy, restarts: all)",
+        help="a set's name, or numbers: a,b,c;a,b,c;... (default: simple; accuracy, restarts: all)",
     )
     numbers: dict[str, Any] = {"type": count(most=1 << 20), "metavar": "N"}
     steps = count(most=MOST_STEPS)
-    parser.add_argument("--steps", type=steps, metavar="N", help="default the set's own")
     parser.add_argument(
-        "--dtype", choices=get_args(NsDtype), help=f"default {_DTYPE}; accuracy: all"
+        "--steps", type=steps, metavar="N", help="iterations (default: the set's own)"
     )
-    parser.add_argument("--batch", **numbers, help="matrices of a shape (default 1)")
-    parser.add_argument("--rounds", **numbers, help=f"default {_ROUNDS}")
-    parser.add_argument("--device", help="torch's name of the device (default cpu)")
+    parser.add_argument(
+        "--dtype", choices=get_args(NsDtype), help=f"dtype (default: {_DTYPE}; accuracy: all)"
+    )
+    parser.add_argument("--batch", **numbers, help="matrices of a shape (default: 1)")
+    parser.add_argument("--rounds", **numbers, help=f"times each row runs (default: {_ROUNDS})")
+    parser.add_argument("--device", help="torch's name of the device (default: cpu)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the figures to a file"
     )

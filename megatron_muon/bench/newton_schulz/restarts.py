@@ -96,7 +96,7 @@ def recorded(name: CoefficientName, steps: int) -> Restarts:
 
 
 def why_unstable(name: CoefficientName, steps: int) -> str | None:
-    """In words, where the polynomials are unstable near rank 1 in float64; None where not."""
+    """Words for polynomials that are unstable near rank 1 in float64; None for stable ones."""
     published = schedule(name, steps, "fp32")  # fp32 has no headroom
     within, above = (
         float(

@@ -197,8 +197,12 @@ def command_parser() -> argparse.ArgumentParser:
     here: dict[str, Any] = {"type": count(most=MOST_HERE), "metavar": "N"}
     sizes: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
     ranks = parser.add_argument_group("ranks")
-    for name, default in (("tp", 2), ("pp", 1), ("dp", 2), ("cp", 1), ("ep", 1)):
-        ranks.add_argument(f"--{name}", **here, default=default, help="%(default)s")
+    for name, default, kind in (
+        *(("tp", 2, "tensor"), ("pp", 1, "pipeline"), ("dp", 2, "data")),
+        *(("cp", 1, "context"), ("ep", 1, "expert")),
+    ):
+        help = f"{kind} parallel size (%(default)s)"
+        ranks.add_argument(f"--{name}", **here, default=default, help=help)
     ranks.add_argument("--threads", **here, help="threads per rank (default: cores/ranks)")
     ranks.add_argument(
         "--minutes",
@@ -208,21 +212,25 @@ def command_parser() -> argparse.ArgumentParser:
         help="minutes until the command gives up (%(default)s)",
     )
     model = parser.add_argument_group("model")
-    for name, size in (("hidden", 256), ("layers", 4), ("seq", 1024), ("vocab", 32_000)):
-        model.add_argument(f"--{name}", **sizes, default=size, help="%(default)s")
-    model.add_argument("--heads", **sizes, help="default: hidden / 64")
-    model.add_argument("--ffn", **sizes, help="default: Megatron's, 4 x hidden")
+    model.add_argument("--hidden", **sizes, default=256, help="hidden size (%(default)s)")
+    model.add_argument("--layers", **sizes, default=4, help="number of layers (%(default)s)")
+    model.add_argument("--seq", **sizes, default=1024, help="tokens of a sequence (%(default)s)")
+    model.add_argument(
+        "--vocab", **sizes, default=32_000, help="size of the vocabulary (%(default)s)"
+    )
+    model.add_argument("--heads", **sizes, help="attention heads (default: hidden / 64)")
+    model.add_argument("--ffn", **sizes, help="inner size of an MLP (default: 4 x hidden)")
     _add_muon(parser.add_argument_group("what is measured"))
     out = parser.add_argument_group("output")
-    out.add_argument("--json", type=Path, metavar="FILE", help="all figures")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="bar chart (png, svg, pdf)")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="draw bars (png, svg, pdf)")
     out.add_argument(
         "--traces",
         type=Path,
         metavar="FOLDER",
-        help="Chrome traces of a step of each row, in a folder for each: see megatron-muon trace",
+        help="record a Chrome trace of a step of each row, in a folder for each row",
     )
-    out.add_argument("--parts", action="store_true", help="times of the parts of each row's step")
+    out.add_argument("--parts", action="store_true", help="print where each row's time goes")
     return parser
 
 
@@ -234,26 +242,33 @@ def _add_muon(group: argparse._ArgumentGroup) -> None:
         choices=ROWS,
         default=ROWS,
         metavar="ROW",
-        help="only these (default: all)",
+        help=f"measure only these rows: {', '.join(ROWS)} (default: all)",
     )
     group.add_argument(
         "--exchange",
         nargs="+",
         choices=["none", "naive"],
         default=[],
-        help="further rows of muon-contiguous: none puts all matrices into one round, naive gives "
+        help="add rows of muon-contiguous: none puts all matrices into one round, naive gives "
         "every parameter a round of its own",
     )
-    numbers: dict[str, Any] = {"metavar": "N", "help": "%(default)s"}
-    group.add_argument("--rounds", type=count(most=1 << 20), default=7, **numbers)
-    steps = count(most=MOST_STEPS)
-    group.add_argument("--ns-steps", type=steps, default=default.ns_steps, **numbers)
+    rounds, steps = count(most=1 << 20), count(most=MOST_STEPS)
+    group.add_argument(
+        "--rounds", type=rounds, default=7, metavar="N", help="steps of each row (%(default)s)"
+    )
+    group.add_argument(
+        "--ns-steps",
+        type=steps,
+        default=default.ns_steps,
+        metavar="N",
+        help="Newton-Schulz iterations (%(default)s)",
+    )
     add_home_flags(group)
     group.add_argument(
         "--muon-round-mib",
         type=positive,
-        help="as in a run with our Muon (default: three times the buffers of the largest "
-        "parameter, at least 256)",
+        help="cap on a rank's buffers for one round of the exchange, in MiB (default: three times "
+        "the buffers of the largest parameter, at least 256)",
     )
     group.add_argument(
         "--muon-tp-mode",

@@ -23,9 +23,9 @@ from megatron_muon.files.writable import require_writable
 
 _PROGRAM = "megatron-muon certify"
 _DESCRIPTION = """\
-Have ranks of a run, which is given by Megatron-LM's own flags, take steps of Megatron's whole
-optimizer on a virtual GPU: every kernel, collective, allocation and wait of the host is recorded
-with its stream, and nothing is computed. Prints what a step takes, and a verdict: no race, no early
+Have ranks of a run take steps of Megatron's whole optimizer on a virtual GPU. Megatron-LM's own
+flags describe the run. Every kernel, collective, allocation and wait of the host is recorded with
+its stream, and nothing is computed. Prints what a step takes, and a verdict: no race, no early
 free, no unmatched send, no rank out of order. Neither a GPU nor a launcher is needed; a GPU that is
 there is not used. docs/certify.md says what only a GPU can show."""
 _MOST_CLIP = 1e30
@@ -105,8 +105,8 @@ def _parser(config_class: type) -> argparse.ArgumentParser:
         type=up_to(_MOST_CLIP),
         default=1.0,
         metavar="NORM",
-        help="Megatron's; 0 for no clipping (%(default)s)",
+        help="norm that gradients are clipped to; 0 for no clipping (%(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures and faults")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and faults")
     add_model_flags(parser, config_class)
     return parser

@@ -109,16 +109,16 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KIND=NAME",
-        help="the tag, column or key of a loss; KIND is train, validation or other (text from "
-        "elsewhere); by default found by its name",
+        help="name of a loss: its tag, column or key; KIND is train, validation or other (text "
+        "from elsewhere); by default it is found",
     )
     parser.add_argument(
         "--window",
         type=float,
         default=None,
         metavar="PART",
-        help=f"part of a curve's points in a block that is averaged; by default {USUAL_WINDOW} of "
-        "training curves, none of others",
+        help="average blocks of this part of a curve's points; default: "
+        f"{USUAL_WINDOW} for training curves, none for others",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON, too")
     parser.add_argument(

@@ -105,11 +105,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", choices=["inspect"], help="the only one there is")
+    parser.add_argument("action", choices=["inspect"], help="the only action")
     parser.add_argument(
         "path", metavar="PATH", type=_path, help="the folder of --save, or one iteration's folder"
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--hash", action="store_true", help="compare the hash of every file, too")
     return parser
 

@@ -29,7 +29,7 @@ class Homes:
 
     @property
     def least_share(self) -> float:
-        """The busiest rank's work over the mean rank's that no choice of homes can pass below."""
+        """The least ratio of the busiest rank's work to the mean that any homes can have."""
         return max(1.0, self.largest_share)
 
 

@@ -39,19 +39,21 @@ def parser(config_class: type) -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--world-size", type=count(most=MOST_RANKS), metavar="N", help="ranks")
+    made.add_argument(
+        "--world-size", type=count(most=MOST_RANKS), metavar="N", help="number of ranks"
+    )
     made.add_argument(
         "--hardware",
         default="h100",
         metavar="NAME|FILE",
-        help=f"{', '.join(PRESETS)}, or a JSON file of constants (%(default)s)",
+        help=f"the GPUs: {', '.join(PRESETS)}, or a JSON file of constants (%(default)s)",
     )
     made.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another value of a constant; may be given several times",
+        help="another value of a constant of --hardware; may be given several times",
     )
     made.add_argument(
         "--node-size",
@@ -63,11 +65,16 @@ def parser(config_class: type) -> argparse.ArgumentParser:
         "--products",
         choices=DEVICES,
         default="torch",
-        help="symmetric products: torch's, or those of a GPU with quack-kernels (%(default)s)",
+        help="symmetric products: torch's, or the kernel of quack-kernels (%(default)s)",
     )
-    made.add_argument(
-        "--global-batch-size", type=count(), metavar="N", help="sequences of a step, as Megatron's"
-    )
+    _add_run(made)
+    add_model_flags(made, config_class)
+    return made
+
+
+def _add_run(made: argparse.ArgumentParser) -> None:
+    """Add the options on the run, on what of it is planned, and on the output."""
+    made.add_argument("--global-batch-size", type=count(), metavar="N", help="sequences of a step")
     made.add_argument(
         "--mfu",
         type=up_to(1.0, 0.001),
@@ -80,20 +87,18 @@ def parser(config_class: type) -> argparse.ArgumentParser:
     made.add_argument(
         "--sweep",
         metavar="NAME=VALUE,...",
-        help="plan the run at several values of dp, tp, pp, cp, ep, batch, or of a flag without "
-        "its dashes; the value none leaves the flag out, given is for one without a value",
+        help="plan the run at several values of dp, tp, pp, cp, ep, batch, or of a flag, written "
+        "without its dashes; none leaves the flag out, given is for a flag without a value",
     )
     made.add_argument(
-        "--plot", type=Path, metavar="FILE", help="curves of --sweep (png, svg, pdf; matplotlib)"
+        "--plot", type=Path, metavar="FILE", help="draw --sweep (png, svg, pdf; needs matplotlib)"
     )
     made.add_argument(
         "--explain",
         action="store_true",
-        help="why these homes and buckets, and what would make the step cheaper, planned anew",
+        help="say why these homes and buckets, and plan other settings that may be cheaper",
     )
-    made.add_argument("--json", type=Path, metavar="FILE", help="all figures and assumptions")
-    add_model_flags(made, config_class)
-    return made
+    made.add_argument("--json", type=Path, metavar="FILE", help="write all figures and assumptions")
 
 
 def parsed(

@@ -33,7 +33,7 @@ _FP32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure of ranks: the mean rank's and that of the rank that has most."""
+    """A figure of ranks: the mean, and the largest."""
 
     mean: float = 0.0
     most: float = 0.0

@@ -15,10 +15,10 @@ _DESCRIPTION = """\
 Write one Chrome trace of all ranks of each pipeline stage into the folder of their traces, as
 merged.stageN.json.gz, for https://ui.perfetto.dev. Each rank is a process of it.
 
-Ranks of one machine share a clock. Of others the offset follows from meetings of all ranks before
-and after the traced steps: none leaves one before all have come, so each bounds the offset from
-both sides. The middle is taken, and printed with how wrong it may be. Traces without such meetings
-keep their own clocks, and the output says so."""
+Ranks of one machine share a clock. The offset of another clock follows from meetings of all ranks
+before and after the traced steps. No rank leaves a meeting before all have come, so each meeting
+bounds the offset from both sides. The middle is taken, and printed with how wrong it may be. Traces
+without meetings keep their own clocks, and the output says so."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", required=True, metavar="FIRST:LAST", help="both included")
-    parser.add_argument("--folder", type=Path, required=True, help="a new or empty folder")
+    parser.add_argument("--steps", required=True, metavar="FIRST:LAST", help="steps, both included")
+    parser.add_argument("--folder", type=Path, required=True, help="new or empty, for the traces")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the training command")
     given = parser.parse_args(argv)
     command = given.command[1:] if given.command[:1] == ["--"] else given.command

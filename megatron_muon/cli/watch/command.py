@@ -150,7 +150,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "file", metavar="FILE", type=_path, help="of --muon-log-file; default there: see its help"
+        "file",
+        metavar="FILE",
+        type=_path,
+        help="the run's --muon-log-file, muon_watch.jsonl by default",
     )
     parser.add_argument(
         "--follow", action="store_true", help="go on with the file of a running job, until Ctrl-C"
@@ -162,14 +165,14 @@ def _parser() -> argparse.ArgumentParser:
         "--logit-threshold",
         type=positive,
         metavar="X",
-        help=f"warn about attention logits above it; default the run's QK-Clip's, else {LOGIT:g}",
+        help=f"warn about attention logits above it; default: the run's QK-Clip's, else {LOGIT:g}",
     )
     parser.add_argument(
         "--seconds",
         type=positive,
         default=2.0,
         metavar="S",
-        help="with --follow, between two looks at the file; %(default)s",
+        help="seconds between two looks at the file with --follow (%(default)s)",
     )
     return parser
 

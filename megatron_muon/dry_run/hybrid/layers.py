@@ -134,7 +134,7 @@ def _moe(config: Any) -> ModuleSpec:
 
 
 class _NoExperts(torch.nn.Module):
-    """In the place of a layer of experts, where no flag says how many there are."""
+    """Stands in for a layer of experts where no flag says how many there are: an error."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         raise ValueError("the pattern has layers of experts, 'E': give --num-experts")

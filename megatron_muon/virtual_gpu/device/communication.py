@@ -176,7 +176,7 @@ class VirtualNccl(Launcher):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it these are torch.distributed's, in every module that has bound one by name."""
+        """Replace torch.distributed's functions by these, also where a module imported one."""
         changes: dict[int, Any] = {}
         for name in _FUNCTIONS:
             original = getattr(distributed_c10d, name, None)

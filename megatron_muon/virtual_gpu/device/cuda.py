@@ -157,7 +157,7 @@ def _to_cuda(tensor: Tensor, device: Any = None, non_blocking: bool = False) -> 
 
 
 def _to_over(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.to``; of the one GPU where none is named: torch would ask its device guard."""
+    """``Tensor.to``, where ``cuda`` means the one GPU: torch would ask its device guard."""
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         named = {key: _named(value) for key, value in kwargs.items()}

@@ -93,7 +93,7 @@ def _foreach(name: str, args: Sequence[object], out: object) -> int:
 
 
 def _fast(name: str, lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether ATen's multi-tensor kernels take them, or one kernel a tensor does the work."""
+    """Whether ATen's multi-tensor kernels take the lists; else each tensor gets a kernel."""
     first = lists[0]
     for others in lists:
         if any(t.dtype != others[0].dtype for t in others):

@@ -178,7 +178,7 @@ def _named(group: Any) -> Group:
 
 @contextmanager
 def alone_as(rank: int, size: int) -> Iterator[Any]:
-    """Be ``rank`` of a world of ``size`` in which no one else is; gives the world's group."""
+    """Be ``rank`` of a world of ``size`` without its other ranks; yields the world's group."""
     if dist.is_initialized():
         raise RuntimeError("this process is in a process group already")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

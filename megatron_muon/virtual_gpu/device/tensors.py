@@ -21,7 +21,7 @@ META = torch.device("meta")
 
 
 class Device(Protocol):
-    """The GPU that tensors are on, as far as they ask it; see ``gpu.Gpu``."""
+    """What tensors ask of the GPU that they are on; see ``gpu.Gpu``."""
 
     trace: Trace
     stream: str

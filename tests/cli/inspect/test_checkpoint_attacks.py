@@ -6,11 +6,8 @@ Each attack is tried on what trusts files first, so that a canary that stays awa
 from __future__ import annotations
 
 import io
-import json
-import os
 import pickle
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,34 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.cli import main
 from megatron_muon.files import digest
 from support.checkpoints.attacks import ATTACKS, PICKLES, Touch, trusted
-from support.checkpoints.inspecting import DEFAULT, saved, seal
-
-FORMATS = [DEFAULT, "torch"]
-
-
-@pytest.fixture(scope="module", params=FORMATS)
-def whole_one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that nobody has touched."""
-    folder = tmp_path_factory.mktemp("whole") / "iter_0000003"
-    folder.mkdir()
-    saved(folder, request.param)
-    return folder
-
-
-@pytest.fixture
-def folder(whole_one: Path, tmp_path: Path) -> Path:
-    """A copy that may be changed."""
-    return Path(shutil.copytree(whole_one, tmp_path / whole_one.name))
-
-
-def _inspect(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    """(exit status, what it says); a traceback would fail the test."""
-    status = main(["checkpoint", "inspect", str(path), *options])
-    said = capsys.readouterr()
-    return status, said.out + said.err
+from support.checkpoints.inspecting import DEFAULT, inspected, one_of_each_kind
 
 
 def _replaced(file: Path, attack: str, canary: Path) -> bytes:
@@ -72,22 +44,15 @@ def _in_place_of(file: Path, data: bytes) -> Iterator[bytes | None]:
         file.write_bytes(original)
 
 
-def _files(folder: Path) -> list[str]:
-    """One of each kind."""
-    kinds = {path.name.lstrip("_0123456789"): path.name for path in sorted(folder.iterdir())}
-    kinds.pop(digest.FILE_NAME, None)
-    return sorted(set(kinds.values()) - {"metadata.json"})
-
-
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_inspect_runs_nothing_of_any_file(
     attack: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     canary = tmp_path / "canary"
     data = _replaced(folder, attack, canary)
-    for name in [*_files(folder), "common.pt", "model_optim_rng.pt"]:
+    for name in [*one_of_each_kind(folder), "common.pt", "model_optim_rng.pt"]:
         with _in_place_of(folder / name, data) as original:
-            status, said = _inspect(folder, capsys)
+            status, said = inspected(folder, capsys)
         assert not canary.exists(), f"{name} ran"
         is_sharded = (folder / ".metadata").exists()
         used = original is not None or (name == "common.pt") == is_sharded
@@ -97,7 +62,7 @@ def test_inspect_runs_nothing_of_any_file(
             assert status == 1 and name in said
         else:
             assert status == 0
-    assert _inspect(folder, capsys)[0] == 0
+    assert inspected(folder, capsys)[0] == 0
 
 
 def _metadata_of(folder: Path) -> Any:
@@ -135,7 +100,7 @@ def test_nor_of_an_object_or_a_tensor_among_the_shards(
     for key in [*objects, tensor]:
         for entry in (data, inside.getvalue()):
             _put_object(folder, key, entry)
-            status, said = _inspect(folder, capsys)
+            status, said = inspected(folder, capsys)
             assert not canary.exists()
             assert status == (status if attack == "archive" else 1)
             assert attack == "archive" or "__9_0.distcp" in said
@@ -150,131 +115,8 @@ def test_metadata_name_no_file_elsewhere(
     for index, info in metadata.storage_data.items():
         metadata.storage_data[index] = type(info)(place, info.offset, info.length)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    status, said = _inspect(folder, capsys)
+    status, said = inspected(folder, capsys)
     assert status == 1 and ".metadata cannot be read" in said and "no name of a file" in said
-
-
-# --- digest and tracker --------------------------------------------------------------------------
-
-
-def _sealed(content: Any) -> str:
-    """As whoever knows the format can seal anything."""
-    from megatron_muon.files.digest_text import sealed
-
-    return sealed({"format": digest.FORMAT, "complete": True, **content})
-
-
-TEXTS: dict[str, bytes] = {
-    "deep lists": b"[" * 10**6 + b"]" * 10**6,
-    "deep objects": b'{"a":' * 10**5 + b"1" + b"}" * 10**5,
-    "a long number": b"9" * 10**5,
-    "not UTF-8": b"\xff\xfe\x00",
-    "a digit of Unicode": "²".encode(),
-    "digits of Unicode": "٣".encode(),
-    "nothing": b"",
-    "NUL": b"\0" * 100,
-    "a list": b"[]",
-    "NaN": b"NaN",
-    "a way out": b"../../etc",
-    "negative": b"-3",
-    "too long a name": b"1" * 300,
-    "an escape": b"\x1b[2J",
-}
-
-
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("name", [digest.FILE_NAME, "latest_checkpointed_iteration.txt"])
-def test_a_digest_and_a_tracker_may_have_anything_in_them(
-    name: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    where = folder if name == digest.FILE_NAME else folder.parent
-    (where / name).write_bytes(TEXTS[text])
-    for path in (where, folder):
-        status, said = _inspect(path, capsys)
-        assert status == (1 if path == where else 0), said
-        assert path != where or name in said
-        assert "\x1b" not in said
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing"])
-@pytest.mark.parametrize("name", [digest.FILE_NAME, "latest_checkpointed_iteration.txt", "shard"])
-def test_what_is_no_file_is_not_waited_for(
-    name: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if name == "shard":
-        name = _files(folder)[-1]
-        (folder / name).unlink()
-    where = folder.parent if name.endswith(".txt") else folder
-    (where / name).unlink(missing_ok=True)
-    if kind == "folder":
-        (where / name).mkdir()
-    elif kind == "pipe":
-        os.mkfifo(where / name)
-    else:
-        (where / name).symlink_to(folder / "nowhere")
-    status, said = _inspect(where, capsys)
-    is_tracker = kind == "link to nothing" and name.endswith(".txt")
-    assert status == (2 if is_tracker else 1)
-    assert name in said
-
-
-def test_folders_may_be_nested_ever_so_deeply_and_links_lead_in_circles(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "round").symlink_to(".")
-    (folder / "itself").symlink_to("itself")
-    monkeypatch.chdir(folder)
-    try:
-        for _ in range(1500):  # by steps: the whole path is nearly as long as one may be
-            os.mkdir("a")
-            os.chdir("a")
-        os.chdir(folder)
-        status, said = _inspect(folder, capsys)
-        assert status == 0, said
-        (folder / digest.FILE_NAME).unlink(missing_ok=True)
-        assert _inspect(folder, capsys)[0] == 0
-    finally:
-        os.chdir(folder)  # pytest and shutil.rmtree would recurse
-        subprocess.run(["rm", "-r", "a"], check=True)
-
-
-def test_a_file_larger_than_the_memory_is_damaged_not_too_large(tmp_path: Path) -> None:
-    """Nothing of it is read but its end."""
-    from megatron_muon.files import archive
-
-    (tmp_path / "large.pt").touch()
-    os.truncate(tmp_path / "large.pt", 1 << 42)
-    with pytest.raises(archive.ArchiveError, match="no zip archive"):
-        archive.load(tmp_path / "large.pt")
-
-
-CONTENTS: dict[str, Any] = {
-    "no keys": {},
-    "settings of objects": {"settings": {"momentum": {"a": [1]}}, "parameters": {}, "files": {}},
-    "wrote of lists": {"wrote": {"megatron_muon": [[[[1]]]]}, "files": {}},
-    "a shape of texts": {"parameters": {"a": {"shape": ["1"], "optimizer": "muon"}}},
-    "a huge shape": {"parameters": {"a": {"shape": [10**4000] * 2, "optimizer": "muon"}}},
-    "a negative size": {"files": {"common.pt": {"size": -1, "hash": ""}}},
-    "a file without a hash": {"files": {"common.pt": {"size": 1}}},
-    "a file elsewhere": {"files": {"../../etc/hostname": {"size": 1, "hash": ""}}},
-    "an absolute file": {"files": {"/etc/hostname": {"size": 1, "hash": ""}}},
-    "files in a list": {"files": ["common.pt"]},
-    "parameters in a list": {"parameters": [1]},
-    "complete by a text": {"complete": "yes"},
-    "another optimizer": {"parameters": {"a\nb": {"shape": [1], "optimizer": "x"}}},
-}
-
-
-@pytest.mark.parametrize("content", CONTENTS)
-def test_a_digest_that_was_sealed_by_someone_else(
-    content: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / digest.FILE_NAME).write_text(_sealed(CONTENTS[content]))
-    for option in ([], ["--hash"], ["--json"]):
-        status, said = _inspect(folder, capsys, *option)
-        assert status == (0 if content == "no keys" else 1), said
-        assert "hostname has" not in said
-        assert content == "no keys" or digest.FILE_NAME in said or "a\nb" not in said
 
 
 # --- the loads of training that are ours ---------------------------------------------------------
@@ -387,23 +229,6 @@ def test_groups_with_objects_do_not_go_on_into_a_run(tmp_path: Path) -> None:
     loaded = archive.load_bytes(file.getvalue())
     with pytest.raises(ValueError, match=r"group's step is an object of posix\.system"):
         _require_plain_groups(tmp_path, [loaded])
-
-
-# --- output ---------------------------------------------------------------------------------------
-
-
-def test_a_name_cannot_forge_lines_or_steer_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    truth = saved(tmp_path, DEFAULT)
-    evil = "x.weight\n\ncomplete\n\x1b[2J\ud800²"
-    entry = {"shape": [3, 4], "optimizer": "muon"}
-    seal(tmp_path, truth, parameters={evil: entry})
-    status, said = _inspect(tmp_path, capsys)
-    assert status == 1
-    assert "\x1b" not in said and "\ncomplete" not in said
-    status, said = _inspect(tmp_path, capsys, "--json")
-    assert status == 1 and any(row["name"] == evil for row in json.loads(said)["parameters"])
 
 
 assert set(PICKLES) < set(ATTACKS)

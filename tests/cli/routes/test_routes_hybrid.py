@@ -8,15 +8,14 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_muon.cli import main
 from megatron_muon.dry_run.not_built import why_another_model
 from support.installed import VERSION
+from support.models.hybrid_model import GROUPS, HEAD, HIDDEN, STATE, VOCAB, planned_by_ranks
 from support.models.model_flags import TINY
 from support.ranks import run
 
-HIDDEN, STATE, HEAD, GROUPS, VOCAB = 64, 16, 16, 4, 128
 INNER = 2 * HIDDEN
 MAMBA = [
     *("--num-layers", "4", "--hidden-size", str(HIDDEN), "--num-attention-heads", "4"),
@@ -168,132 +167,6 @@ def test_the_model_and_its_modules_are_named_on_stderr(capsys: pytest.CaptureFix
 # --- it is what ranks make --------------------------------------------------------------------
 
 
-class _GatedNorm(torch.nn.Module):
-    def __init__(self, size: int, device: Any = None, dtype: Any = None, **_: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(size, device=device, dtype=dtype))
-
-
-def _planned_by_ranks(pattern: str, tp: int) -> dict[str, Any]:
-    """A MambaModel whose local layers are written down here, and Muon over its real optimizer."""
-    from megatron_muon.dry_run.stand_ins import imported
-
-    mixer = imported("megatron.core.ssm.mamba_mixer")  # without triton, too
-    import megatron.core.ssm.mamba_block as block
-    from megatron.core import optimizer as core
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-    )
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as bda
-    from megatron.core.models.mamba import MambaModel
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm as Norm
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
-
-    import megatron_muon
-    from support.models.gpt import distributed_optimizers
-
-    parallel_state.initialize_model_parallel(tp)
-    model_parallel_cuda_manual_seed(1)
-    linears = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=DotProductAttention,
-        linear_proj=RowParallelLinear,
-    )
-    fcs = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    mamba_mixer = ModuleSpec(mixer.MambaMixer, submodules=mixer.MambaMixerSubmodules(**linears))
-    stack = ModuleSpec(
-        block.MambaStack,
-        submodules=block.MambaStackSubmodules(
-            mamba_layer=ModuleSpec(
-                MambaLayer,
-                submodules=MambaLayerSubmodules(norm=Norm, mixer=mamba_mixer, mamba_bda=bda),
-            ),
-            attention_layer=ModuleSpec(
-                TransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    input_layernorm=Norm,
-                    self_attention=ModuleSpec(
-                        SelfAttention,
-                        params={"attn_mask_type": AttnMaskType.causal},
-                        submodules=attention,
-                    ),
-                    self_attn_bda=bda,
-                ),
-            ),
-            mlp_layer=ModuleSpec(
-                MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=Norm, mlp=ModuleSpec(MLP, submodules=fcs), mlp_bda=bda
-                ),
-            ),
-        ),
-    )
-    config = TransformerConfig(
-        num_layers=len(pattern),
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        mamba_state_dim=STATE,
-        mamba_head_dim=HEAD,
-        mamba_num_groups=GROUPS,
-        is_hybrid_model=True,
-        tensor_model_parallel_size=tp,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixer, "HAVE_MAMBA_SSM", True)
-        patch.setattr(mixer, "ExtendedRMSNorm", _GatedNorm)
-        patch.setattr(block, "TENorm", Norm)
-        model = MambaModel(
-            config,
-            stack,
-            VOCAB * tp,  # padded
-            1,
-            hybrid_override_pattern=pattern,
-            share_embeddings_and_output_weights=True,
-        )
-    ddp = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-        Float16Module(config, model),
-    )
-    muon = core.OptimizerConfig(
-        optimizer="muon",
-        lr=0.1,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-    )
-    megatron_muon.install()
-    try:
-        (part,) = distributed_optimizers(core.get_megatron_optimizer(muon, [ddp]))
-    finally:
-        megatron_muon.uninstall()
-    shapes = {
-        name.removeprefix("module.module."): list(param.shape)
-        for name, param in ddp.named_parameters()
-    }
-    matrices = [(m.name, m.rows, m.cols, m.home) for m in part.muon.plan.matrices]
-    return {"shapes": shapes, "matrices": matrices}
-
-
 @pytest.mark.skipif(
     not (0, 14) <= VERSION <= (0, 16), reason="of the classes that megatron-core 0.14 to 0.16 has"
 )
@@ -304,7 +177,7 @@ def test_routes_of_a_hybrid_model_are_what_ranks_plan(
     sizes = ["--tensor-model-parallel-size", str(tp), "--world-size", str(tp * dp)]
     routes = routes_json([*MAMBA, PATTERN, "M*-M", *sizes], capsys)
     rows = parameters(routes)
-    for made in run(_planned_by_ranks, tp * dp, "M*-M", tp):
+    for made in run(planned_by_ranks, tp * dp, "M*-M", tp):
         assert {name: row["shape"] for name, row in rows.items()} == made["shapes"]
         assert [
             (m["name"], m["rows"], m["cols"], m["home"])

@@ -1,8 +1,8 @@
 """Three steps of the real ``pretrain_gpt.py`` equal the float64 oracle's; needs a checkout.
 
 The weights at the start, the gradients and the rates of each step are what Megatron had; the
-oracle takes the same steps. The tolerance is found as ``test_oracle.py`` says: by an oracle in
-which every rounding is the worst one.
+oracle takes the same steps. The tolerance is found as ``expected/oracle_cases.py`` says: by an
+oracle in which every rounding is the worst one.
 """
 
 from __future__ import annotations

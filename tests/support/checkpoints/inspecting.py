@@ -30,6 +30,20 @@ def inspect(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> An
     return status, json.loads(capsys.readouterr().out)
 
 
+def inspected(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    """(exit status, what it says); a traceback would fail the test."""
+    status = main(["checkpoint", "inspect", str(path), *options])
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+def one_of_each_kind(folder: Path) -> list[str]:
+    """A file of each kind, by name; not the digest."""
+    kinds = {path.name.lstrip("_0123456789"): path.name for path in sorted(folder.iterdir())}
+    kinds.pop(digest.FILE_NAME, None)
+    return sorted(set(kinds.values()) - {"metadata.json"})
+
+
 def faults(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """All that is not complete, which must be the exit status, too."""
     status, report = inspect(path, capsys, *options)

@@ -112,7 +112,7 @@ def share(
 
 
 def plain(name: str, seconds: float, hardware: Hardware, constant: str) -> Figure:
-    """A time in µs that is a constant itself."""
+    """A figure whose measured time, in µs, is itself the constant."""
     measured = float(f"{seconds / MICRO:.4g}")
     predicted = float(getattr(hardware, constant))
     return Figure(name, "us", predicted, measured, constant=constant, value=measured)

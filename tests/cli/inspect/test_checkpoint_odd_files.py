@@ -1,0 +1,148 @@
+"""Whatever a digest, a tracker or a folder has in it, ``inspect`` says so: no hang, no crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon.files import digest
+from support.checkpoints.inspecting import DEFAULT, inspected, one_of_each_kind, saved, seal
+
+
+def _sealed(content: Any) -> str:
+    """As whoever knows the format can seal anything."""
+    from megatron_muon.files.digest_text import sealed
+
+    return sealed({"format": digest.FORMAT, "complete": True, **content})
+
+
+TEXTS: dict[str, bytes] = {
+    "deep lists": b"[" * 10**6 + b"]" * 10**6,
+    "deep objects": b'{"a":' * 10**5 + b"1" + b"}" * 10**5,
+    "a long number": b"9" * 10**5,
+    "not UTF-8": b"\xff\xfe\x00",
+    "a digit of Unicode": "²".encode(),
+    "digits of Unicode": "٣".encode(),
+    "nothing": b"",
+    "NUL": b"\0" * 100,
+    "a list": b"[]",
+    "NaN": b"NaN",
+    "a way out": b"../../etc",
+    "negative": b"-3",
+    "too long a name": b"1" * 300,
+    "an escape": b"\x1b[2J",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", [digest.FILE_NAME, "latest_checkpointed_iteration.txt"])
+def test_a_digest_and_a_tracker_may_have_anything_in_them(
+    name: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = folder if name == digest.FILE_NAME else folder.parent
+    (where / name).write_bytes(TEXTS[text])
+    for path in (where, folder):
+        status, said = inspected(path, capsys)
+        assert status == (1 if path == where else 0), said
+        assert path != where or name in said
+        assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing"])
+@pytest.mark.parametrize("name", [digest.FILE_NAME, "latest_checkpointed_iteration.txt", "shard"])
+def test_what_is_no_file_is_not_waited_for(
+    name: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "shard":
+        name = one_of_each_kind(folder)[-1]
+        (folder / name).unlink()
+    where = folder.parent if name.endswith(".txt") else folder
+    (where / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (where / name).mkdir()
+    elif kind == "pipe":
+        os.mkfifo(where / name)
+    else:
+        (where / name).symlink_to(folder / "nowhere")
+    status, said = inspected(where, capsys)
+    is_tracker = kind == "link to nothing" and name.endswith(".txt")
+    assert status == (2 if is_tracker else 1)
+    assert name in said
+
+
+def test_folders_may_be_nested_ever_so_deeply_and_links_lead_in_circles(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "round").symlink_to(".")
+    (folder / "itself").symlink_to("itself")
+    monkeypatch.chdir(folder)
+    try:
+        for _ in range(1500):  # by steps: the whole path is nearly as long as one may be
+            os.mkdir("a")
+            os.chdir("a")
+        os.chdir(folder)
+        status, said = inspected(folder, capsys)
+        assert status == 0, said
+        (folder / digest.FILE_NAME).unlink(missing_ok=True)
+        assert inspected(folder, capsys)[0] == 0
+    finally:
+        os.chdir(folder)  # pytest and shutil.rmtree would recurse
+        subprocess.run(["rm", "-r", "a"], check=True)
+
+
+def test_a_file_larger_than_the_memory_is_damaged_not_too_large(tmp_path: Path) -> None:
+    """Nothing of it is read but its end."""
+    from megatron_muon.files import archive
+
+    (tmp_path / "large.pt").touch()
+    os.truncate(tmp_path / "large.pt", 1 << 42)
+    with pytest.raises(archive.ArchiveError, match="no zip archive"):
+        archive.load(tmp_path / "large.pt")
+
+
+CONTENTS: dict[str, Any] = {
+    "no keys": {},
+    "settings of objects": {"settings": {"momentum": {"a": [1]}}, "parameters": {}, "files": {}},
+    "wrote of lists": {"wrote": {"megatron_muon": [[[[1]]]]}, "files": {}},
+    "a shape of texts": {"parameters": {"a": {"shape": ["1"], "optimizer": "muon"}}},
+    "a huge shape": {"parameters": {"a": {"shape": [10**4000] * 2, "optimizer": "muon"}}},
+    "a negative size": {"files": {"common.pt": {"size": -1, "hash": ""}}},
+    "a file without a hash": {"files": {"common.pt": {"size": 1}}},
+    "a file elsewhere": {"files": {"../../etc/hostname": {"size": 1, "hash": ""}}},
+    "an absolute file": {"files": {"/etc/hostname": {"size": 1, "hash": ""}}},
+    "files in a list": {"files": ["common.pt"]},
+    "parameters in a list": {"parameters": [1]},
+    "complete by a text": {"complete": "yes"},
+    "another optimizer": {"parameters": {"a\nb": {"shape": [1], "optimizer": "x"}}},
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_digest_that_was_sealed_by_someone_else(
+    content: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / digest.FILE_NAME).write_text(_sealed(CONTENTS[content]))
+    for option in ([], ["--hash"], ["--json"]):
+        status, said = inspected(folder, capsys, *option)
+        assert status == (0 if content == "no keys" else 1), said
+        assert "hostname has" not in said
+        assert content == "no keys" or digest.FILE_NAME in said or "a\nb" not in said
+
+
+def test_a_name_cannot_forge_lines_or_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    truth = saved(tmp_path, DEFAULT)
+    evil = "x.weight\n\ncomplete\n\x1b[2J\ud800²"
+    entry = {"shape": [3, 4], "optimizer": "muon"}
+    seal(tmp_path, truth, parameters={evil: entry})
+    status, said = inspected(tmp_path, capsys)
+    assert status == 1
+    assert "\x1b" not in said and "\ncomplete" not in said
+    status, said = inspected(tmp_path, capsys, "--json")
+    assert status == 1 and any(row["name"] == evil for row in json.loads(said)["parameters"])

@@ -1,0 +1,173 @@
+"""What a load or a save refuses, in each of Megatron's formats: one error on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.checkpoints.resharding import refused
+from support.checkpoints.resuming import check
+from support.checkpoints.saving import (
+    error_of_load,
+    error_of_save,
+    formats,
+    save_new,
+    sharded,
+    write,
+)
+from support.installed import VERSION
+from support.models.gpt import Case, Topology, start, take_step
+from support.ranks import run
+
+BF16 = Case(steps=4)
+DEFAULT, *OTHERS = formats()
+EVERY = [DEFAULT, *OTHERS]
+(MODEL_SPACE,) = (format for format in EVERY if format.startswith("fully"))
+OF_TENSORS = [format for format in EVERY if format in ("dp_reshardable", MODEL_SPACE)]
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_an_adamw_checkpoint_is_refused(format: str, tmp_path: Path) -> None:
+    topology = Topology(dp=2)
+    run(save_new, 2, replace(BF16, optimizer="adam"), topology, format, str(tmp_path))
+    for text in run(error_of_load, 2, BF16, topology, format, str(tmp_path)):
+        assert re.search(
+            r"[.]muon_momentum[.]|[.]megatron_muon[./]|saved by megatron_muon.s Muon", text
+        )
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_adamw_refuses_a_muon_checkpoint(format: str, tmp_path: Path) -> None:
+    """TP 2: with DP ranks that wait for the first one, it ends when that one does."""
+    topology = Topology(tp=2)
+    run(save_new, 2, BF16, topology, format, str(tmp_path))
+    adam = replace(BF16, optimizer="adam")
+    for text in run(error_of_load, 2, adam, topology, format, str(tmp_path)):
+        assert "exp_avg" in text
+
+
+@pytest.mark.parametrize("how", ["gone", "cut off"])
+def test_a_missing_file_is_an_error_everywhere_and_no_hang(how: str, tmp_path: Path) -> None:
+    topology = Topology(dp=2)
+    run(save_new, 2, BF16, topology, "torch", str(tmp_path))
+    file = tmp_path / "0_0_0_distrib_optim.pt"
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-100])
+    for text in run(error_of_load, 2, BF16, topology, "torch", str(tmp_path)):
+        assert file.name in text and ("lacks" in text or "cut off" in text), text
+
+
+def _edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = folder / "0_0_0_distrib_optim.pt"
+    saved = torch.load(file)
+    (buffer,) = saved[0].values()
+    change(buffer["state"])
+    torch.save(saved, file)
+
+
+NAME = "decoder.layers.1.mlp.linear_fc1.weight"
+STORED = "mlp.linear_fc1.weight"  # Megatron stacks the layers of some versions into one tensor
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop(NAME), f"no muon_momentum of {NAME}, only: nothing"),
+        (
+            lambda s: s.update({NAME: {"exp_avg": s[NAME]["muon_momentum"]}}),
+            f"no muon_momentum of {NAME}, only: exp_avg",
+        ),
+        (
+            lambda s: s[NAME].update(muon_momentum=s[NAME]["muon_momentum"].bfloat16()),
+            f"muon_momentum of {NAME} is torch.bfloat16 on disk, torch.float32 here",
+        ),
+        (
+            lambda s: s[NAME].update(muon_momentum=s[NAME]["muon_momentum"][:-1]),
+            f"muon_momentum of {NAME} has 24959 elements on disk, 24960 here",
+        ),
+        (lambda s: s.update(other={}), "has state of other, which is not in this model"),
+    ],
+    ids=["missing", "adamws", "bf16", "short", "unknown"],
+)
+def test_a_wrong_momentum_is_refused_on_every_rank(
+    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+) -> None:
+    topology = Topology(dp=2)
+    run(save_new, 2, BF16, topology, "torch", str(tmp_path))
+    _edited(tmp_path, change)
+    texts = run(error_of_load, 2, BF16, topology, "torch", str(tmp_path))
+    assert [message in text for text in texts] == [True, True], texts
+    assert texts[1].startswith("RuntimeError: rank 0 stopped this run")
+
+
+def _save_with_bf16_momentum(topology: Topology, format: str, folder: str) -> None:
+    built = start(BF16, topology)
+    take_step(built, 0)
+    state = sharded(built, format, is_loading=False)
+
+    def narrow(part: Any) -> None:
+        for each in part.values() if isinstance(part, dict) else part:
+            if isinstance(each, (dict, list)):
+                narrow(each)
+            elif "muon_momentum" in str(getattr(each, "key", "")):
+                each.data = each.data.bfloat16()
+                each.dtype = torch.bfloat16
+
+    narrow(state)
+    write(state, folder)
+
+
+@pytest.mark.parametrize("format", OF_TENSORS)
+def test_a_momentum_of_another_dtype_is_refused(format: str, tmp_path: Path) -> None:
+    """torch casts it to what the run asks for, without a word."""
+    run(_save_with_bf16_momentum, 2, Topology(dp=2), format, str(tmp_path))
+    for text, touched in run(refused, 2, BF16, Topology(dp=2), format, str(tmp_path)):
+        assert re.search(r"muon_momentum\S* is torch.bfloat16 on disk, torch.float32 here", text)
+        assert not touched
+
+
+@pytest.mark.parametrize("format", EVERY)
+def test_a_parameter_that_was_adamws_is_refused(format: str, tmp_path: Path) -> None:
+    """Of all layers: fully_reshardable has them in one tensor."""
+    topology = Topology(dp=2)
+    before = replace(BF16, muon=(("muon_exclude", ("*.linear_fc1.weight",)),))
+    run(save_new, 2, before, topology, format, str(tmp_path))
+    for text in run(error_of_load, 2, BF16, topology, format, str(tmp_path)):
+        assert "muon_momentum" in text and STORED in text
+
+
+# --- what Megatron cannot do ------------------------------------------------------------------
+
+
+def test_layers_of_both_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    """On the second stage alone a layer is AdamW's: the stages must compare."""
+    case = replace(BF16, muon=(("muon_exclude", (NAME,)),))
+    for text in run(error_of_save, 2, case, Topology(pp=2), MODEL_SPACE, str(tmp_path)):
+        assert "mlp.linear_fc1.weight of all layers in one tensor, but Muon updates some" in text
+
+
+def test_layers_of_both_in_other_formats(tmp_path: Path) -> None:
+    case = replace(BF16, muon=(("muon_exclude", (NAME,)),))
+    check(case, Topology(dp=2), DEFAULT, tmp_path)
+
+
+def test_instances_in_the_oldest_format_are_refused(tmp_path: Path) -> None:
+    topology = Topology(dp=4, instances=2)
+    args = (BF16, topology, "dp_zero_gather_scatter", str(tmp_path))
+    for text in run(error_of_save, 4, *args):
+        assert "first of several optimizer instances only" in text
+
+
+@pytest.mark.skipif(VERSION >= (0, 15), reason="gone from Megatron")
+def test_bucket_space_is_refused(tmp_path: Path) -> None:
+    args = (BF16, Topology(dp=2), "fully_sharded_bucket_space", str(tmp_path))
+    for text in run(error_of_save, 2, *args):
+        assert "does not save or load fully_sharded_bucket_space" in text

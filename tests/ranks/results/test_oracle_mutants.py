@@ -1,0 +1,197 @@
+"""Wrong oracles and wrong plugins: each must be noticed, and where it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from support.expected.oracle import Oracle
+from support.expected.oracle_cases import (
+    BF16,
+    CASES,
+    FP32,
+    TOPOLOGIES,
+    WHERE,
+    compare,
+    computed,
+    heads_and_gate_up,
+    oracle_for,
+    outside,
+    plugin,
+)
+from support.models.gpt import (
+    GROUPS,
+    HEAD_SIZE,
+    HEADS,
+    Case,
+    Topology,
+    train,
+)
+from support.ranks import run
+from support.runs.whole import whole
+
+Tensor = torch.Tensor
+
+
+def names(wrong: dict[str, str], kind: str = "main") -> set[str]:
+    """The last parts of the names whose ``kind`` is wrong, such as linear_fc1.weight."""
+    return {".".join(key.split(".")[-2:]) for key in wrong if key.startswith(f"{kind} ")}
+
+
+MATRICES = {f"linear_{m}.weight" for m in ("qkv", "proj", "fc1", "fc2")}
+NS_DTYPES = pytest.mark.parametrize("case", [FP32, BF16], ids=["fp32", "bf16"])
+
+
+@NS_DTYPES
+def test_mutant_without_nesterov_is_noticed(case: Case) -> None:
+    wrong = compare(case, TOPOLOGIES[1], nesterov=False)
+    assert names(wrong) == MATRICES
+    assert names(wrong, "exp_avg") == set()
+
+
+@NS_DTYPES
+def test_mutant_with_qkv_split_by_the_wrong_blocks_is_noticed(case: Case) -> None:
+    """Q, K and V as three ranges of rows, as if there were one query group."""
+
+    def blocks(name: str, w: Tensor) -> list[list[int]]:
+        if name.endswith("linear_qkv.weight"):
+            return _thirds(w.shape[0])
+        return [list(range(w.shape[0]))]
+
+    assert names(compare(case, TOPOLOGIES[1], blocks=blocks)) == {"linear_qkv.weight"}
+
+
+def _thirds(rows: int) -> list[list[int]]:
+    q = HEADS * HEAD_SIZE
+    kv = GROUPS * HEAD_SIZE
+    assert q + 2 * kv == rows
+    return [list(range(q)), list(range(q, q + kv)), list(range(q + kv, rows))]
+
+
+@NS_DTYPES
+def test_mutant_with_the_scale_of_the_local_matrix_is_noticed(case: Case) -> None:
+    """The size of a TP 2 slice: linear_qkv and linear_proj keep max(rows, cols) = 96 in theirs."""
+
+    def local(name: str, rows: int, cols: int) -> int:
+        if name.endswith(("linear_qkv.weight", "linear_fc1.weight")):
+            return max(rows // 2, cols)
+        return max(rows, cols // 2)
+
+    wrong = compare(case, TOPOLOGIES[1], scale_size=local)
+    assert names(wrong) == {"linear_fc1.weight", "linear_fc2.weight"}
+
+
+class _AloneSharing:
+    """A home that takes its own squares for the sum."""
+
+    def add(self: Any, squares: Sequence[Tensor]) -> Tensor:
+        return sum(squares[1:], squares[0].clone())
+
+
+def _without_sums() -> Any:
+    from megatron_muon.runtime.exchange.sharers import Sharers
+
+    return mock.patch.object(Sharers, "add", _AloneSharing.add)
+
+
+def _with_the_scale_of_a_strip() -> Any:
+    from megatron_muon.planning.segments import Matrix
+
+    return mock.patch.object(Matrix, "whole", property(lambda matrix: matrix.unit))
+
+
+def _with_turned_columns_swapped() -> Any:
+    """A home takes the columns of its range the other way round, and sends them back as they are:
+    what it iterates on is right, but for their places."""
+    from megatron_muon.runtime.exchange.sharers import Sharers
+
+    turned = Sharers.turned
+    return mock.patch.object(
+        Sharers, "turned", lambda self, by_rows: [one.flip(1) for one in turned(self, by_rows)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("mutation", "topology", "wrong"),
+    [
+        (_without_sums, Topology(2, 2, 2), {"linear_qkv", "linear_fc1", "linear_fc2"}),
+        (_with_the_scale_of_a_strip, Topology(2, 2, 2), {"linear_fc1", "linear_fc2"}),
+        (_with_turned_columns_swapped, Topology(1, 2, 2), {"linear_qkv", "linear_fc2"}),
+        (_with_turned_columns_swapped, Topology(2, 2, 2), {"linear_qkv"}),  # fc2's parts come
+    ],
+)
+def test_mutants_of_shared_matrices_are_noticed(
+    mutation: Any, topology: Topology, wrong: set[str]
+) -> None:
+    """K and V are wide; their scale is that of the columns."""
+    case = CASES["shared"]
+    results = run(train, topology.world_size, case, topology, mutation)
+    norms = results[0]["log"]["norms"]
+    found = outside(case, whole(results), computed(case, oracle_for(case), norms))
+    assert names(found) == {f"{name}.weight" for name in wrong}
+
+
+def test_mutants_without_a_split_are_noticed() -> None:
+    case = CASES["heads-and-gate-up"]
+
+    def whole_attention(name: str, w: Tensor) -> list[list[int]]:
+        if name.endswith("linear_qkv.weight"):
+            return [list(range(w.shape[0]))]
+        return heads_and_gate_up(case, name, w)
+
+    def whole_mlp(name: str, w: Tensor) -> list[list[int]]:
+        if name.endswith("linear_fc1.weight"):
+            return [list(range(w.shape[0]))]
+        return heads_and_gate_up(case, name, w)
+
+    topology = Topology(2, 2, 2)
+    assert names(compare(case, topology, blocks=whole_attention)) == {"linear_qkv.weight"}
+    assert names(compare(case, topology, blocks=whole_mlp)) == {"linear_fc1.weight"}
+
+
+def test_mutant_with_inputs_for_outputs_is_noticed() -> None:
+    """Where the scale goes by their ratio, and a matrix is not square."""
+    case = CASES["unit-rms-norm"]
+    wrong = compare(case, Topology(2, 2, 2), scale_size=lambda name, rows, cols: cols / rows)
+    assert {"linear_fc1.weight", "linear_fc2.weight"} <= names(wrong) <= MATRICES
+
+
+class _OneMatrix(Oracle):
+    """Takes a batch of experts for one matrix, as the parameter's two dims suggest."""
+
+    def _muon(self, name: str, w: Tensor, g: Tensor) -> None:
+        flat = partial(torch.flatten, start_dim=0, end_dim=-2)
+        if name in self.momentum:
+            self.momentum[name] = flat(self.momentum[name])
+        super()._muon(name, flat(w), flat(g))
+        self.momentum[name] = self.momentum[name].view(w.shape)
+
+
+def test_mutant_with_all_experts_of_a_batch_as_one_matrix_is_noticed() -> None:
+    case = CASES["legacy-experts"]
+    result, norms = plugin(case, WHERE["legacy-experts"])
+    oracle = oracle_for(case)
+    oracle.__class__ = _OneMatrix
+    wrong = outside(case, result, computed(case, oracle, norms))
+    assert names(wrong) == {"experts.weight1", "experts.weight2"}
+
+
+@NS_DTYPES
+def test_mutant_without_clipping_is_noticed(case: Case) -> None:
+    wrong = compare(case, TOPOLOGIES[1], clip=0.0)
+    assert MATRICES <= names(wrong) and MATRICES <= names(wrong, "exp_avg")
+
+
+@NS_DTYPES
+def test_mutant_with_one_step_less_is_noticed(case: Case) -> None:
+    assert names(compare(case, TOPOLOGIES[1], ns_steps=4)) == MATRICES
+
+
+@NS_DTYPES
+def test_mutant_without_decay_is_noticed(case: Case) -> None:
+    assert MATRICES <= names(compare(case, TOPOLOGIES[1], weight_decay=lambda name, w: 0.0))

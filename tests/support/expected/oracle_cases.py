@@ -1,0 +1,239 @@
+"""Cases of the plugin and of the float64 oracle, and how far rounding may move them apart.
+
+Where the tolerance comes from. Rounding to nearest moves a value by at most the unit roundoff u of
+its dtype, relative: 2⁻²⁴ in fp32, 2⁻⁸ in bf16 (8 significant bits). So the oracle is run again in
+float64 with every single rounding that an implementation makes replaced by a move of exactly ±u in
+a random direction: u of ``ns_dtype`` inside Newton-Schulz, of fp32 everywhere else. What comes out
+is as far from the exact oracle as an implementation gets whose every rounding is the worst one, and
+the amplification of the iteration (up to 3.4445⁵ = 485 for small singular values) is in it without
+being estimated. Round-to-nearest errors have an rms of 0.29 ulp, which is 0.29 to 0.58 u: so the
+plugin has a margin of about 2, and no factor is put on top. Two more errors of fp32 are modelled:
+
+- a product of k terms is accumulated in fp32. Every partial sum is at most ‖row‖‖column‖ (Cauchy-
+  Schwarz) and of random sign, rms ‖row‖‖column‖/sqrt(2 k), so the k roundings add up to at most
+  u ‖row‖‖column‖/sqrt 2 rms; the model moves by ±u ‖row‖‖column‖.
+- Megatron sums the squares of the global norm in fp32. The norm is compared by itself; the oracle
+  then clips by Megatron's.
+
+Parameter by parameter, the Frobenius norm of the deviation may reach the largest of three such
+runs. Its largest element may reach twice theirs, because the largest of a sample is itself random:
+of n = 96 to 50 000 Gaussians it lies between 2 and 4.7 σ, and the plugin's σ is at most 0.58 of the
+runs'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from support.expected.oracle import Oracle, newton_schulz
+from support.expected.shaking import TRIALS, UNIT, shaken, shaken_product, sizes
+from support.models.gpt import (
+    Case,
+    Topology,
+    lr_at,
+    matches,
+    train,
+    truth,
+    whole_grad,
+    whole_weight,
+)
+from support.ranks import run
+from support.runs.whole import Whole, whole
+
+Tensor = torch.Tensor
+STEPS = 10
+FEW = 4  # where what differs is which matrices there are; the clip is active in some
+BASE = Case(steps=STEPS, clip=200.0)
+TOPOLOGIES = [Topology(1, 1, 1), Topology(2, 1, 2), Topology(2, 2, 2)]
+Result = dict[str, dict[str, Tensor]]
+Norms = Sequence[float] | None
+
+
+def with_ns(case: Case, ns_dtype: str) -> Case:
+    return replace(case, muon=(("ns_dtype", ns_dtype), *case.muon))
+
+
+FP32 = with_ns(replace(BASE, bf16=False), "fp32")
+BF16 = with_ns(BASE, "bf16")
+CASES = {
+    "fp32": FP32,
+    "bf16": BF16,
+    "groups": replace(FP32, faster=("*.linear_fc2.weight", "embedding.*", "*.linear_qkv.*")),
+    "one-qkv": replace(FP32, muon=(*FP32.muon, ("split_qkv", False))),
+    "shared": replace(FP32, muon=(*FP32.muon, ("split_matrices", 2))),
+    "shared-bf16": replace(BF16, muon=(*BF16.muon, ("split_matrices", 4)), steps=FEW),
+    "no-nesterov": replace(FP32, muon=(*FP32.muon, ("nesterov", False))),
+    "other-constants": replace(
+        FP32, muon=(*FP32.muon, ("momentum", 0.8), ("matched_adamw_rms", 0.3), ("ns_steps", 4))
+    ),
+    "unit-rms-norm": replace(
+        FP32, muon=(*FP32.muon, ("scale_mode", "unit_rms_norm"), ("matched_adamw_rms", 4.0))
+    ),
+    "shape-scaling": replace(
+        FP32, muon=(*FP32.muon, ("scale_mode", "shape_scaling"), ("matched_adamw_rms", 4.0))
+    ),
+    "decay-all": replace(FP32, muon=(*FP32.muon, ("weight_decay_all_params", True))),
+    "tied": replace(FP32, tied=True),
+    "gated": replace(FP32, gated=True),
+    "heads-and-gate-up": replace(
+        FP32,
+        gated=True,
+        steps=FEW,
+        muon=(
+            *FP32.muon,
+            ("splits", (("*.linear_qkv.*", "heads"), ("*.linear_fc1.*", "gate-up"))),
+        ),
+    ),
+    "moe": replace(FP32, moe=True, steps=FEW),
+    "moe-bf16": replace(BF16, moe=True, steps=FEW),
+    "te-experts": replace(FP32, moe=True, grouped="te", gated=True, steps=FEW),
+    "legacy-experts": replace(FP32, moe=True, grouped="legacy", gated=True, steps=FEW),
+    "mla": replace(FP32, mla="duplicated", steps=FEW),
+    "cut-group": replace(FP32, groups=1, steps=FEW),
+    "cut-gated-group": replace(FP32, heads=4, groups=1, output_gate=True, steps=FEW),
+    "mtp": replace(FP32, mtp=True, tied=True, steps=FEW),
+    "bf16-gradients": replace(BF16, fp32_grads=False, steps=FEW),
+    "fp16": with_ns(replace(BASE, bf16=False, fp16=True, steps=FEW), "bf16"),
+}
+EXPERTS = Topology(2, 1, 2, ep=2, etp=1, sequence_parallel=True)
+WHERE = {
+    "moe": EXPERTS,
+    "moe-bf16": Topology(2, 2, 2, ep=2, sequence_parallel=True),
+    "te-experts": EXPERTS,
+    "legacy-experts": Topology(2, 1, 2, ep=2, sequence_parallel=True),
+    "mla": Topology(2, 1, 2),
+    "cut-group": Topology(2, 1, 2),
+    "cut-gated-group": Topology(4, 1, 1),
+    "mtp": Topology(1, 2, 2),
+}
+
+
+# What is under the root; by name, outputs, inputs.
+SCALE_SIZES: dict[str, Callable[[str, int, int], float]] = {
+    "spectral": lambda name, rows, cols: max(rows, cols),
+    "unit_rms_norm": lambda name, rows, cols: rows / cols,
+    "shape_scaling": lambda name, rows, cols: rows / cols if rows > cols else 1.0,
+}
+
+
+# --- the oracle on a case --------------------------------------------------------------------
+
+
+@cache
+def shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    params = truth(replace(case, steps=0, optimizer="adam", muon=()))["params"]
+    return {name: tuple(tensor.shape) for name, tensor in params.items()}
+
+
+def oracle_for(case: Case, **changes: Any) -> Oracle:
+    """The oracle at the start of a case; its settings come from the case alone."""
+    settings: dict[str, Any] = dict(case.muon)
+    decay_all = settings.get("weight_decay_all_params", False)
+
+    def weight_decay(name: str, w: Tensor) -> float:
+        if w.ndim == 1 and not decay_all:
+            return 0.0
+        return case.weight_decay * (0.5 if matches(name, case.faster) else 1.0)
+
+    oracle = Oracle(
+        weights={n: whole_weight(case, n, s).double() for n, s in shapes(case).items()},
+        heads=case.heads,
+        groups=case.groups,
+        head_size=case.head_size,
+        gated_attention=case.output_gate,
+        lr=lambda name: lr_at(case, len(oracle.norms) - 1, name),
+        weight_decay=weight_decay,
+        rms=settings.get("matched_adamw_rms", 0.2),
+        scale_size=SCALE_SIZES[settings.get("scale_mode", "spectral")],
+        mu=settings.get("momentum", 0.95),
+        nesterov=settings.get("nesterov", True),
+        ns_steps=settings.get("ns_steps", 5),
+        split_qkv=settings.get("split_qkv", True),
+        betas=(0.9, 0.95),
+        clip=case.clip,
+    )
+    if "splits" in settings:
+        oracle.blocks = partial(heads_and_gate_up, case)
+    if case.optimizer == "adam":
+        oracle.is_muon = lambda name, w: False
+    for name, value in changes.items():
+        setattr(oracle, name, value)
+    return oracle
+
+
+def heads_and_gate_up(case: Case, name: str, w: Tensor) -> list[list[int]]:
+    """Each head of q, k and v as a matrix, and gate and up; the order does not matter."""
+    rows = list(range(w.shape[0]))
+    size = w.shape[0]
+    if name.endswith("linear_qkv.weight"):
+        size = case.head_size  # per query group its heads' q, then k and v
+    elif name.endswith("linear_fc1.weight"):
+        size = w.shape[0] // 2
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def computed(case: Case, oracle: Oracle, norms: Norms = None) -> Result:
+    """Take the case's steps with an oracle, clipping by the given norms or by its own."""
+    for step in range(case.steps):
+        grads = {n: whole_grad(case, n, s, step) for n, s in shapes(case).items()}
+        if not case.fp32_grads:
+            grads = {n: g.to(case.dtype).float() for n, g in grads.items()}
+        oracle.step(grads, norms[step] if norms else None)
+    return {"main": oracle.weights, "exp_avg": oracle.momentum}
+
+
+def shaken_oracle(case: Case, seed: int) -> Oracle:
+    generator = torch.Generator().manual_seed(seed)
+    unit = UNIT[dict(case.muon).get("ns_dtype", "bf16")]
+    iteration = partial(
+        newton_schulz,
+        rounded=partial(shaken, unit, generator),
+        product=partial(shaken_product, generator),
+    )
+    return oracle_for(
+        case, orthogonalize=iteration, rounded=partial(shaken, UNIT["fp32"], generator)
+    )
+
+
+@cache
+def allowed(case: Case) -> dict[str, tuple[float, float]]:
+    """How far rounding may move a parameter: (Frobenius norm, largest element)."""
+    exact = computed(case, oracle_for(case))
+    trials = [computed(case, shaken_oracle(case, seed)) for seed in range(TRIALS)]
+    limits = {}
+    for kind, tensors in exact.items():
+        for name, want in tensors.items():
+            norms, largest = zip(
+                *(sizes(trial[kind][name] - want) for trial in trials), strict=True
+            )
+            limits[f"{kind} {name}"] = (max(norms), 2 * max(largest))
+    return limits
+
+
+def outside(case: Case, result: Whole, target: Result) -> dict[str, str]:
+    """What is further from the target than rounding explains."""
+    wrong = {}
+    for key, limits in allowed(case).items():
+        kind, name = key.split()
+        got = sizes(result[kind][name].double() - target[kind][name])
+        if not all(g <= limit for g, limit in zip(got, limits, strict=True)):
+            wrong[key] = f"{got} > {limits}"
+    return wrong
+
+
+@cache
+def plugin(case: Case, topology: Topology) -> tuple[Whole, tuple[float, ...]]:
+    """What the plugin computes, and Megatron's norm of the gradients in each step."""
+    results = run(train, topology.world_size, case, topology)
+    return whole(results), tuple(results[0]["log"]["norms"])
+
+
+def compare(case: Case, topology: Topology, **changes: Any) -> dict[str, str]:
+    """The plugin against the oracle, or against one that is changed."""
+    result, norms = plugin(case, topology)
+    return outside(case, result, computed(case, oracle_for(case, **changes), norms))

@@ -1,0 +1,139 @@
+"""The file of a digest and its parts: complete or not, damaged, or of another kind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.files import claim, digest, digest_parts
+from megatron_muon.files.checksum import checksum
+from megatron_muon.files.digest import DigestError
+from megatron_muon.files.digest_text import sealed
+
+CONTENT = {"wrote": {"world_size": 2}, "parameters": {}, "files": {}, "vocabulary": None}
+
+
+def test_begin_and_finish(tmp_path: Path) -> None:
+    folder = tmp_path / "iter_0000003"
+    digest.begin(folder, CONTENT["wrote"])
+    read_back = digest.read(folder)
+    assert read_back is not None and read_back["complete"] is False
+    with pytest.raises(DigestError, match=r"is not complete: .* no other checkpoint that is known"):
+        digest.require_complete(folder, read_back)
+    digest_parts.write_part(folder, claim.identity(), 1, {"files": {}})
+    digest.finish(folder, CONTENT)
+    read_back = digest.read(folder)
+    assert read_back is not None and read_back["complete"] is True and read_back["format"] == 2
+    digest.require_complete(folder, read_back)
+    assert [path.name for path in folder.iterdir()] == [digest.FILE_NAME]  # no part is left
+    assert digest.complete_iterations(tmp_path) == [3]
+
+
+PARTS = {
+    "nested deeply": "[" * 200_000 + "]" * 200_000,
+    "a list": "[1, 2]",
+    "pairs": '[["files", {}]]',
+    "a number": "9" * 5000,
+    "nothing": "",
+    "no text": "\udcff",
+    "a place elsewhere": '{"files": {"../a": {"size": 1, "hash": ""}}}',
+    "files of another type": '{"files": [1]}',
+    "parameters of another type": '{"files": {}, "parameters": {"a": 1}}',
+}
+
+
+@pytest.mark.parametrize("text", PARTS)
+def test_a_damaged_part_is_an_ordinary_error_that_names_it(text: str, tmp_path: Path) -> None:
+    save = claim.identity()
+    digest_parts.write_part(tmp_path, save, 1, {"files": {}})
+    (file,) = tmp_path.glob("*.part.json")
+    file.write_bytes(PARTS[text].encode("utf-8", "surrogateescape"))
+    for read in (
+        lambda: digest_parts.read_part(tmp_path, save, 1),
+        lambda: list(digest_parts.read_parts(tmp_path, save)),
+    ):
+        with pytest.raises(ValueError, match="is not what a rank of this save wrote") as caught:
+            read()
+        assert str(file) in str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_pipes_in_a_folder_are_not_waited_for(tmp_path: Path) -> None:
+    """Each of them an error; for the lock of another save and for a file of size 0, too."""
+    save = claim.identity()
+    digest_parts.write_part(tmp_path, save, 1, {"files": {}})
+    (part,) = tmp_path.glob("*.part.json")
+    part.unlink()
+    lock, empty = tmp_path / claim.LOCK_NAME, tmp_path / "empty"
+    for path in (part, lock, empty):
+        os.mkfifo(path)
+    for act in (
+        lambda: digest_parts.read_part(tmp_path, save, 1),
+        lambda: claim.take(tmp_path, save),
+        lambda: claim.is_held(tmp_path),
+        lambda: checksum(empty),
+    ):
+        with pytest.raises(OSError, match="no regular file"):
+            act()
+    assert claim.read(lock) is None and claim.join(tmp_path) is None
+    fault = digest.fault(tmp_path, "empty", {"size": 0, "hash": ""}, checksum)
+    assert fault is not None and "no regular file" in fault
+
+
+def test_names_from_files_do_not_steer_a_terminal() -> None:
+    for kind in (DigestError, digest.TwoSavesError):
+        text = str(kind("a\x1b[2J\nforged\udcff²"))
+        assert text == "a\\x1b[2J\\nforged\\udcff²"
+
+
+def test_the_way_out_names_the_last_complete_one(tmp_path: Path) -> None:
+    for number in (2, 4, 9):
+        digest.begin(tmp_path / f"iter_{number:07d}", {})
+        if number != 9:
+            digest.finish(tmp_path / f"iter_{number:07d}", CONTENT)
+    incomplete = digest.read(tmp_path / "iter_0000009")
+    assert incomplete is not None
+    with pytest.raises(DigestError, match="one beside it is 4: --ckpt-step 4 loads it"):
+        digest.require_complete(tmp_path / "iter_0000009", incomplete)
+
+
+def test_every_changed_character_of_it_is_seen(tmp_path: Path) -> None:
+    digest.finish(tmp_path, CONTENT)
+    path = tmp_path / digest.FILE_NAME
+    text = path.read_bytes()
+    for at in range(len(text)):
+        path.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
+        with pytest.raises(DigestError, match=r"is damaged|is of format"):
+            digest.read(tmp_path)
+    for at in range(len(text) - 1):
+        path.write_bytes(text[:at])
+        with pytest.raises(DigestError, match="is damaged"):
+            digest.read(tmp_path)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / digest.FILE_NAME).write_text(sealed({"format": 3, "complete": True}))
+    with pytest.raises(DigestError, match=r"is of format 3, this megatron_muon reads 2: use the"):
+        digest.read(tmp_path)
+
+
+def test_no_digest_is_none(tmp_path: Path) -> None:
+    assert digest.read(tmp_path) is None
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 10**12)), st.integers(1, 5))
+def test_files_are_shared_out_once_each(sizes: dict[str, int], count: int) -> None:
+    shares = digest.shared_out(sizes, count)
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    loads = [sum(sizes[name] for name in share) for share in shares]
+    largest = max(sizes.values(), default=0)
+    assert max(loads) - min(loads) <= largest + len(sizes)
+
+
+@pytest.mark.parametrize("name", ["megatron_muon.json", "megatron_muon.json.tmp"])
+def test_own_files_are_no_part_of_it(name: str) -> None:
+    assert digest.own_file(name) and not digest.own_file("__0_0.distcp")

@@ -1,0 +1,206 @@
+"""The products of Newton-Schulz: who makes them, and how they round."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from megatron_muon.coefficients import NsDtype
+from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.orthogonalize import matmul as products_module
+from megatron_muon.orthogonalize.gram import gram_iteration
+from megatron_muon.orthogonalize.iteration import (
+    ns_flops,
+    panels,
+    schedule_of,
+    segments,
+)
+from megatron_muon.orthogonalize.matmul import (
+    KernelError,
+    Products,
+    plan_device,
+    products_on,
+    said_of_products,
+    try_products,
+)
+from megatron_muon.orthogonalize.newton_schulz import (
+    orthogonalize,
+    standard_iteration,
+)
+from megatron_muon.orthogonalize.normalization import normalize
+from megatron_muon.pricing.presets import H100
+
+DTYPES = get_args(NsDtype)
+CPU_DEVICE = torch.device("cpu")
+PANELS = Products(torch.float64, squares=torch.float64, held=torch.float64, blocked=True)
+
+
+def _config(name: Any, steps: int, dtype: Any, iteration: Any) -> MuonConfig:
+    return MuonConfig(ns_coefficients=name, ns_steps=steps, ns_dtype=dtype, ns_iteration=iteration)
+
+
+def _matrix(rows: int, cols: int) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows + 7 * cols))
+
+
+@pytest.mark.parametrize("rows", [383, 384, 401])
+def test_panels_are_the_whole_product(rows: int) -> None:
+    left, linear = _matrix(rows, 30).double(), _matrix(rows, rows).double()
+    linear = linear + linear.mT
+    made = PANELS.symmetric(left, left.mT, linear, beta=0.3, alpha=-2.0)
+    for start, stop in panels(rows):  # mirrored, not made again
+        assert torch.equal(made[:start, start:stop], made[start:stop, :start].mT)
+    assert torch.allclose(made, 0.3 * linear - 2 * left @ left.mT, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("rows", "inner"), [(8, 8), (32, 160), (300, 70), (400, 400)])
+def test_a_product_in_bf16_rounds_once(rows: int, inner: int) -> None:
+    """Also where the CPU makes it in bf16, with its linear term in the same pass. Sums in fp32 are
+
+    2⁻²⁴ × √inner off, against 2⁻⁹ of the rounding: one element in a thousand goes to its neighbour.
+    """
+    products = products_on(CPU_DEVICE, "bf16")
+    left = products.enter(_matrix(rows, inner))
+    linear = products.enter(_matrix(rows, rows) + _matrix(rows, rows).mT)
+    for make in (products.product, products.symmetric):
+        made = products.rounded(make(left, left.mT, linear, beta=0.3, alpha=-2.0))
+        exact = 0.3 * linear.double() - 2.0 * left.double() @ left.mT.double()
+        assert (made.double() != exact.bfloat16().double()).double().mean() <= 0.01
+
+
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize(("rows", "cols"), [(512, 2048), (2048, 512), (4096, 4096), (520, 1000)])
+def test_a_kernels_symmetric_products_are_9_of_16(
+    rows: int, cols: int, iteration: NsIteration
+) -> None:
+    """Whole numbers, near the share that the time model has; of what the kernel does not take, and
+    in fp32, all."""
+    short, long = min(rows, cols), max(rows, cols)
+    for dtype in DTYPES:
+        config = _config("simple", 5, dtype, iteration)
+        plain, kernel = (ns_flops(rows, cols, config, d) for d in ("cuda", "cuda_symmetric"))  # type: ignore[arg-type]
+        parts = len(segments(config, "cuda")) if iteration == "gram" else 5
+        symmetric = plain - parts * 2 * short * short * long
+        assert symmetric > 0 and symmetric % 8 == 0
+        assert kernel == plain - (0 if dtype == "fp32" else symmetric * 7 // 16)
+    assert abs(9 / 16 / H100.symmetric_ratio - 1) < 0.03
+    config = _config("simple", 5, "bf16", iteration)
+    for odd in ((256, 512), (1001, 2048)):
+        assert ns_flops(*odd, config, "cuda") == ns_flops(*odd, config, "cuda_symmetric")
+
+
+def test_a_librarys_kernel_makes_the_symmetric_products_of_both_iterations() -> None:
+    """Of more than one of its tiles and aligned; the kernel's part is played by torch's matmul."""
+    shapes: list[tuple[int, ...]] = []
+
+    def kernel(
+        left: torch.Tensor,
+        right: torch.Tensor,
+        linear: torch.Tensor | None,
+        beta: float,
+        alpha: float,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        shapes.append(tuple(left.shape))
+        made = alpha * (left @ right)
+        made = made if linear is None else made + beta * linear
+        return made if out is None else out.copy_(made)
+
+    plain = Products(torch.float32, squares=torch.float32, held=torch.float32)
+    own = replace(plain, kernel=kernel)
+    config = _config("simple", 5, "fp32", "gram")
+    squares, whole = (264, 264), (264, 304)
+    for rows, cols, used in (
+        (264, 304, {whole, squares}),
+        (264, 300, {squares}),
+        (257, 304, set()),
+        (256, 304, set()),
+    ):
+        x = normalize(torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)))
+        for run in (
+            lambda x, products: standard_iteration(x, schedule_of(config), products),
+            lambda x, products: gram_iteration(x, segments(config, "cuda"), products),
+        ):
+            shapes.clear()
+            bound = 2 * 486 * 304 * 2.0**-24  # see test_newton_schulz.test_fp32_equals_float64
+            assert (run(x, own) - run(x, plain)).norm() <= bound
+            assert set(shapes) == used
+
+
+def test_a_librarys_kernel_that_fails_is_an_error_before_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> torch.Tensor:
+        raise AttributeError("no such instruction")
+
+    own = replace(products_on(CPU_DEVICE, "bf16"), kernel=fails)
+    monkeypatch.setattr(products_module, "products_on", lambda *_: own)
+    with pytest.raises(KernelError, match=r"AttributeError: no such instruction.*uninstall it"):
+        try_products(CPU_DEVICE, "bf16")
+
+
+def test_the_kind_of_a_gpu_is_known_by_the_kernel_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the same test of it products are made with the kernel, but for fp32."""
+    gpu, capability = torch.device("cuda", 0), [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
+    for installed in (None, lambda *_: torch.zeros(1)):
+        monkeypatch.setattr(products_module, "_quack", lambda installed=installed: installed)
+        for capability[0] in ((8, 0), (9, 0), (10, 0)):
+            products_module._quack_on.cache_clear()
+            has = installed is not None and capability[0] >= (9, 0)
+            assert plan_device(gpu) == ("cuda_symmetric" if has else "cuda")
+            for dtype in DTYPES:
+                kernel = products_on(gpu, dtype).kernel
+                assert (kernel is installed and has) == (has and dtype != "fp32")
+    products_module._quack_on.cache_clear()
+    assert plan_device(torch.device("meta")) == "cuda"
+
+
+def test_a_library_that_cannot_be_imported_is_an_error_and_one_that_is_not_there_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name.startswith("quack"):
+                raise OSError("no libcuda")
+
+    monkeypatch.setattr("sys.meta_path", [Broken(), *sys.meta_path])
+    products_module._quack.cache_clear()
+    products_module._quack_on.cache_clear()
+    try:
+        with pytest.raises(KernelError, match=r"OSError: no libcuda.*uninstall it"):
+            plan_device(torch.device("cuda", 0))
+    finally:
+        monkeypatch.undo()
+        products_module._quack.cache_clear()
+        products_module._quack_on.cache_clear()
+    assert plan_device(torch.device("cuda", 0)) == "cuda"
+
+
+@pytest.mark.parametrize("iteration", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])  # both are multiplied in fp32 on a CPU
+def test_the_process_cannot_make_fp32_less(dtype: NsDtype, iteration: NsIteration) -> None:
+    """As container images do for GPUs; on CPUs with bf16 it is "medium" that would."""
+    matrix = torch.randn(256, 512)
+    config = _config("simple", 5, dtype, iteration)
+    expected = orthogonalize(matrix, config)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(orthogonalize(matrix, config), expected)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("iteration", "said"),
+    [("standard", "plain matmul"), ("gram", "diagonal"), ("auto", "in the Gram iteration")],
+)
+def test_the_log_says_who_makes_them(iteration: NsIteration, said: str) -> None:
+    assert said_of_products(CPU_DEVICE, "bf16", iteration).endswith(said)
