@@ -37,7 +37,7 @@ def stage_time(
         before: what ranks have to do for other optimizers of the stage before.
         later: flops of those that step after it. They have homes by what ranks have to do by then,
             so they fill those that have less than the mean of all, and leave those that would pass
-            ``HOME_SLACK`` × the mean.
+            ``HOME_SLACK`` × the mean. Their messages count as long as a rank's mean of their work.
     """
     times, flops = list(before.times), list(before.flops)
     for work, home in zip(works, homes, strict=True):
@@ -65,7 +65,7 @@ def stage_time(
         leaves = min(each, max(0, own - room))
         ends[rank] += _LEAVES * _at_large(leaves * price.flop)
         begins[rank] += _at_large(max(0, mean - own) * price.flop)
-    return max(*ends, *begins)
+    return max(*ends, *begins) + _at_large(each * price.flop)
 
 
 def _at_large(time: int) -> int:
