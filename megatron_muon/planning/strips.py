@@ -36,8 +36,8 @@ _LARGE = 4
 # Picoseconds of Newton-Schulz below which a matrix is not shared by itself: whole, it takes less
 # than a seventh of what its homes wait for each other.
 LEAST_SHARED_PS = 50_000_000
-# Less than this is not worth other bits: the plan's time is within some 7 % of the time model's,
-# and with experts it leaves out what theirs takes.
+# Less than this is not worth other bits: the plan's time is within some 7 % of the time model's
+# without experts, and further off with them.
 _STEP_GAIN, _LEAST_GAIN = Fraction(1, 100), Fraction(5, 100)
 _NUMBER = 4  # bytes of a number in fp32
 _EXPERTS = ".experts."  # there are always many of them

@@ -43,7 +43,7 @@ def stage_time(
         before: what ranks have to do for other optimizers of the stage before.
         later: flops of those that step after it. They have homes by what ranks have to do by then,
             so they fill those that have less than the mean of all, and leave those that would pass
-            ``HOME_SLACK`` × the mean.
+            ``HOME_SLACK`` × the mean. Their messages count as long as a rank's mean of their work.
         neighbours: see ``RankGrid``.
     """
     times, flops = list(before.times), list(before.flops)
@@ -72,7 +72,7 @@ def stage_time(
         leaves = min(each, max(0, own - room))
         ends[rank] += _LEAVES * _at_large(leaves * price.flop)
         begins[rank] += _at_large(max(0, mean - own) * price.flop)
-    return max(*ends, *begins)
+    return max(*ends, *begins) + _at_large(each * price.flop)
 
 
 def _at_large(time: int) -> int:
