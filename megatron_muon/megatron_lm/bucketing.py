@@ -99,7 +99,7 @@ def _reason(args: Namespace, number: int) -> str:
         f"--muon-dp-layout contiguous: about {ours.buckets} buckets in place of {stock.buckets} on "
         f"the first pipeline stage, the fewest that keep the overlap{how}: with {config.homes} "
         f"homes the mean rank sends about {_gb(sent)} a step for Muon in place of "
-        f"{_gb(stock_sent)} (an estimate; the stages' own lines count it), and "
+        f"{_gb(stock_sent)} (an estimate for whole matrices; the stages' own lines count it), and "
         f"{_gb(ours.waited)} in place of {_gb(stock.waited)} of Megatron's own with no backward "
         "pass left to hide it. --ddp-num-buckets or --ddp-bucket-size sets another number, "
         "--muon-dp-layout bucketed leaves it to Megatron"

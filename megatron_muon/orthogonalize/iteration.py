@@ -228,6 +228,7 @@ def ns_flops(rows: int, cols: int, config: MuonConfig, device: Device = "cuda") 
     return strip_flops(rows, cols, max(rows, cols), config, device)
 
 
+@lru_cache(65536)
 def strip_flops(
     rows: int,
     cols: int,

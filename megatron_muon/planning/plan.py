@@ -205,7 +205,7 @@ def _all_works(cut: Sequence[_Cut]) -> list[Work]:
 def _works(
     parameter: Parameter, grid: RankGrid, config: MuonConfig, device: Device
 ) -> Sequence[Work]:
-    held = held_elements(all_runs([parameter], grid), len(parameter.matrices))
+    held = held_elements(parameter, grid)
     return [
         Work(
             flops_of_matrix(shape, config, device),

@@ -80,9 +80,11 @@ def segments_of(
         )
 
 
-def held_elements(runs: Iterable[Run], matrices: int) -> list[dict[int, int]]:
-    """For each matrix, the elements of it that each rank holds."""
-    held: list[dict[int, int]] = [defaultdict(int) for _ in range(matrices)]
-    for run in runs:
-        held[run.matrix][run.rank] += run.elements.size
+def held_elements(parameter: Parameter, grid: RankGrid) -> list[dict[int, int]]:
+    """For each matrix of a parameter, the elements of it that each rank holds."""
+    held: list[dict[int, int]] = [defaultdict(int) for _ in parameter.matrices]
+    pieces = list(parameter.pieces(grid.dp_size))
+    for tp_rank, row in enumerate(grid.of_ep(parameter.ep_rank)):
+        for dp_rank, matrix, elements, _ in _runs(parameter, tp_rank, pieces):
+            held[matrix][row[dp_rank]] += elements.size
     return held

@@ -14,7 +14,7 @@ from megatron_muon.pricing import kernels
 def rows_of_small_squares(least: int = 16) -> Iterator[None]:
     """For matrices whose short side is ``least`` or more, on every device, with any strips."""
     table = dict.fromkeys(("cpu", "cpu_bf16", "cuda", "cuda_symmetric"), ((range(2, 64), least),))
-    caches = iteration.makes_rows, kernels.newton_schulz_strip
+    caches = iteration.makes_rows, iteration.strip_flops, kernels.newton_schulz_strip
     with mock.patch.object(iteration, "_BY_ROWS", table):
         for cached in caches:
             cached.cache_clear()

@@ -9,7 +9,7 @@ the first wait shorter and the second longer. Both use the same links, so bytes 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from megatron_muon.config import MuonConfig
@@ -144,19 +144,21 @@ def exchanged(
 ) -> int:
     """Bytes that Muon's exchange sends on an average rank in a step, from a plan of each buffer.
 
+    Matrices are whole in these plans: to choose which ones ranks share takes as long as the rest.
+
     Args:
         buffers: all buffers of a rank; experts' buffers as if their EP rank were the only one.
         bucket_size: in elements.
         config: ``homes``, the two speeds and the Newton-Schulz settings are read.
         ordered: whether parameters are in the order of ``order.orders`` in each bucket.
     """
-    total = 0
+    total, whole = 0, replace(config, split_matrices="off")
     for buffer in buffers:
         holders = Holders(buffer.dp_size, buffer.tp_size)
         buckets = list(in_buckets(buffer, bucket_size))
         own = [bucket.own() for bucket in buckets]
         by_bucket = orders(buckets, holders, config) if ordered else own
-        sent = sent_bytes(buckets, by_bucket, holders, config)
+        sent = sent_bytes(buckets, by_bucket, holders, whole)
         total += sent // (buffer.dp_size * buffer.tp_size)
     return total
 
