@@ -27,6 +27,9 @@ Orders = Sequence[Sequence[int]]  # for each bucket, indices of its parameters
 UNPLACED = Span(0, 0)  # bucket and span of a parameter that has no place yet
 
 
+_ANY = 1 << 62  # bytes of a round that has everything: what is sent does not depend on rounds
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """A bucket of a rank's grad buffer.
@@ -81,6 +84,7 @@ def sent_bytes(
         for tp_rank in range(holders.tp_size)
     )
     grid = RankGrid((rows,))
+    config = replace(config, round_bytes=_ANY)
     plan = make_plan(parameters_in(buckets, by_bucket), grid, config, holders.device)
     return sum(plan.sent_bytes())
 
