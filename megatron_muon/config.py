@@ -112,8 +112,8 @@ class MuonConfig:
             (``iteration.makes_rows``) homes make rows of each square, too, which they then put
             together; these are shared without being long. So one home does not keep others waiting,
             and no link takes a whole matrix. The homes are neighbours in the stage, so that they
-            are of one node. Sums are made in one order, so bits depend on
-            the number of strips and not on their ranks; they are other bits than without. None:
+            are of one node (``node_ranks``). Sums are made in one order, so bits depend on the
+            number of strips and not on their ranks; they are other bits than without. None:
             ``auto`` on a GPU, but ``off`` in torch's deterministic mode, since the layout decides
             which matrices are shared, and with ``log_interval``; ``off`` on a CPU
             (``iteration.split_of``).
@@ -125,8 +125,9 @@ class MuonConfig:
             receives. As with ``rank_tflops``, only homes depend on it, and no run measures it. 40
             is an assumption for a 400 Gbit/s port (50 GB/s) per rank.
         node_ranks: n, where ranks k·n to k·n + n - 1 of the world are of one node, whose links are
-            several times as fast. Homes that share a matrix are of one node, and homes prefer ranks
-            of their node. As with ``link_gbytes``, no run measures it. 8 is an assumption.
+            several times as fast. Homes prefer ranks of their holder's node. More homes of one
+            matrix than that, of which some must be on other nodes, make no rows of squares on a
+            GPU. As with ``link_gbytes``, no run measures it; 8 is an assumption.
         round_bytes: cap on a rank's buffers for one round of the exchange; a single larger
             parameter may pass it. A step takes twice as much, in the three rounds that are under
             way, and the scratch memory of Newton-Schulz (``ns_batch``). None: three times the

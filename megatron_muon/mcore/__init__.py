@@ -1,1 +1,1 @@
-"""Muon in megatron-core: hooks, routing and wiring into DistributedOptimizer."""
+"""Muon in megatron-core: hooks, routing, wiring; ``seams`` lists what a new Megatron can break."""

@@ -41,7 +41,7 @@ _PANELS, _PANELLED = 4, 384
 # strips. On a CPU from where products take longer than messages of a few hundred KiB. CUDA's are of
 # the time model of an H100: with messages between them, two homes' rows gain from twice the side on
 # from which those of four do. A library's kernel makes half a square, so that two strips do not
-# pay, and four do later. More strips than a node has GPUs would send rows far.
+# pay, and four do later. More strips than a node has GPUs (``node_ranks``) would send rows far.
 NODE = 8  # GPUs, and the most strips that are chosen by themselves
 _BY_ROWS: dict[Device, tuple[tuple[range, int], ...]] = {
     "cpu": ((range(2, 1 << 30), 256),),
@@ -158,7 +158,7 @@ def layout_free(config: MuonConfig, *, is_deterministic: bool) -> MuonConfig:
 
 
 def split_of(config: MuonConfig, device: Device) -> SplitMatrices:
-    """How many ranks share a long matrix on a device.
+    """How many ranks share a matrix on a device.
 
     It is ``split_matrices``, unless that is None. Then it is ``auto`` on a GPU, where no numbers of
     matrices are logged, and ``off`` elsewhere. ``layout_free`` has torch's deterministic mode.
@@ -267,17 +267,17 @@ def repeated_flops(rows: int, cols: int, count: int, config: MuonConfig, device:
 
 @lru_cache(4096)
 def makes_rows(rows: int, cols: int, count: int, config: MuonConfig, device: Device) -> bool:
-    """Whether each home of a shared matrix makes rows of its squares, and not all of them.
+    """Whether each home of a shared matrix makes rows of its squares, which are put together.
 
-    Rows of each square are then put together. Such a matrix gets the Gram iteration, whose flops
-    are mostly those of squares, wherever ``ns_iteration`` leaves the choice.
+    Such a matrix gets the Gram iteration wherever ``ns_iteration`` leaves the choice.
 
     Args:
         rows, cols: size of the whole matrix.
         count: number of its strips.
         config, device: see ``ns_flops``.
     """
-    if iteration_of(config, device) == "standard":
+    is_far = is_cuda(device) and count > config.node_ranks
+    if is_far or iteration_of(config, device) == "standard":
         return False
     short, kind = min(rows, cols), _kind(config, device)
     if kind == "cuda_symmetric" and not fits_kernel(short, short):

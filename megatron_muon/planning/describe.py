@@ -8,7 +8,13 @@ from math import prod
 
 from megatron_muon.coefficients import spelled
 from megatron_muon.config import MuonConfig
-from megatron_muon.orthogonalize.iteration import Device, dtype_of, is_cuda, iteration_of
+from megatron_muon.orthogonalize.iteration import (
+    NODE,
+    Device,
+    dtype_of,
+    is_cuda,
+    iteration_of,
+)
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.setting_names import named
 
@@ -212,13 +218,22 @@ def node_lines(plans: Sequence[ExchangePlan], config: MuonConfig, ranks_here: in
         config: ``node_ranks`` is read.
         ranks_here: ranks on this machine, by the launcher.
     """
-    if ranks_here >= config.node_ranks or not any(plan.shared for plan in plans):
+    if not any(plan.shared for plan in plans):
         return []
-    return [
-        f"{PREFIX} warning: a machine has {ranks_here} ranks, and {named('node_ranks')} is "
-        f"{config.node_ranks}: ranks that share a matrix may be on several machines; set it to "
-        f"{ranks_here}, unless the links between these machines are as fast as those inside"
-    ]
+    setting = f"{named('node_ranks')} is {config.node_ranks}"
+    if ranks_here < config.node_ranks:
+        return [
+            f"{PREFIX} warning: a machine has {ranks_here} ranks, and {setting}: ranks that share "
+            f"a matrix may be on several machines; set it to {ranks_here}, unless the links "
+            "between these machines are as fast as those inside"
+        ]
+    neighbours = min(plan.grid.neighbours for plan in plans)
+    if neighbours < min(NODE, config.node_ranks):
+        return [
+            f"{PREFIX} warning: only {neighbours} of a stage's ranks in a row are of one node, and "
+            f"{setting}: set it to {neighbours}, so that large squares do not travel between nodes"
+        ]
+    return []
 
 
 def early_gather_line(

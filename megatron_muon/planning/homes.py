@@ -7,10 +7,9 @@ restart finds the same homes.
 
 Only work decides whether a matrix leaves the rank that holds most of it: it does where that rank
 would pass ``HOME_SLACK``. If bytes counted too, ranks that receive pieces would give away matrices
-that they hold whole, and more bytes would move. Time decides where it goes: to the rank with the
-least work, or to one that holds some of it, if that ends sooner and stays within ``HOME_LIMIT``.
-That is the rank with the least work of the neighbours of the one that holds most, a node's GPUs,
-unless it would pass ``HOME_SLACK``, too.
+that they hold whole, and more bytes would move. Time decides where it goes. Candidates are the
+rank with the least work of the holder's neighbours (a node's GPUs), or of all if that one would
+pass ``HOME_SLACK``, and every rank that holds some of it and stays within ``HOME_LIMIT``.
 So whatever the speeds, no rank has more work than ``HOME_LIMIT`` × max(mean, largest matrix), or
 4/3 of the busiest rank's in the optimal assignment, whichever is more (``test_homes.py``).
 

@@ -301,8 +301,7 @@ def _in_strips(
         if ns_flops(*m.unit, config, device) >= least
     }
     can = partial(can_share, config=config, device=device)
-    ranks = min(grid.size, grid.neighbours)
-    return cut_all(choose_counts(sorted(shapes), ranks, time_of, can) if shapes else {})
+    return cut_all(choose_counts(sorted(shapes), grid.size, time_of, can) if shapes else {})
 
 
 def _shared(

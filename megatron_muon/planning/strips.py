@@ -46,9 +46,8 @@ _EXPERTS = ".experts."  # there are always many of them
 def in_strips(parameter: Parameter, count_of: Callable[[MatrixShape], int]) -> Parameter:
     """The parameter with matrices cut into strips; others stay whole.
 
-    A matrix that is not wide is cut into ranges of rows; so is what comes of a wide one, unless TP
-    cuts its columns into a multiple of as many parts: those parts come then, and nothing is turned.
-    Experts' matrices stay whole, and so do those with fewer rows than strips.
+    A matrix is cut into ranges of rows. A wide one comes so, too, and is turned at its homes; if TP
+    cuts its columns into a multiple of as many parts, those come as they are. Experts' matrices stay whole, and so do those with fewer rows than strips.
 
     Args:
         parameter: of one stage.
@@ -196,10 +195,12 @@ class SharedMatrix:
     def messages(self) -> Iterator[SharedMessages]:
         """The messages between its homes, in their order.
 
-        Each sends two numbers for each of its strips, then one; and for each sum of squares the
-        rows of its own squares to the homes that add them, then the rows that it has added to all
-        others, and those of each square of which it makes rows. Before and after these, turned
-        strips send each home's columns of one's own rows, and back.
+        Each home sends
+        - where strips are turned, the other homes' columns of its rows;
+        - two numbers for each of its strips, then one;
+        - for each sum of squares, the rows that others add, then the rows that it has added;
+        - where homes make rows of squares, its rows, each time that these are put together;
+        - where strips are turned, the other homes' rows of its columns.
         """
         ranks, short = sorted(set(self.homes)), min(self.rows, self.cols)
         edges = [range_of(short, at, len(ranks)) for at in range(len(ranks))]
@@ -261,7 +262,7 @@ def choose_counts(
 
     Args:
         shapes: (rows, cols) of all matrices.
-        size: number of ranks that may share one.
+        size: number of ranks in the stage.
         time_of: time of the stage.
         can: whether matrices of ``(rows, cols)`` can have a number of strips (``can_share``).
     """

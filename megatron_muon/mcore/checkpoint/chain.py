@@ -162,14 +162,14 @@ def _for_parts(state_dict: Any, count: int) -> Any:
 
 
 def _of_any(state_dict: dict[Any, Any]) -> dict[Any, Any]:
-    """A state dict whose groups fit dense and experts' optimizers; others split them otherwise."""
+    """A state dict whose groups fit the dense and the experts' optimizer, however others split."""
     if "optimizer" in state_dict:
         return {**state_dict, "optimizer": _with_groups_of([state_dict["optimizer"]])}
     return {number: _of_any(part) for number, part in state_dict.items()}
 
 
 def _with_groups_of(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first optimizer's state, with the groups of all: each once as dense, once as experts'."""
+    """The first optimizer's state with all optimizers' groups, each as dense and as experts'."""
     groups = [
         {**group, "is_expert_parallel": of_experts}
         for optimizer in optimizers

@@ -34,14 +34,14 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True)
 class FusedRows:
-    """How the rows of a weight lie that holds several projections.
+    """The order of rows in a weight that holds several projections.
 
     Attributes:
         sections: its rows in order; see ``planning.sections``.
         default: the split without a pattern for it.
         what: the rows in words, for errors.
-        may_be_replicated: TP ranks may hold all of its rows. A weight of other kinds that TP does
-            not split at TP > 1 is none that is known here.
+        may_be_replicated: TP ranks may hold all of its rows. Without this, a weight that TP does
+            not split at TP > 1 is unknown here.
     """
 
     sections: tuple[tuple[RowRun, ...], ...]

@@ -1,6 +1,6 @@
 """Megatron's symbols that build a model and its ranks without memory.
 
-``routes``, ``price``, the benchmark and ``doctor`` check them; ``install()`` does not, since a run
+``routes``, ``plan``, the benchmark and ``doctor`` check them; ``install()`` does not, since a run
 does not need them. The rows of hybrid models are their own part, since a GPT does not need them.
 """
 

@@ -28,12 +28,12 @@ def stage_rounds(
     orthogonalized, the message that it comes in and the one that it goes in. Another rank has two
     copies of a piece. So in each of two rounds a matrix counts 3/2 at its home, a piece 1.
 
-    Where every matrix lies whole on one rank, as with an expert DP of 1, most stay there. Of a
-    round in which nothing travels there is one copy, and none of its neighbours if nothing travels
-    in them either: a matrix counts 1/2. Those rounds come first, so a rank that has more to do for
-    another optimizer, and gives matrices away for that, is as far as the others when these travel.
-    Beside the last of them there are pieces that come, in 2/3 of what a round may take: if anything
-    travels, a matrix that stays counts 3/4.
+    Where every matrix lies whole on one rank, as with an expert DP of 1, most stay there. If
+    nothing travels in a round or its neighbours, a home has one copy: a matrix counts 1/2. Those
+    rounds come first, so a rank that has more to do for another optimizer, and gives matrices away
+    for that, is as far as the others when these travel. The last of them shares memory with pieces
+    that arrive, which take 2/3 of what a round may: if anything travels, a matrix that stays counts
+    3/4.
 
     Args:
         owner: index of each matrix's parameter, in order; every parameter has a matrix.
