@@ -47,7 +47,8 @@ def in_strips(parameter: Parameter, count_of: Callable[[MatrixShape], int]) -> P
     """The parameter with matrices cut into strips; others stay whole.
 
     A matrix is cut into ranges of rows. A wide one comes so, too, and is turned at its homes; if TP
-    cuts its columns into a multiple of as many parts, those come as they are. Experts' matrices stay whole, and so do those with fewer rows than strips.
+    cuts its columns into a multiple of as many parts, those come as they are. Experts' matrices
+    stay whole, and so do those with fewer rows than strips.
 
     Args:
         parameter: of one stage.
