@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.files.checksum import checksum
@@ -73,6 +73,7 @@ def test_the_checksum_sees_any_byte(content: str, tmp_path: Path) -> None:
         assert hashed(tmp_path, bytes(other)) != right, at
 
 
+@settings(max_examples=30)
 @given(st.binary(max_size=300), st.binary(min_size=1, max_size=300))
 def test_the_checksum_sees_what_is_put_behind(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, more: bytes

@@ -140,8 +140,9 @@ def test_the_peak_is_that_of_the_allocator_where_homes_make_rows(
 
 
 def _check_peaks(plan: ExchangePlan, config: MuonConfig) -> None:
+    """Of the first ranks and the last one, whose shard and strip are others."""
     modelled = memory.peaks([plan], config)
-    for rank in range(plan.size):
+    for rank in {*range(min(2, plan.size)), plan.size - 1}:
         steps = 2 if rank == 0 else 1  # a second step takes no more
         recorded = record_step(plan, rank, config, steps=steps).peak_bytes
         assert abs(modelled[rank] - recorded) <= 0.02 * recorded + MIB / 64
