@@ -7,7 +7,8 @@ Prices the stages of ``figures.scale.split_matrices`` and of ``figures.priced_mo
 a time is the busiest rank's Newton-Schulz. The last columns are flops of the busiest rank over the
 mean: without shared matrices; with auto, over that mean and over auto's own, in which squares count
 at every home. Then come the bytes that all ranks send beside those without shared matrices, all
-and between nodes; the ranks of a stage follow each other from a node's first GPU on.
+and between nodes, and between nodes those of the rank that sends most; the ranks of a stage follow
+each other from a node's first GPU on.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ def _plans(words: list[str]) -> list[ExchangePlan]:
     return [one.plan for one in planned]
 
 
-def _flops_and_bytes(words: list[str], in_node: int) -> tuple[list[int], int, int]:
-    """Flops of each rank; all bytes that ranks send, and those between nodes."""
+def _flops_and_bytes(words: list[str], in_node: int) -> tuple[list[int], int, int, int]:
+    """Flops of each rank; bytes that ranks send: all, between nodes, and there the most of one."""
     plans = _plans(words)
     flops = [sum(of_rank) for of_rank in zip(*(plan.ns_flops() for plan in plans), strict=True)]
     traffic = traffic_of(exchanges_of(plans), [rank // in_node for rank in range(plans[0].size)])
-    return flops, sum(traffic.sent), sum(traffic.between)
+    return flops, sum(traffic.sent), sum(traffic.between), max(traffic.between)
 
 
 def main() -> None:
@@ -55,9 +56,9 @@ def main() -> None:
     given = parser.parse_args()
     hardware = hardware_of(given.hardware, [])
     heads = " | ".join(ASKED)
-    ratios = "busiest / mean, off | auto | auto / its mean | bytes, auto / off | between nodes"
-    print(f"| ms | {heads} | upstream | {ratios} |")
-    print("|---" + "|--:" * (len(ASKED) + 6) + "|")
+    ratios = "busiest / mean, off | auto | auto / its mean | bytes, auto / off"
+    print(f"| ms | {heads} | upstream | {ratios} | between nodes | there at most |")
+    print("|---" + "|--:" * (len(ASKED) + 7) + "|")
     names = set()
     for case in (*MODELS, *LARGE):
         if case.name in names or (given.words and not any(w in case.name for w in given.words)):

@@ -80,11 +80,19 @@ def _by_tiles(rows: int) -> Hardware:
 
 @cache
 def walked(device: Device, by_tiles: bool) -> list[Priced]:
-    return list(_walked(device, by_tiles))
+    others = walked(device, False) if by_tiles else []  # of large matrices: priced alike
+    return [*_walked(device, by_tiles), *(it for it in others if not _differs(it.short))]
+
+
+def _differs(short: int) -> bool:
+    """Whether tiles make a difference for this short side."""
+    return _by_tiles(short).symmetric_ratio != H100.symmetric_ratio
 
 
 def _walked(device: Device, by_tiles: bool) -> Iterator[Priced]:
     shapes = [(short, int(short * aspect)) for short in SHORT for aspect in ASPECTS] + list(ODD)
+    if by_tiles:
+        shapes = [shape for shape in shapes if _differs(min(shape))]
     for name, steps, dtype in _known():
         standard, gram, auto = (
             _config(name, steps, dtype, iteration) for iteration in ("standard", "gram", "auto")
