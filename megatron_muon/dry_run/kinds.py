@@ -17,7 +17,7 @@ from megatron_muon.mcore.params.param_routing import weights, why_adamw
 from megatron_muon.mcore.params.survey import share_of
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.describe import Share
-from megatron_muon.planning.grid import held_pieces
+from megatron_muon.planning.grid import held_pieces, neighbours_of
 from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.pricing.memory import Buffers
 from megatron_muon.pricing.step import Optimizer
@@ -64,7 +64,8 @@ def _makeup(
     flags: Namespace, config: MuonConfig, ranks: Ranks, chunks: Sequence[Any]
 ) -> tuple[object, ...]:
     sizes = sizes_of(flags, ranks)
-    return tuple(
+    neighbours = neighbours_of([rank // config.node_ranks for rank in world.stage_ranks(ranks)])
+    return neighbours, *(
         (
             at,
             re.sub(r"\blayers\.\d+", "layers", weight.name),

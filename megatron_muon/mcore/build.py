@@ -123,7 +123,10 @@ def make_muons(
     lines += together(lambda: _completed(parts, muons, config, stage), None, device)
     lines += _connected(muons, stage)
     if stage.speaks:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.node_ranks))  # torchrun sets it
+        here = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
+        ranks_here = int(here) if here.isdecimal() else config.node_ranks
+        if ranks_here >= dist.get_world_size():  # there is one machine
+            ranks_here = config.node_ranks
         lines += node_lines([muon.plan for _, muon in muons], config, ranks_here)
     if config.log_interval is not None and muons:
         optimizer.watch = Watch(muons, model_chunks, config, stage, optimizer.voters)

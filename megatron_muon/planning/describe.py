@@ -218,17 +218,18 @@ def node_lines(plans: Sequence[ExchangePlan], config: MuonConfig, ranks_here: in
         config: ``node_ranks`` is read.
         ranks_here: ranks on this machine, by the launcher.
     """
-    if not any(plan.shared for plan in plans):
-        return []
+    shared = [one for plan in plans for one in plan.shared]
+    homes = max((len(set(one.homes)) for one in shared), default=0)
+    by_rows = max((len(set(one.homes)) for one in shared if any(one.gathers)), default=0)
     setting = f"{named('node_ranks')} is {config.node_ranks}"
-    if ranks_here < config.node_ranks:
+    if ranks_here < min(homes, config.node_ranks):
         return [
             f"{PREFIX} warning: a machine has {ranks_here} ranks, and {setting}: ranks that share "
             f"a matrix may be on several machines; set it to {ranks_here}, unless the links "
             "between these machines are as fast as those inside"
         ]
-    neighbours = min(plan.grid.neighbours for plan in plans)
-    if neighbours < min(NODE, config.node_ranks):
+    neighbours = min((plan.grid.neighbours for plan in plans), default=NODE)
+    if neighbours < by_rows:
         return [
             f"{PREFIX} warning: only {neighbours} of a stage's ranks in a row are of one node, and "
             f"{setting}: set it to {neighbours}, so that large squares do not travel between nodes"

@@ -56,7 +56,7 @@ class EarlyGather:
         group.is_early = True
         self._ids = {id(param) for param in params}
         self._copies = copies
-        self._is_started = False
+        self._in_step = self._is_started = False
 
     @property
     def nbytes(self) -> int:
@@ -75,15 +75,23 @@ class EarlyGather:
     def step(self) -> Iterator[None]:
         """A step, after which it has started unless the step failed."""
         self.finish()
-        self._is_started = False
-        yield
-        if not self._is_started:
-            self._start()
+        self._in_step, self._is_started = True, False
+        try:
+            yield
+            if not self._is_started:
+                self._start()
+        finally:
+            self._in_step = False
 
     @contextmanager
     def without_copied(self, dist_opt: Any) -> Iterator[None]:
-        """Hide its parameters from Megatron's copy if they travel already."""
-        if not self._is_started:
+        """Hide its parameters from Megatron's copy of a step in which they travel already.
+
+        After another copy, as of main parameters that were changed, all are gathered again.
+        """
+        if not self._in_step:
+            self.forget()
+        if not (self._in_step and self._is_started):
             yield
             return
         left = {}
@@ -103,7 +111,7 @@ class EarlyGather:
             self.group.start_param_sync(force_sync=True)
 
     def forget(self) -> None:
-        """Let the next forward pass gather again: the parameters have been loaded."""
+        """Let the next forward pass gather again: the parameters have changed outside of a step."""
         self.finish()
         self.group.param_gather_dispatched = False
 
@@ -184,8 +192,15 @@ def require_early_gather(
                 f"{setting} with {name} (--{name.replace('_', '-')}): both start the first "
                 "gather: leave out one of both"
             )
-    is_megatrons = bool(getattr(get_model_config(model_chunks[0]), "qk_clip", False))
-    if config.qk_clip is not None or is_megatrons:
+    model = get_model_config(model_chunks[0])
+    graph = f"{getattr(model, 'cuda_graph_impl', '')} {getattr(model, 'cuda_graph_scope', '')}"
+    if "full_iteration" in graph:
+        raise NotImplementedError(
+            f"{setting} with a CUDA graph of the full iteration (--cuda-graph-impl, "
+            "--cuda-graph-scope): the graph would wait for a gather outside of it: leave out one "
+            "of both"
+        )
+    if config.qk_clip is not None or getattr(model, "qk_clip", False):
         raise NotImplementedError(
             f"{setting} with clipped attention logits (--qk-clip, --muon-qk-clip): weights are "
             "gathered before they are clipped: leave out one of both"

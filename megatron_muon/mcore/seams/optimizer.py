@@ -200,6 +200,12 @@ SEAMS = (
         "early_param_gather (--muon-early-param-gather), to pass over what is gathered already",
     ),
     _distributed(
+        "reload_model_params",
+        "overridden",
+        "called after a load of the model, whose parameters are then gathered again",
+        inherited=True,
+    ),
+    _distributed(
         "get_grad_stats_parallel_group",
         "called",
         "the ranks that skip or take a step together: all stages of one optimizer instance",

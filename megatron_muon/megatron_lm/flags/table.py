@@ -253,7 +253,8 @@ FLAGS = (
     _flag(
         "--muon-node-ranks",
         "Ranks of a node, or of another group with fast links. Ranks that share a matrix are of "
-        f"one node. A run never measures it. {_OURS} The default is {_MOONLIGHT.node_ranks}.",
+        f"one node where that is faster. A run never measures it. {_OURS} "
+        f"The default is {_MOONLIGHT.node_ranks}.",
         type=int,
         metavar="RANKS",
     ),

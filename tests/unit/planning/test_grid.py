@@ -34,10 +34,13 @@ def test_a_run_is_told_of_shares_that_may_leave_a_node() -> None:
     config = MuonConfig(split_matrices=4)
     plan = small_plan(config, tp=2, dp=4)
     assert node_lines([plan], config, ranks_here=8) == []
-    (machine,) = node_lines([plan], config, ranks_here=4)
-    assert "a machine has 4 ranks" in machine and "set it to 4" in machine
+    assert node_lines([plan], config, ranks_here=4) == []  # which have all homes of a matrix
+    (machine,) = node_lines([plan], config, ranks_here=2)
+    assert "a machine has 2 ranks" in machine and "set it to 2" in machine
     apart = replace(plan, grid=replace(plan.grid, neighbours=2))
-    (order,) = node_lines([apart], config, ranks_here=8)
+    assert node_lines([apart], config, ranks_here=8) == []  # whole squares travel but once a sum
+    rows = replace(apart, shared=tuple(replace(one, gathers=(2, 2)) for one in apart.shared))
+    (order,) = node_lines([rows], config, ranks_here=8)
     assert "only 2 of a stage's ranks" in order and "set it to 2" in order
     whole = small_plan(MuonConfig(), tp=2, dp=4)
     assert node_lines([whole], MuonConfig(), ranks_here=4) == []
