@@ -48,11 +48,11 @@ class MuonDistributedOptimizer(MuonCheckpoint):
             self.early_gather.forget()
         super().load_state_dict(state_dict)
 
-    def reload_model_params(self, *args: Any, **kwargs: Any) -> None:
+    def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
         """Megatron's, after a load of the model; all parameters are gathered after it, too."""
         if self.early_gather is not None:
             self.early_gather.forget()
-        super().reload_model_params(*args, **kwargs)
+        super()._copy_model_params_to_main_params(*args, **kwargs)
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
         """The main parameters whose gradients are in the norm and are clipped (``clip_scope``)."""

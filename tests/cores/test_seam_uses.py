@@ -131,7 +131,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_muon.runtime.patches import replaced
 class Ours(DistributedOptimizer):
     def step(self):
-        return self._copy_model_params_to_main_params()
+        return self._copy_model_grads_to_main_grads()
 def use(dist_opt):
     parallel_state.get_nothing()
     importlib.import_module("megatron.core.gone").anything()
@@ -144,7 +144,7 @@ def use(dist_opt):
     owner = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
     assert symbols == {
         f"{owner}:step",
-        f"{owner}:_copy_model_params_to_main_params",
+        f"{owner}:_copy_model_grads_to_main_grads",
         "megatron.core.parallel_state.get_nothing",
         "megatron.core.gone",
         "megatron.core.gone.anything",

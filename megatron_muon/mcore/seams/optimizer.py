@@ -200,10 +200,9 @@ SEAMS = (
         "early_param_gather (--muon-early-param-gather), to pass over what is gathered already",
     ),
     _distributed(
-        "reload_model_params",
+        "_copy_model_params_to_main_params",
         "overridden",
-        "called after a load of the model, whose parameters are then gathered again",
-        inherited=True,
+        "called after a load of the model alone; overridden to have its parameters gathered again",
     ),
     _distributed(
         "get_grad_stats_parallel_group",
