@@ -15,7 +15,7 @@ from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.orthogonalize.normalization import enter_by_torch, trial
 from megatron_muon.orthogonalize.triton_operations import takes_kernels
-from support.triton_kernels import CAPABILITIES, instructions, interpreted
+from support.kernels.compiled import CAPABILITIES, instructions, interpreted
 
 CPU_DEVICE = torch.device("cpu")
 # Triton 3.5's. What they flush is below 2^-126 of the norm: the power of two is divided out before.
@@ -33,7 +33,7 @@ def test_kernels_are_cudas_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_interpreter_divides_matrices_by_their_norms() -> None:
     """Of scales whose squares are none of fp32, in all layouts, in place, zero, or not moving."""
-    assert interpreted("support.interpreted_norms") >= 30
+    assert interpreted("support.kernels.interpreted_norms") >= 30
 
 
 def test_the_trials_sums_are_exact_in_any_order() -> None:

@@ -19,7 +19,7 @@ from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.runtime.fused import Fused, elementwise_on, said_of_elementwise, try_elementwise
 from megatron_muon.runtime.update import Foreach
-from support.triton_kernels import CAPABILITIES, instructions, interpreted
+from support.kernels.compiled import CAPABILITIES, instructions, interpreted
 
 CUDA, CPU_DEVICE = torch.device("cuda", 0), torch.device("cpu")
 
@@ -129,7 +129,7 @@ def test_a_table_is_made_anew_where_an_address_has_changed() -> None:
 
 def test_the_interpreter_makes_foreachs_bits() -> None:
     """In a process of its own, since triton reads the variable when a kernel is defined."""
-    assert interpreted("support.interpreted_kernels") >= 10
+    assert interpreted("support.kernels.interpreted") >= 10
 
 
 # --- the instructions -----------------------------------------------------------------------------

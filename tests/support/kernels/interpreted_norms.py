@@ -1,7 +1,7 @@
-"""``TRITON_INTERPRET=1 python -m support.interpreted_norms``: matrices over their norms.
+"""``TRITON_INTERPRET=1 python -m support.kernels.interpreted_norms``: matrices over their norms.
 
 They are compared with exact numbers, in every layout in which they come and go; see
-``interpreted_kernels`` for what the interpreter is.
+``interpreted`` for what the interpreter is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import normalization
 from megatron_muon.orthogonalize.normalization import enter_by_kernels
-from support.interpreted_kernels import as_torch_casts
+from support.kernels.interpreted import as_torch_casts
 
 # (matrices, rows, column blocks, column parts, width)
 SHAPES = (

@@ -1,4 +1,6 @@
-"""``TRITON_INTERPRET=1 python -m interpreted_kernels``: fused kernels against foreach, bit by bit.
+"""``TRITON_INTERPRET=1 python -m support.kernels.interpreted``: fused kernels, bit by bit.
+
+Their results are those of foreach.
 
 Triton's interpreter does each operation with numpy, on a CPU's memory. Its casts are torch's here:
 its own cuts bf16 off in place of rounding it, and takes subnormal bf16 for other numbers in fp32

@@ -1,0 +1,1 @@
+"""Triton's kernels in its interpreter, and as they are compiled."""
