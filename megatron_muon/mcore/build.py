@@ -122,12 +122,7 @@ def make_muons(
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, config, stage), None, device)
     lines += _connected(muons, stage)
-    if stage.speaks:
-        here = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
-        ranks_here = int(here) if here.isdecimal() else config.node_ranks
-        if ranks_here >= dist.get_world_size():  # there is one machine
-            ranks_here = config.node_ranks
-        lines += node_lines([muon.plan for _, muon in muons], config, ranks_here)
+    lines += _nodes(muons, config, stage)
     if config.log_interval is not None and muons:
         optimizer.watch = Watch(muons, model_chunks, config, stage, optimizer.voters)
     registry.remember(model_chunks, config, stage)
@@ -208,6 +203,19 @@ def _early(part: Any, stage: Stage) -> list[str]:
             nbytes=part.early_gather.nbytes,
         )
     ]
+
+
+def _nodes(
+    muons: Sequence[tuple[Any, DistributedMuon]], config: MuonConfig, stage: Stage
+) -> list[str]:
+    """The warning where ranks that share a matrix may be of several nodes."""
+    if not stage.speaks:
+        return []
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
+    ranks_here = int(here) if here.isdecimal() else config.node_ranks
+    if ranks_here >= dist.get_world_size():  # there is one machine
+        ranks_here = config.node_ranks
+    return node_lines([muon.plan for _, muon in muons], config, ranks_here)
 
 
 def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> list[str]:

@@ -313,7 +313,7 @@ def gathers_of_rows(
 
 
 def costs_follow_device(config: MuonConfig, device: Device) -> bool:
-    """Whether flops or bytes may: not of whole matrices with standard steps and plain products."""
+    """Whether a plan's costs do; not with whole matrices, standard steps and plain products."""
     squares = not is_cuda(device) and split_of(config, device) != "off"  # in bf16 or in fp32
     has_kernel = _kind(config, device) == "cuda_symmetric"
     return squares or has_kernel or iteration_of(config, device) != "standard"

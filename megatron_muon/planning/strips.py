@@ -255,7 +255,7 @@ def choose_counts(
     time_of: Callable[[Counts], int],
     can: Callable[[int, int, int], bool],
 ) -> Counts:
-    """How many strips the matrices of each shape get, so that the busiest rank has least time.
+    """How many strips the matrices of each shape get, so that the stage takes least time.
 
     From whole matrices on, the one shape that gains most gets twice as many strips, or the next
     power of two that it can have. Where none gains ``_STEP_GAIN``, two shapes do so together: two

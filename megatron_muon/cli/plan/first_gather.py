@@ -73,7 +73,10 @@ def first_gathers(
 
 
 def _first_bucket(planned: Planned) -> tuple[int, int]:
-    """Bytes of it, and the last round that updates it. Megatron fills buckets from the end."""
+    """Bytes of it, and the last round that updates it on any EP rank.
+
+    Megatron fills buckets from the end.
+    """
     bucket = planned.buffers[0].buckets[-1]
     round_of = planned.plan.round_of()
     rounds = [

@@ -25,9 +25,7 @@ from megatron_muon.planning.plan import make_plan
 ALIGNMENT = 64  # elements; Megatron starts every parameter at a multiple of it
 Orders = Sequence[Sequence[int]]  # for each bucket, indices of its parameters
 UNPLACED = Span(0, 0)  # bucket and span of a parameter that has no place yet
-
-
-_ANY = 1 << 62  # bytes of a round that has everything: what is sent does not depend on rounds
+_ONE_ROUND = 1 << 62  # bytes that hold everything: what is sent does not depend on rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ def sent_bytes(
         for tp_rank in range(holders.tp_size)
     )
     grid = RankGrid((rows,))
-    config = replace(config, round_bytes=_ANY)
+    config = replace(config, round_bytes=_ONE_ROUND)
     plan = make_plan(parameters_in(buckets, by_bucket), grid, config, holders.device)
     return sum(plan.sent_bytes())
 

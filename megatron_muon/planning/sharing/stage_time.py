@@ -20,7 +20,7 @@ from megatron_muon.planning.sharing.strip_time import NODE_LINK
 # Speed of large products over ``rank_tflops``, whose default is 40 % of a data sheet's. The time
 # model of an H100 has 65 to 71 % for matrices that can gain by being shared. At 40 % a plan shares
 # what does not pay: work seems longer than it is beside messages.
-_LARGE = Fraction(13, 8)
+_LARGE_PRODUCTS = Fraction(13, 8)
 # A matrix that leaves its rank for another's travels there and back, between nodes in 1.6 to 2.4
 # times its own Newton-Schulz by the same model, of 2,048 x 7,168 without and with a kernel.
 _LEAVES = 2
@@ -76,7 +76,7 @@ def stage_time(
 
 
 def _at_large(time: int) -> int:
-    return time * _LARGE.denominator // _LARGE.numerator
+    return time * _LARGE_PRODUCTS.denominator // _LARGE_PRODUCTS.numerator
 
 
 def _pieces(works: Sequence[Work], homes: Sequence[int], neighbours: int) -> tuple[_Pairs, _Pairs]:
