@@ -168,6 +168,33 @@ def test_several_buffers_are_counted_one_by_one() -> None:
     assert "by buffer" not in start_line(plan, stage=0, experts=False, buckets=[2])
 
 
+def _nodes_of(case: Case, topology: Topology, here: str) -> tuple[int, str]:
+    """The plan's neighbours, and what is printed, where a launcher has so many ranks a machine."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setenv("LOCAL_WORLD_SIZE", here)
+        built = start(case, topology)
+    (part,) = gpt.distributed_optimizers(built.optimizer)
+    return part.muon.plan.grid.neighbours, printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("node_ranks", "here", "neighbours", "warned"),
+    [
+        (8, "2", 8, "a machine has 2 ranks, and node_ranks (--muon-node-ranks) is 8"),
+        (8, "4", 8, ""),  # one machine
+        (8, "4(x2)", 8, ""),  # another launcher's
+        (2, "2", 2, ""),
+    ],
+)
+def test_a_run_knows_its_nodes(node_ranks: int, here: str, neighbours: int, warned: str) -> None:
+    case = Case(muon=(("node_ranks", node_ranks), ("split_matrices", 4)))
+    found = run(_nodes_of, 4, case, Topology(dp=4), here)
+    assert [one for one, _ in found] == [neighbours] * 4
+    warnings = [text for _, text in found if "warning: a machine" in text]
+    assert len(warnings) == bool(warned) and all(warned in text for text in warnings)
+
+
 def _theory(case: Case, topology: Topology) -> tuple[float, int]:
     """Elements that are said to be Muon's on a rank, and those that are."""
     from megatron_muon.mcore.integrity import registry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 import subprocess
@@ -106,6 +107,27 @@ def test_16384_ranks_take_less_than_30_seconds_and_4_gb_of_one_core() -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert used.ru_utime + used.ru_stime < 30
     assert used.ru_maxrss * 1024 < 4e9
+
+
+def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
+    """Twelve ranks each: the second stage's begin in the middle of a node of eight."""
+    from megatron_muon.dry_run.kinds import stage_makeup
+    from megatron_muon.dry_run.model import ranks_of
+
+    stages = "--num-layers 4 --pipeline-model-parallel-size 4"
+    flags = given(f"{TINY} {stages} --world-size 48 --muon-node-ranks 8")
+    with megatron_is_quiet():
+        config, ranks = muon_settings(flags), ranks_of(flags)
+        one, two = (stage_makeup(flags, config, ranks, number) for number in (1, 2))
+        wide = dataclasses.replace(config, node_ranks=48)
+        assert stage_makeup(flags, wide, ranks, 1) == stage_makeup(flags, wide, ranks, 2)
+    assert one != two
+
+
+def test_the_size_of_a_node_is_that_of_the_plans_too() -> None:
+    assert given(f"{TINY} --world-size 8 --node-size 4").muon_node_ranks == 4
+    both = f"{TINY} --world-size 8 --node-size 4 --muon-node-ranks 2"
+    assert given(both).muon_node_ranks == 2
 
 
 def test_elements_of_adamw_are_those_that_muon_does_not_own() -> None:

@@ -112,6 +112,15 @@ def test_slow_ranks_move_as_a_fast_link_does() -> None:
     assert slow_ranks.matrices == _llama(8, rank_tflops=400.0, link_gbytes=4000.0).matrices
 
 
+@pytest.mark.parametrize(("neighbours", "home"), [(2, 1), (4, 3)])
+def test_a_matrix_goes_to_the_idlest_rank_of_its_holders_node(neighbours: int, home: int) -> None:
+    """Rank 0 is full; of a node of two, rank 1 takes it, of one of four rank 3, with less work."""
+    works = [Work(flops, 20, {rank: 20}) for rank, flops in enumerate((100, 60, 90, 50))]
+    matrices = [*works, Work(20, 20, {0: 20})]
+    found = choose_homes(matrices, 4, "balanced", Price(1, 0, 0), neighbours=neighbours)
+    assert found == [0, 1, 2, 3, home]
+
+
 @pytest.mark.parametrize(("full", "home"), [(100, 0), (106, 1)])
 def test_past_the_slack_bytes_decide_among_ranks_within_the_limit(full: int, home: int) -> None:
     """Ranks 0 and 1 hold 11 and 9 of the last matrix, rank 2 nothing, and it has the least work.

@@ -73,3 +73,12 @@ def test_no_time_is_rounded() -> None:
     slower = prices(replace(config, link_gbytes=6.25), 2)
     ratios = slower.element / slower.picosecond, price.element / price.picosecond
     assert ratios[0] == pytest.approx(2 * ratios[1])
+
+
+def test_homes_on_several_nodes_take_longer() -> None:
+    """Their squares travel over slower links; what they wait for messages is the same."""
+    strip, own = Strip(3000, 1500, 0, 4), 3000 * 1500 // 4
+    near, far = (
+        strip_time(strip, own, 64, MuonConfig(), "cuda", neighbours) for neighbours in (4, 2)
+    )
+    assert near.elements < far.elements and near.waits == far.waits

@@ -354,3 +354,11 @@ def test_hardware_is_read_from_json() -> None:
 def test_json_that_is_no_hardware_is_an_error(text: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         from_json(text, "mine.json", H100)
+
+
+def test_homes_on_several_nodes_are_priced_by_the_stages_own_nodes() -> None:
+    """A node of eight GPUs may have only two ranks of a stage."""
+    config = dataclasses.replace(CONFIG, split_matrices=4)
+    plan = one_matrix(1024, 256, 8, config)
+    near, far = (priced(plan, H100, nodes=[rank // n for rank in range(8)]) for n in (8, 2))
+    assert plan.shared and near.newton_schulz_busiest < far.newton_schulz_busiest
