@@ -112,13 +112,15 @@ def test_slow_ranks_move_as_a_fast_link_does() -> None:
     assert slow_ranks.matrices == _llama(8, rank_tflops=400.0, link_gbytes=4000.0).matrices
 
 
-@pytest.mark.parametrize(("neighbours", "home"), [(2, 1), (4, 3)])
+@pytest.mark.parametrize(("neighbours", "home"), [(2, 5), (4, 7)])
 def test_a_matrix_goes_to_the_idlest_rank_of_its_holders_node(neighbours: int, home: int) -> None:
-    """Rank 0 is full; of a node of two, rank 1 takes it, of one of four rank 3, with less work."""
-    works = [Work(flops, 20, {rank: 20}) for rank, flops in enumerate((100, 60, 90, 50))]
-    matrices = [*works, Work(20, 20, {0: 20})]
-    found = choose_homes(matrices, 4, "balanced", Price(1, 0, 0), neighbours=neighbours)
-    assert found == [0, 1, 2, 3, home]
+    """Rank 4 is full. Rank 5 takes it where two share a node, where four do rank 7, which has less
+    work; rank 0, with least of all, is of another node."""
+    flops = 40, 100, 100, 100, 100, 60, 90, 50
+    works = [Work(each, 20, {rank: 20}) for rank, each in enumerate(flops)]
+    matrices = [*works, Work(20, 20, {4: 20})]
+    found = choose_homes(matrices, 8, "balanced", Price(1, 0, 0), neighbours=neighbours)
+    assert found == [*range(8), home]
 
 
 @pytest.mark.parametrize(("full", "home"), [(100, 0), (106, 1)])
