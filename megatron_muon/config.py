@@ -135,11 +135,10 @@ class MuonConfig:
             other's large matrices. Smaller rounds take less memory.
         align_shards: order parameters within Megatron's buckets so that shards cut few of them; for
             models that are wrapped in DDP after ``install``, and from core 0.18 on.
-        early_param_gather: with Megatron's ``overlap_param_gather``, start the all-gather of the
-            parameters that a forward pass needs first as soon as the last of them is updated, and
-            not in the forward pass. Bits are the same. Nothing may change these parameters between
-            a step and the next forward pass: other ranks may already have them (``qk_clip`` is
-            refused with it).
+        early_param_gather: with Megatron's ``overlap_param_gather``, start the all-gather of a
+            bucket of parameters as soon as the last of them is updated, and not in the forward
+            pass. Bits are the same. Nothing may change parameters between a step and the next
+            forward pass: other ranks may already have them (``qk_clip`` is refused with it).
         checkpoint_digest: write sizes and checksums of a checkpoint's files into its folder. Before
             a load, check them, and that the model is the same (``files.digest``).
         log_interval: steps between two logging steps, which write what the matrices are like

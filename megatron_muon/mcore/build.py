@@ -15,7 +15,11 @@ import torch.distributed as dist
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore import process_groups
-from megatron_muon.mcore.bucket_groups.early import early_gather, require_early_gather
+from megatron_muon.mcore.bucket_groups.early import (
+    early_gathers,
+    gathers_one_by_one,
+    require_early_gather,
+)
 from megatron_muon.mcore.bucket_groups.named import name_phases
 from megatron_muon.mcore.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.mcore.distributed_optimizer import (
@@ -51,7 +55,7 @@ from megatron_muon.planning import agreed
 from megatron_muon.planning.describe import (
     active_line,
     connected_line,
-    early_gather_line,
+    early_gathers_line,
     elementwise_line,
     newton_schulz_line,
     node_lines,
@@ -147,7 +151,11 @@ def _checked(
         check_built(part)
     process_groups.require_groups(model_chunks, pg_collection)
     require_early_gather(config, parts[0].config, model_chunks)
-    return agreed.description([], config, plan_device(device_of(model_chunks)))
+    device = device_of(model_chunks)
+    lines = agreed.description([], config, plan_device(device))
+    if config.early_param_gather:
+        lines.append(f"gathers one by one: {gathers_one_by_one(device)}")
+    return lines
 
 
 def _completed(
@@ -191,16 +199,15 @@ def _completed(
 
 
 def _early(part: Any, stage: Stage) -> list[str]:
-    """The line that says after which round the first parameters are gathered."""
-    if part.early_gather is None:
+    """The line that says after which rounds parameters are gathered."""
+    if part.early_gathers is None:
         return []
     return [
-        early_gather_line(
-            part.early_gather.round,
-            part.muon.plan,
+        early_gathers_line(
+            [(gather.after, gather.nbytes) for gather in part.early_gathers.gathers],
+            len(part.muon.plan.rounds),
             stage=stage.pipeline_rank,
             experts=process_groups.has_experts(part),
-            nbytes=part.early_gather.nbytes,
         )
     ]
 
@@ -335,9 +342,14 @@ def _muon_of(
     if config.early_param_gather:
         round_of = plan.round_of()
         rounds = {param: round_of[index] for index, param in agreed_on.mine.items()}
-        dist_opt.early_gather = early_gather(dist_opt, rounds, last=len(plan.rounds) - 1)
-        if dist_opt.early_gather is not None:
-            muon.applied = dist_opt.early_gather.applied
+        dist_opt.early_gathers = early_gathers(
+            dist_opt,
+            rounds,
+            last=len(plan.rounds) - 1,
+            one_by_one=gathers_one_by_one(stage.device),
+        )
+        if dist_opt.early_gathers is not None:
+            muon.applied = dist_opt.early_gathers.applied
     return muon
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.mcore.bucket_groups.early import EarlyGather
+from megatron_muon.mcore.bucket_groups.early import EarlyGathers
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.late_norm import norm_grads
 from megatron_muon.mcore.shards import device_of, owned_shards
@@ -27,31 +27,31 @@ TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of e
 class MuonDistributedOptimizer(MuonCheckpoint):
     """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest."""
 
-    early_gather: EarlyGather | None = None  # with ``early_param_gather`` only
+    early_gathers: EarlyGathers | None = None  # with ``early_param_gather`` only
 
     def step_with_ready_grads(self) -> bool:
-        """Megatron's step; the first gather of parameters may start within it."""
-        if self.early_gather is None:
+        """Megatron's step; gathers of parameters may start within it."""
+        if self.early_gathers is None:
             return bool(super().step_with_ready_grads())
-        with self.early_gather.step():
+        with self.early_gathers.step():
             return bool(super().step_with_ready_grads())
 
     def _copy_main_params_to_model_params(self) -> None:
-        """Megatron's, but for parameters that are already gathered."""
-        early = self.early_gather
+        """Megatron's, but for parameters that travel already."""
+        early = self.early_gathers
         with nullcontext() if early is None else early.without_copied(self):
             super()._copy_main_params_to_model_params()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Muon's; the next forward pass gathers all parameters, whatever has travelled before."""
-        if self.early_gather is not None:
-            self.early_gather.forget()
+        if self.early_gathers is not None:
+            self.early_gathers.forget()
         super().load_state_dict(state_dict)
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
         """Megatron's, after a load of the model; all parameters are gathered after it, too."""
-        if self.early_gather is not None:
-            self.early_gather.forget()
+        if self.early_gathers is not None:
+            self.early_gathers.forget()
         super()._copy_model_params_to_main_params(*args, **kwargs)
 
     def get_parameters(self) -> list[torch.nn.Parameter]:

@@ -16,6 +16,7 @@ from megatron_muon.orthogonalize.iteration import (
     iteration_of,
 )
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.rounds.gathers import ADAMW
 from megatron_muon.setting_names import named
 
 PREFIX = "[megatron_muon]"
@@ -237,24 +238,28 @@ def node_lines(plans: Sequence[ExchangePlan], config: MuonConfig, ranks_here: in
     return []
 
 
-def early_gather_line(
-    round: int | None, plan: ExchangePlan, *, stage: int, experts: bool, nbytes: int
+def early_gathers_line(
+    gathers: Sequence[tuple[int | None, int]], rounds: int, *, stage: int, experts: bool
 ) -> str:
     """One line about the parameters that are gathered within the step (``early_param_gather``).
 
     Args:
-        round: after which their all-gather starts, -1 for AdamW's part; None: after the step.
-        plan: the plan of their optimizer.
+        gathers: (the round after which it starts, see ``gathers.starts``; bytes) of each bucket.
+        rounds: the number of rounds in a step.
         stage: pipeline rank.
-        experts: whether they are the experts' optimizer's.
-        nbytes: their bytes.
+        experts: whether the parameters are the experts' optimizer's.
     """
-    after = "the optimizer's step" if round is None else "AdamW's part"
-    if round is not None and round >= 0:
-        after = f"round {round + 1} of {len(plan.rounds)}"
+    first = gathers[0][0]
+    begin = "AdamW's part" if first == ADAMW else "the last round"
+    if first is not None and 0 <= first < rounds - 1:
+        begin = f"round {first + 1} of {rounds}"
+    within = [nbytes for after, nbytes in gathers if after is not None and after < rounds - 1]
+    total = sum(nbytes for _, nbytes in gathers)
+    at_the_end = sum(after is not None for after, _ in gathers) - len(within)
     return (
-        f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: the first "
-        f"{_amount(nbytes)}B of parameters are gathered as soon as {after} is done"
+        f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: parameters are gathered "
+        f"as soon as {begin} is done: {len(within)} of {len(gathers)} bucket(s) "
+        f"({_amount(sum(within))}B of {_amount(total)}B) within the step, {at_the_end} at its end"
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_muon.config import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
+from megatron_muon.planning.rounds.gathers import ADAMW
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.pieces import Exchange, Staged
 from megatron_muon.runtime.round import Observer, Round, Shard, Shards, StepTools
@@ -21,7 +22,6 @@ from megatron_muon.runtime.update import Elementwise, Foreach
 # The momentum has the key of Adam's first moment, and there is no second one: fused Adam classes
 # refuse to save or load a state under a key that they do not know.
 MOMENTUM_KEY = "exp_avg"
-ADAMW = -1  # the number of AdamW's part among the rounds, before the first one
 
 ParamGroups = Sequence[Mapping[str, Any]]
 State = Mapping[Tensor, dict[str, Tensor]]

@@ -24,6 +24,7 @@ class KindTimes:
         operation, dtype, place: as in ``Collective``; together they are the kind.
         count: number of them.
         ms: time in which at least one of them is under way.
+        exposed_ms: the part of it in which nothing is computed.
         bytes: bytes of their whole buffers; None where the trace does not tell.
         gbytes: ``bytes`` per second, in GB/s (10^9 bytes).
         bus_gbytes: the same times nccl-tests' factor: what a rank sends; None without group size.
@@ -34,6 +35,7 @@ class KindTimes:
     place: str
     count: float
     ms: float
+    exposed_ms: float
     bytes: float | None
     gbytes: float | None
     bus_gbytes: float | None
@@ -99,23 +101,30 @@ def rank_times(trace: RankTrace, rank: int) -> RankTimes:
         overlapped_ms=overlapped * per_step,
         idle_ms=max(0.0, whole - computed - travelled + overlapped) * per_step,
         optimizer_ms=None if optimizer is None else optimizer * per_step,
-        kinds=_kinds(trace.collectives, steps, number),
+        kinds=_kinds(trace.collectives, steps, compute, number),
     )
 
 
-def _kinds(collectives: Sequence[Collective], steps: Union, number: int) -> tuple[KindTimes, ...]:
+def _kinds(
+    collectives: Sequence[Collective], steps: Union, compute: Union, number: int
+) -> tuple[KindTimes, ...]:
     alike: dict[tuple[str, str, str], list[Collective]] = defaultdict(list)
     for each in collectives:
         if common([(each.start, max(each.stop, each.start + 1e-9))], steps):
             alike[each.operation, each.dtype, each.place].append(each)
-    times = [_kind(key, own, steps, number) for key, own in alike.items()]
+    times = [_kind(key, own, steps, compute, number) for key, own in alike.items()]
     return tuple(sorted(times, key=lambda kind: (-kind.ms, kind.name)))
 
 
 def _kind(
-    key: tuple[str, str, str], own: Sequence[Collective], steps: Union, number: int
+    key: tuple[str, str, str],
+    own: Sequence[Collective],
+    steps: Union,
+    compute: Union,
+    number: int,
 ) -> KindTimes:
-    time = length(common(union((each.start, each.stop) for each in own), steps))
+    under_way = common(union((each.start, each.stop) for each in own), steps)
+    time = length(under_way)
     sizes = [each.bytes for each in own if each.bytes is not None]
     total = sum(sizes) if len(sizes) == len(own) else None
     factors = [bus_factor(each.operation, each.ranks) for each in own]
@@ -127,6 +136,7 @@ def _kind(
         *key,
         count=len(own) / number,
         ms=time * 1e-3 / number,
+        exposed_ms=(time - length(common(under_way, compute))) * 1e-3 / number,
         bytes=None if total is None else total / number,
         gbytes=total / seconds / 1e9 if total is not None and seconds else None,
         bus_gbytes=sent / seconds / 1e9 if sent is not None and seconds else None,
@@ -180,6 +190,7 @@ def _over(own: Sequence[KindTimes], ranks: int) -> KindTimes:
         first.place,
         count=sum(kind.count for kind in own) / ranks,
         ms=time / ranks,
+        exposed_ms=sum(kind.exposed_ms for kind in own) / ranks,
         bytes=None if total is None else total / ranks,
         gbytes=total / time / 1e6 if total is not None and time else None,
         bus_gbytes=bus,

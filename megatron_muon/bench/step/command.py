@@ -75,7 +75,7 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     left_out = why_no_upstream(flags) if "upstream-layerwise" in names else None
     if left_out is not None:
         names.remove("upstream-layerwise")
-    chosen = rows(config, names, given.exchange, given.muon_tp_mode)
+    chosen = rows(config, names, given.exchange, given.muon_tp_mode, given.gathers)
     if not chosen:
         raise ValueError(f"no row is left to measure: {left_out}")
     for row in chosen if given.traces is not None else ():

@@ -79,7 +79,7 @@ _OWN = {
     "--muon-num-ns-steps": "--ns-steps",
     "--muon-ns-steps": "--ns-steps",
 }
-_GATHER = "a step here ends with the all-gather of its updated parameters, in every row"
+_GATHER = "a step ends with the all-gather of its updated parameters; --gathers adds other rows"
 _STATE = "rows keep what Megatron's AdamW and Muon keep in fp32 on the ranks' own device"
 _FP8 = "weights are bf16 in every row, and Muon has no others yet"
 _NO_COST = "what a step costs does not depend on it, and rows have one value of it"
@@ -88,6 +88,7 @@ _ITERATION = "rows have one Newton-Schulz iteration, ours beside it the one of i
 _REFUSED = {
     "--fp16": "every row is in bf16, the one precision that all of them have",
     "--overlap-param-gather": _GATHER,
+    "--muon-early-param-gather": _GATHER,
     "--overlap-param-gather-with-optimizer-step": _GATHER,
     "--use-precision-aware-optimizer": _STATE,
     "--optimizer-cpu-offload": _STATE,
@@ -251,6 +252,15 @@ def _add_muon(group: argparse._ArgumentGroup) -> None:
         default=[],
         help="add rows of muon-contiguous: none puts all matrices into one round, naive gives "
         "every parameter a round of its own",
+    )
+    group.add_argument(
+        "--gathers",
+        nargs="+",
+        choices=["late", "early"],
+        default=[],
+        help="add rows of muon-bucketed with --overlap-param-gather, which end when a forward pass "
+        "that computes nothing has waited for each bucket: late starts gathers in the forward "
+        "pass, early within the step, as --muon-early-param-gather does",
     )
     rounds, steps = count(most=1 << 20), count(most=MOST_STEPS)
     group.add_argument(

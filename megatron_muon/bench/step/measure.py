@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_muon import meter, step_traces
 from megatron_muon.bench.step.build import Built, build
 from megatron_muon.bench.step.meter import (
+    PARAM_GATHER,
     Counted,
     StepTimers,
     Times,
@@ -98,7 +99,7 @@ def measure(job: StepJob) -> list[Measured]:
     watch = StepTimers(device)
     contenders = []
     for row in job.rows:
-        contender = _Contender(build(row, job.flags, watch), watch, noise)
+        contender = _Contender(row, build(row, job.flags, watch), watch, noise)
         contender.park()
         contenders.append(contender)
     for row, contender in zip(job.rows, contenders, strict=True):
@@ -137,7 +138,7 @@ def _start_megatron(flags: Namespace) -> torch.device:
 class _Contender:
     """A row on this rank."""
 
-    def __init__(self, built: Built, watch: StepTimers, noise: Tensor) -> None:
+    def __init__(self, row: Row, built: Built, watch: StepTimers, noise: Tensor) -> None:
         self.measured = Measured(lines=built.lines)
         self._chunks = built.chunks
         self._optimizer = built.optimizer
@@ -145,7 +146,11 @@ class _Contender:
         self._noise = noise
         self._parked: list[tuple[torch.UntypedStorage, int]] = []
         for name in ("prepare_grads", "get_grad_norm"):
-            _name_part(built.optimizer, name, watch)
+            _name_part(built.optimizer, name, watch, name.replace("_", "-"))
+        self._awaited = list(_in_forward_order(built.chunks)) if row.overlap else []
+        for group in self._awaited:
+            for name in ("start_param_sync", "finish_param_sync"):
+                _name_part(group, name, watch, PARAM_GATHER)
 
     def park(self) -> None:
         """Free the storage that the row only needs in its turn."""
@@ -234,11 +239,15 @@ class _Contender:
         return sum(len(muon.plan.rounds) for muon in muons if muon is not None)
 
     def _step(self) -> None:
+        for group in self._awaited:
+            group.param_gather_dispatched = False  # as the backward pass says
         successful, _, _ = self._optimizer.step()
         if not successful:
             raise RuntimeError(
                 "Megatron skipped a step: the gradients or their norm are not finite"
             )
+        for group in self._awaited:
+            group.finish_param_sync()  # as a forward pass does
 
     def _reduce_gradients(self) -> None:
         with self._watch.part("grad-reduce"):
@@ -298,15 +307,21 @@ def _trim() -> None:
         trim(0)
 
 
-def _name_part(optimizer: Any, name: str, watch: StepTimers) -> None:
+def _name_part(owner: Any, name: str, watch: StepTimers, part: str) -> None:
     """Time a method of Megatron's as a part of the step, since it has no timer of its own."""
-    method = getattr(optimizer, name)
+    method = getattr(owner, name)
 
-    def named() -> Any:
-        with watch.part(name.replace("_", "-")):
-            return method()
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with watch.part(part):
+            return method(*args, **kwargs)
 
-    setattr(optimizer, name, named)
+    setattr(owner, name, named)
+
+
+def _in_forward_order(chunks: Sequence[Any]) -> Iterator[Any]:
+    """Bucket groups of a model; Megatron fills them from the last layer on."""
+    for chunk in chunks:
+        yield from reversed([*chunk.expert_parallel_bucket_groups, *chunk.bucket_groups])
 
 
 def main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:

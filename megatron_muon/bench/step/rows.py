@@ -2,13 +2,15 @@
 
 All have the same weights, gradients, weight decay, Nesterov setting and number of Newton-Schulz
 steps. A step ends with the updated parameters on every rank: it includes Megatron's all-gather, as
-a run without ``--overlap-param-gather`` does.
+a run without ``--overlap-param-gather`` does. With the overlap it ends when a forward pass that
+computes nothing has waited for each bucket in turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +18,7 @@ from megatron_muon.config import MuonConfig
 
 Kind = Literal["adamw", "muon", "paper", "upstream"]
 TpMode = Literal["duplicated", "blockwise"]
+Gathers = Literal["late", "early"]
 
 # Megatron's buckets of 40 M elements hold about a fifth of a layer of Llama-3-8B.
 BUCKETS_PER_LAYER = 5
@@ -35,6 +38,7 @@ class Row:
         buckets: whether buckets are Megatron's stock ones, as with ``--overlap-grad-reduce``; else
             a buffer has one.
         tp_mode: ``muon_tp_mode`` of Megatron's own Muon.
+        overlap: whether the step only starts gathers of parameters (``--overlap-param-gather``).
     """
 
     name: str
@@ -42,9 +46,16 @@ class Row:
     config: MuonConfig
     buckets: bool = False
     tp_mode: TpMode = "duplicated"
+    overlap: bool = False
 
 
-def rows(config: MuonConfig, names: list[str], exchanges: list[str], tp_mode: TpMode) -> list[Row]:
+def rows(
+    config: MuonConfig,
+    names: list[str],
+    exchanges: list[str],
+    tp_mode: TpMode,
+    gathers: Sequence[Gathers] = (),
+) -> list[Row]:
     """The rows to measure.
 
     Args:
@@ -53,6 +64,8 @@ def rows(config: MuonConfig, names: list[str], exchanges: list[str], tp_mode: Tp
         exchanges: further rows of muon-contiguous: ``none`` puts all matrices into one round,
             ``naive`` gives every parameter a round of its own.
         tp_mode: ``muon_tp_mode`` of Megatron's own Muon.
+        gathers: further rows of muon-bucketed with ``--overlap-param-gather``: ``late`` starts
+            gathers in the forward pass, ``early`` within the step (``early_param_gather``).
 
     Returns:
         The rows: first those with the standard iteration, then those on ``auto``.
@@ -78,6 +91,10 @@ def rows(config: MuonConfig, names: list[str], exchanges: list[str], tp_mode: Tp
         round_bytes = {"none": 1 << 62, "naive": 1}[exchange]
         other = dataclasses.replace(aligned, round_bytes=round_bytes)
         variants.append(Row(f"muon-contiguous-{exchange}", "muon", other))
+    for gather in dict.fromkeys(gathers):
+        config = dataclasses.replace(equal, early_param_gather=gather == "early")
+        name = f"{bucketed.name}-{gather}"
+        variants.append(dataclasses.replace(bucketed, name=name, config=config, overlap=True))
     asked = [row for row in made if row.name in names]
     standard = [row for row in asked if row.config.ns_iteration == "standard"]
     return [*standard, *variants, *asked[len(standard) :]]

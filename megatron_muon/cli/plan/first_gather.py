@@ -1,19 +1,22 @@
 """The all-gather that a forward pass waits for, and what ``early_param_gather`` hides of it.
 
 With ``overlap_param_gather`` Megatron gathers a bucket while the layers before it are at work, so
-only the first one is waited for. AdamW has that gather, too; it is in no optimizer's step here.
+only the first one is surely waited for. AdamW has that gather, too; it is in no optimizer's step
+here. Others that start within the step are counted, and nothing is said of their time: how much of
+it layers would have hidden depends on the micro-batch.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.cli.plan.rows import PlannedStep
 from megatron_muon.dry_run.model import Ranks
 from megatron_muon.dry_run.stages import Planned
+from megatron_muon.planning.rounds.gathers import ADAMW, starts
 from megatron_muon.pricing.hardware import Hardware
-from megatron_muon.runtime.optimizer import ADAMW
 
 _PARAMETER = 2  # bytes in 16 bits
 
@@ -27,6 +30,8 @@ class FirstGather:
         nbytes: bytes of its parameters.
         round: the last round with one of them, or ``ADAMW``; ``rounds``: their number.
         seconds: of its gather, by bytes over the slowest link, without latency.
+        buckets: the number of all buckets; ``early``: of those that start before the last round.
+        early_nbytes: bytes of those.
         most, least: seconds of it that pass within the step if it starts after ``round``: with the
             links to itself, and in the time in which the exchange leaves them idle.
     """
@@ -36,6 +41,9 @@ class FirstGather:
     round: int
     rounds: int
     seconds: float
+    buckets: int
+    early: int
+    early_nbytes: int
     most: float
     least: float
 
@@ -57,7 +65,15 @@ def first_gathers(
         hardware: of every rank.
     """
     for one, times in zip(planned, step.updated, strict=True):
-        nbytes, round = _first_bucket(one)
+        buckets = list(_buckets(one))
+        nbytes, round = buckets[0]
+        last = len(one.plan.rounds) - 1
+        after = starts((updated for _, updated in buckets), last)
+        early = [
+            size
+            for (size, _), at in zip(buckets, after, strict=True)
+            if at is not None and at < last
+        ]
         seconds = _gather(nbytes, one.experts, ranks, hardware)
         left = max(0.0, step.seconds - times[round - ADAMW])
         idle = max(0.0, left - step.hidden - step.exposed.mean)
@@ -67,24 +83,27 @@ def first_gathers(
             round=round,
             rounds=len(one.plan.rounds),
             seconds=seconds,
+            buckets=len(buckets),
+            early=len(early),
+            early_nbytes=sum(early),
             most=min(seconds, left),
             least=min(seconds, idle),
         )
 
 
-def _first_bucket(planned: Planned) -> tuple[int, int]:
-    """Bytes of it, and the last round that updates it on any EP rank.
+def _buckets(planned: Planned) -> Iterator[tuple[int, int]]:
+    """Bytes of each in the order of the forward pass, and the last round that updates it.
 
-    Megatron fills buckets from the end.
+    Megatron fills buckets from the end, and the rounds are those of any EP rank.
     """
-    bucket = planned.buffers[0].buckets[-1]
+    rounds: dict[tuple[int, int], int] = defaultdict(lambda: ADAMW)
     round_of = planned.plan.round_of()
-    rounds = [
-        round_of[index]
-        for index, parameter in enumerate(planned.plan.parameters)
-        if parameter.buffer == 0 and parameter.bucket.start == bucket.offset
-    ]
-    return _PARAMETER * bucket.grad_data.numel(), max(rounds, default=ADAMW)
+    for index, parameter in enumerate(planned.plan.parameters):
+        place = parameter.buffer, parameter.bucket.start
+        rounds[place] = max(rounds[place], round_of[index])
+    for number, buffer in enumerate(planned.buffers):
+        for bucket in reversed(buffer.buckets):
+            yield _PARAMETER * bucket.grad_data.numel(), rounds[number, bucket.offset]
 
 
 def _gather(nbytes: int, experts: bool, ranks: Ranks, hardware: Hardware) -> float:

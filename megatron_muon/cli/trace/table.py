@@ -96,13 +96,16 @@ def _share(run: RunTimes) -> float | None:
 
 
 def _kinds(run: RunTimes) -> Rows:
-    heads = ["collectives, mean over ranks", "count", "ms", "MB", "GB/s", "bus GB/s"]
+    heads = ["collectives, mean over ranks", "count", "ms", "exposed", "MB", "GB/s", "bus GB/s"]
     return [heads, *([name, *_kind(kind)] for name, kind in run.kinds.items())]
 
 
 def _kind(kind: KindTimes) -> list[str]:
     size = None if kind.bytes is None else kind.bytes / 1e6
-    return [f"{kind.count:.3g}", *map(_number, (kind.ms, size, kind.gbytes, kind.bus_gbytes))]
+    return [
+        f"{kind.count:.3g}",
+        *map(_number, (kind.ms, kind.exposed_ms, size, kind.gbytes, kind.bus_gbytes)),
+    ]
 
 
 def _beside(runs: Sequence[RunTimes]) -> str:
@@ -112,7 +115,11 @@ def _beside(runs: Sequence[RunTimes]) -> str:
     rows.append(["optimizer share", *map(_percent, map(_share, runs))])
     rows.append(["compute, largest / mean", *(_number(r.imbalance("compute_ms")) for r in runs)])
     every = {name: None for run in runs for name in run.kinds}
-    for title, field, unit in (("ms in ", "ms", 1.0), ("MB in ", "bytes", 1e-6)):
+    for title, field, unit in (
+        ("ms in ", "ms", 1.0),
+        ("exposed ms in ", "exposed_ms", 1.0),
+        ("MB in ", "bytes", 1e-6),
+    ):
         for name in every:
             means = [getattr(r.kinds[name], field) if name in r.kinds else 0.0 for r in runs]
             values = [None if value is None else value * unit for value in means]

@@ -1,8 +1,8 @@
-"""The all-gather of the parameters that a forward pass needs first, started within the step.
+"""The all-gathers of parameters, started within the step that updates them.
 
 With ``overlap_param_gather`` Megatron gathers a bucket group while the layers before it are at
-work. It starts the first one in the forward pass, which then waits for all of it. Here it starts as
-soon as the last round with one of its parameters is applied: it travels while other rounds or
+work. It starts the first one in the forward pass, which then waits for all of it. Here each starts
+as soon as the last round with one of its parameters is applied: it travels while other rounds or
 experts are orthogonalized, and between two iterations. Bits are the same.
 
 Other ranks read a rank's part of these parameters from then on. So nothing may change them between
@@ -11,6 +11,7 @@ a step and the next forward pass, as QK-Clip does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from megatron.core.utils import get_model_config
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.process_groups import has_experts
 from megatron_muon.mcore.shards import owned_shards
-from megatron_muon.runtime.optimizer import ADAMW
+from megatron_muon.planning.rounds.gathers import ADAMW, starts
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.setting_names import named
 
@@ -34,76 +35,41 @@ _COPIED = (
 
 
 class EarlyGather:
-    """The all-gather of one bucket group of a DistributedOptimizer.
+    """The all-gather of one bucket group.
 
     Args:
         group: the bucket group, one whose errors name the phase (``named``).
         params: its parameters.
-        round: the round of Muon's that updates the last of them (``ADAMW``: none does); None: its
-            copies are Megatron's, and it starts after these.
+        after: the round, or ``ADAMW``, after which it starts; None: in the forward pass.
         copies: (this rank's part of a parameter as it is gathered, the flat fp32 shard) for each
-            parameter of which it has one.
+            parameter of which it has one. If it starts at the end of the step, Megatron has copied.
     """
 
     def __init__(
         self,
         group: Any,
         params: Sequence[torch.nn.Parameter],
-        round: int | None,
+        after: int | None,
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        self.group, self.round = group, round
-        group.is_early = True
-        self._ids = {id(param) for param in params}
+        self.group, self.after = group, after
+        self.params = frozenset(map(id, params))
         self._copies = copies
-        self._in_step = self._is_started = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters on every rank, with padding."""
         return sum(bucket.param_data.nbytes for bucket in self.group.buckets)
 
-    def applied(self, round: int) -> None:
-        """Start it if this was the round for which it waits. No rank is before that round then."""
-        if round != self.round:
-            return
+    def copy(self) -> None:
+        """Round this rank's updated parameters to where they are gathered."""
         for gathered, shard in self._copies:
             gathered.copy_(shard)
-        self._start()
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """A step, after which it has started unless the step failed."""
-        self.finish()
-        self._in_step, self._is_started = True, False
-        try:
-            yield
-            if not self._is_started:
-                self._start()
-        finally:
-            self._in_step = False
-
-    @contextmanager
-    def without_copied(self, dist_opt: Any) -> Iterator[None]:
-        """Hide its parameters from Megatron's copy of a step in which they travel already.
-
-        After another copy, as of main parameters that were changed, all are gathered again.
-        """
-        if not self._in_step:
-            self.forget()
-        if not (self._in_step and self._is_started):
-            yield
-            return
-        left = {}
-        for models, shards in _COPIED:
-            pairs = [
-                [(model, shard) for model, shard in zip(*both, strict=True) if not self._has(model)]
-                for both in zip(getattr(dist_opt, models), getattr(dist_opt, shards), strict=True)
-            ]
-            left[models] = [[model for model, _ in group] for group in pairs]
-            left[shards] = [[shard for _, shard in group] for group in pairs]
-        with replaced(dist_opt, **left):
-            yield
+    def start(self) -> None:
+        """Start it."""
+        self.group.start_param_sync()
+        self.group.is_early = True
 
     def finish(self) -> None:
         """Wait for it if no forward pass has."""
@@ -115,42 +81,132 @@ class EarlyGather:
         self.finish()
         self.group.param_gather_dispatched = False
 
-    def _start(self) -> None:
-        self._is_started = True
-        self.group.start_param_sync()
 
-    def _has(self, param: torch.nn.Parameter) -> bool:
-        return id(param) in self._ids
+class EarlyGathers:
+    """The all-gathers of a DistributedOptimizer.
+
+    Args:
+        gathers: one of each bucket group, in the order of the forward pass.
+        last: the last round of a step.
+
+    Attributes:
+        gathers: see above.
+        last: see above.
+    """
+
+    def __init__(self, gathers: Sequence[EarlyGather], last: int) -> None:
+        self.gathers, self.last = gathers, last
+        self._in_step = False
+        self._started = 0  # in this step
+
+    def applied(self, round: int) -> None:
+        """Start those for which this was the round. No rank is before that round then."""
+        for gather in self._after(round):
+            gather.copy()
+            self._start(gather)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step, at whose end the others start unless it failed."""
+        for gather in self.gathers:
+            gather.finish()
+        self._in_step, self._started = True, 0
+        try:
+            yield
+            for gather in self._after(self.last):
+                self._start(gather)
+        finally:
+            self._in_step = False
+
+    @contextmanager
+    def without_copied(self, dist_opt: Any) -> Iterator[None]:
+        """Hide from Megatron's copy of a step the parameters that travel already.
+
+        After another copy, as of main parameters that were changed, all are gathered again.
+        """
+        if not self._in_step:
+            self.forget()
+        if not (self._in_step and self._started):
+            yield
+            return
+        away = frozenset().union(*(each.params for each in self.gathers[: self._started]))
+        left = {}
+        for models, shards in _COPIED:
+            pairs = [
+                [
+                    (model, shard)
+                    for model, shard in zip(*both, strict=True)
+                    if id(model) not in away
+                ]
+                for both in zip(getattr(dist_opt, models), getattr(dist_opt, shards), strict=True)
+            ]
+            left[models] = [[model for model, _ in group] for group in pairs]
+            left[shards] = [[shard for _, shard in group] for group in pairs]
+        with replaced(dist_opt, **left):
+            yield
+
+    def forget(self) -> None:
+        """Let the next forward pass gather again: parameters have changed outside of a step."""
+        for gather in self.gathers:
+            gather.forget()
+
+    def _after(self, round: int) -> Iterator[EarlyGather]:
+        """Those that have not started, up to the first that waits for a later round."""
+        for gather in self.gathers[self._started :]:
+            if gather.after is None or gather.after > round:
+                return
+            yield gather
+
+    def _start(self, gather: EarlyGather) -> None:
+        self._started += 1
+        gather.start()
 
 
-def early_gather(dist_opt: Any, rounds: Mapping[Any, int], last: int) -> EarlyGather | None:
-    """The gather of the first bucket group of an optimizer; None where it has no parameters.
+def early_gathers(
+    dist_opt: Any, rounds: Mapping[Any, int], last: int, *, one_by_one: bool
+) -> EarlyGathers | None:
+    """The gathers of an optimizer's bucket groups; None where it has no parameters.
 
     Args:
         dist_opt: Megatron's DistributedOptimizer.
         rounds: the round of each of Muon's parameters.
         last: the last round of the plan.
+        one_by_one: see ``starts``.
     """
-    chunk = dist_opt.model_chunks[0]
-    groups = chunk.expert_parallel_bucket_groups if has_experts(dist_opt) else chunk.bucket_groups
     places = {
         param: (buffer.buckets[index], start, stop)
         for buffer in dist_opt.buffers
         for param, (start, stop, index) in buffer.param_index_map.items()
     }
-    first = next((param for param in chunk.parameters() if param in places), None)
-    if first is None:
-        return None
-    group = next(one for one in groups if places[first][0] in one.buckets)
-    params = [param for param, place in places.items() if place[0] in group.buckets]
-    round = max((rounds[param] for param in params if param in rounds), default=ADAMW)
-    if round >= last or chunk.ddp_config.fp8_param_gather:  # fp8 is scaled over all ranks
-        return EarlyGather(group, params, None, ())
     shards = dict(owned_shards(dist_opt))
-    copies = [
-        (_own_part(group, *places[param]), shards[param]) for param in params if param in shards
+    groups = list(_in_forward_order(dist_opt))
+    params = [[param for param in places if places[param][0] in group.buckets] for group in groups]
+    updated = [max((rounds.get(param, ADAMW) for param in each), default=ADAMW) for each in params]
+    if dist_opt.model_chunks[0].ddp_config.fp8_param_gather:  # it is scaled over all ranks
+        updated = [last for _ in updated]
+    after = starts(updated, last, one_by_one=one_by_one)
+    gathers = [
+        EarlyGather(
+            group,
+            own,
+            start,
+            [(_own_part(group, *places[p]), shards[p]) for p in own if p in shards]
+            if start is not None and start < last
+            else [],
+        )
+        for group, own, start in zip(groups, params, after, strict=True)
     ]
-    return EarlyGather(group, params, round, copies)
+    return EarlyGathers(gathers, last) if gathers else None
+
+
+def _in_forward_order(dist_opt: Any) -> Iterator[Any]:
+    """Bucket groups of an optimizer. Megatron fills buckets from the last layer on."""
+    buckets = {id(bucket) for buffer in dist_opt.buffers for bucket in buffer.buckets}
+    for chunk in dist_opt.model_chunks:
+        dense, experts = chunk.bucket_groups, chunk.expert_parallel_bucket_groups
+        for group in reversed(experts if has_experts(dist_opt) else dense):
+            if any(id(bucket) in buckets for bucket in group.buckets):
+                yield group
 
 
 def _own_part(group: Any, bucket: Any, start: int, stop: int) -> torch.Tensor:
@@ -161,6 +217,16 @@ def _own_part(group: Any, bucket: Any, start: int, stop: int) -> torch.Tensor:
     start, stop = start - bucket.offset, stop - bucket.offset
     part: torch.Tensor = bucket.param_data.view(-1)[max(start, low) : min(stop, low + size)]
     return part
+
+
+def gathers_one_by_one(device: torch.device) -> bool:
+    """Whether two gathers that are launched in a row would hold up what is launched after them.
+
+    A GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for where it
+    overlaps tensor parallelism) starts kernels in the order in which they are launched, and the
+    second gather waits for the first one.
+    """
+    return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def require_early_gather(
@@ -177,7 +243,7 @@ def require_early_gather(
     setting, ddp = named("early_param_gather"), model_chunks[0].ddp_config
     if not ddp.overlap_param_gather:
         raise ValueError(
-            f"{setting} starts the first gather of overlap_param_gather (--overlap-param-gather), "
+            f"{setting} starts the gathers of overlap_param_gather (--overlap-param-gather), "
             "which is off: set it, or leave this out"
         )
     others = {

@@ -28,7 +28,8 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     Without overlap, or in an all-gather by force, the methods that start one wait for it too.
 
     Attributes:
-        is_early: its all-gather of parameters is started within the step (``early``).
+        is_early: its all-gather of parameters was started by the step (``early``), and no forward
+            pass has waited for it yet.
     """
 
     is_early = False
@@ -55,15 +56,22 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         """
         if self.is_early and not force_sync and self.param_gather_handle is not None:
             return
+        self.is_early = False
         try:
             super().start_param_sync(force_sync, **kwargs)
         except RuntimeError as error:
             self._raise(error, *_ALL_GATHER)
 
-    def finish_param_sync(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's; raises PhaseError where a peer is lost."""
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
+        """Megatron's; raises PhaseError where a peer is lost.
+
+        The next all-gather is not started where the step has, which Megatron would warn of.
+        """
+        self.is_early = False
+        following = self.next_param_gather_bucket_group
+        is_started = following is not None and following.is_early
         try:
-            super().finish_param_sync(*args, **kwargs)
+            super().finish_param_sync(skip_next_bucket_dispatch or is_started)
         except RuntimeError as error:
             self._raise(error, *_ALL_GATHER)
 

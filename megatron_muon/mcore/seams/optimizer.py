@@ -333,6 +333,9 @@ ATTRIBUTES = (
     _of_bucket_group("param_gather_handle", "None, or the all-gather that is under way"),
     _of_bucket_group("param_gather_dispatched", "whether a forward pass still has to start one"),
     _of_bucket_group(
+        "next_param_gather_bucket_group", "the one that a forward pass starts after it"
+    ),
+    _of_bucket_group(
         "intra_distributed_optimizer_instance_group", "the ranks that reduce and gather its buckets"
     ),
     _of_ddp("bucket_groups", "those of dense weights, whose errors name the phase"),

@@ -16,7 +16,9 @@ from megatron_muon import MuonConfig
 from megatron_muon.bench.step.flags import ROWS
 from megatron_muon.bench.step.measure import Measured
 from megatron_muon.bench.step.meter import Times
+from megatron_muon.bench.step.rows import Gathers
 from megatron_muon.cli import main
+from megatron_muon.traces.rank_trace import read
 from support.benching import OURS, SMALL, bench_step, model_and_ranks
 from support.installed import NAME
 
@@ -30,7 +32,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     chart = folder / "steps.svg"
     files = f"--json {folder / 'steps.json'}" + (f" --plot {chart}" if HAS_MATPLOTLIB else "")
     files += f" --traces {folder}"
-    done = bench_step(f"--tp 1 --dp 2 {SMALL} --rounds 2 --exchange none naive --parts {files}")
+    more = "--exchange none naive --gathers late early --parts"
+    done = bench_step(f"--tp 1 --dp 2 {SMALL} --rounds 2 {more} {files}")
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "steps.json").read_text()), done.stdout + done.stderr, chart
 
@@ -100,8 +103,9 @@ def test_a_table_the_parts_and_a_chart_are_there(
         assert f"\n{row['name']} " in text and f"{row['name']}: parts of the step" in text
         if HAS_MATPLOTLIB:  # an extra, which the tests' environment has not
             assert f"<!-- {row['name']} -->" in chart.read_text()
-    alike = "muon-contiguous, muon-bucketed, muon-paper, muon-contiguous-none, muon-contiguous-na"
-    assert f"weights after a step of {alike}ive: the same, bit by bit" in text
+    alike = [*OURS, *(f"muon-contiguous-{one}" for one in ("none", "naive"))]
+    alike += ["muon-bucketed-late", "muon-bucketed-early"]
+    assert f"weights after a step of {', '.join(alike)}: the same, bit by bit" in text
     auto = "muon-contiguous-auto, muon-bucketed-auto"
     assert f"weights after a step of {auto}: the same, bit by bit" in text
     assert "2 rounds; at least 7 are needed to compare" in text
@@ -125,6 +129,23 @@ def test_the_timeline_of_every_row_has_a_lane_for_what_the_row_does(
         assert all(length > 0 for spans in present.values() for _, length in spans)
         travels = [lane in timeline.TRAVELS for lane in present]
         assert travels == sorted(travels), "work first"
+
+
+def test_rows_with_the_overlap_gather_the_same_and_wait_for_it(
+    printed: tuple[dict[str, Any], str, Path],
+) -> None:
+    """Within the step ``early`` starts, and ``late`` nothing; both end once all is there."""
+    rows = {row["name"]: row for row in printed[0]["rows"]}
+    in_step = {}
+    for name in ("muon-bucketed-late", "muon-bucketed-early"):
+        assert rows[name]["sent_bytes"] == rows["muon-bucketed"]["sent_bytes"]
+        trace = read(printed[2].parent / name / "rank0.json.gz")
+        assert trace.optimizer is not None
+        ((_, end),), ((_, (_, last)),) = trace.optimizer, trace.steps
+        gathers = [one for one in trace.collectives if one.place == "params/gather"]
+        assert gathers and all(one.stop <= last for one in gathers)
+        in_step[name] = sum(one.start < end for one in gathers)
+    assert in_step["muon-bucketed-late"] == 0 < in_step["muon-bucketed-early"]
 
 
 def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, arguments: str = "") -> int:
@@ -191,7 +212,7 @@ def test_a_file_that_cannot_be_written_in_the_end_is_one_line(
         ("--fp16", "--fp16 cannot be given here: every row is in bf16"),
         ("--optimizer-cpu-offload", "--optimizer-cpu-offload cannot be given here: rows keep"),
         ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer cannot be given here"),
-        ("--overlap-param-gather", "--overlap-param-gather cannot be given here: a step here ends"),
+        ("--overlap-param-gather", "--overlap-param-gather cannot be given here: a step ends with"),
         ("--overlap-grad-reduce", "--overlap-grad-reduce is said here by --rows"),
         ("--fp8-param-gather", "--fp8-param-gather cannot be given here: weights are bf16"),
         ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine cannot"),
@@ -257,8 +278,11 @@ def test_contiguous_rows_are_laid_out_as_a_run_has_them() -> None:
 def test_a_variant_asked_for_twice_is_one_row() -> None:
     from megatron_muon.bench.step.rows import rows
 
-    chosen = rows(MuonConfig(), ["adamw"], ["none", "none"], "duplicated")
-    assert [row.name for row in chosen] == ["adamw", "muon-contiguous-none"]
+    gathers: list[Gathers] = ["early", "late", "early"]
+    chosen = rows(MuonConfig(), ["adamw"], ["none", "none"], "duplicated", gathers)
+    added = ["muon-contiguous-none", "muon-bucketed-early", "muon-bucketed-late"]
+    assert [row.name for row in chosen] == ["adamw", *added]
+    assert [row.config.early_param_gather for row in chosen[-2:]] == [True, False]
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -1,13 +1,14 @@
-"""What ``early_param_gather`` saves: the first gather of parameters, started within the step.
+"""What ``early_param_gather`` saves: gathers of parameters, started within the step.
 
 ``cd tests && python -m figures.scale.early_gather [WORD ...]``
 
 With ``--overlap-param-gather`` Megatron gathers a bucket while the layers before it are at work.
-Only the bucket that the forward pass needs first is waited for. A row is that bucket of a stage's
-dense optimizer or of its experts', the step after which it starts, and how much of its gather
-travels before the stage's step ends: with the links to itself, and in the time that the exchange
-leaves of them. The gather is priced by bytes that a rank receives over its slowest link, without
-latency.
+Only the bucket that the forward pass needs first is surely waited for. A row is that bucket of a
+stage's dense optimizer or of its experts', the step after which it starts, and how much of its
+gather travels before the stage's step ends: with the links to itself, and in the time that the
+exchange leaves of them. `all early` is every bucket whose gather starts before the last round.
+`shared` is the step if gathers took half of all links from the exchange throughout. A gather is
+priced by bytes that a rank receives over its slowest link, without latency.
 """
 
 from __future__ import annotations
@@ -31,15 +32,20 @@ from support.virtual_gpu.plans import OVERLAP
 def _rows(case: Any, hardware: Hardware) -> Iterator[str]:
     words = f"{case.words} {OVERLAP} --stage {case.stage}".split()
     given = parser(imported_config_class("figures.early_gather")).parse_args(words)
+    halves = {
+        name: getattr(hardware, name) / 2 for name in ("node_efficiency", "network_efficiency")
+    }
+    halved = hardware.with_values(halves, "half the links")
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = plan_run(given, hardware, "cuda", ["contiguous"])
-    step = run.seconds("contiguous")
+        run, shared = (plan_run(given, each, "cuda", ["contiguous"]) for each in (hardware, halved))
+    step, slowed = run.seconds("contiguous"), shared.seconds("contiguous")
     whole = step + run.training.seconds(hardware)
     for early in run.kinds[0].first_gathers:
         cells = [f"{case.name}{', experts' if early.experts else ''}"]
         cells += [f"{early.nbytes / 1e6:,.0f}", early.after]
-        times = early.seconds, early.least, early.most, step, whole
+        cells += [f"{early.early} of {early.buckets}, {early.early_nbytes / 1e6:,.0f}"]
+        times = early.seconds, early.least, early.most, step, slowed, whole
         cells += [f"{1e3 * seconds:,.1f}" for seconds in times]
         saved = [100 * seconds / whole for seconds in (early.least, early.most)]
         yield f"| {' | '.join(cells)} | {saved[0]:.2f} – {saved[1]:.2f} % |"
@@ -52,9 +58,10 @@ def main() -> None:
     options.add_argument("--hardware", default="h100")
     asked = options.parse_args()
     hardware = hardware_of(asked.hardware, [])
-    print("| | first bucket, MB | updated by | its gather, ms | within the step, at least ", end="")
-    print("| at most | step, ms | training step, ms | saved |")
-    print("|---" + "|--:" * 8 + "|")
+    print("| | first bucket, MB | updated by | all early, MB | its gather, ms ", end="")
+    print("| within the step, at least ", end="")
+    print("| at most | step, ms | shared | training step, ms | saved |")
+    print("|---" + "|--:" * 10 + "|")
     for case in CASES:
         if not asked.words or any(word in case.name for word in asked.words):
             for row in _rows(case, hardware):

@@ -1,10 +1,11 @@
-"""``early_param_gather`` starts the first gather within the step, and changes no bit."""
+"""``early_param_gather`` starts gathers within the step, and changes no bit."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -64,15 +65,11 @@ def test_no_bit_changes(name: str) -> None:
 
 @contextmanager
 def too_early() -> Iterator[None]:
-    """The gather starts after AdamW's part, whichever rounds have its parameters."""
-    from megatron_muon.mcore.bucket_groups.early import EarlyGather
+    """All gathers start after AdamW's part, whichever rounds have their parameters."""
+    from megatron_muon.mcore.bucket_groups.early import EarlyGathers
 
-    applied = EarlyGather.applied
-
-    def at_once(self: EarlyGather, round: int) -> None:
-        applied(self, self.round if round < 0 and self.round is not None else -2)
-
-    with mock.patch.object(EarlyGather, "applied", at_once):
+    applied = EarlyGathers.applied
+    with mock.patch.object(EarlyGathers, "applied", lambda self, _: applied(self, self.last - 1)):
         yield
 
 
@@ -81,13 +78,48 @@ def test_a_gather_before_its_round_is_found() -> None:
     assert found != []
 
 
-def _order(case: Case, topology: Topology) -> dict[str, Any]:
-    """What a step does in turn: rounds that it applies, gathers that it starts, and its end."""
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """As on a GPU with one hardware queue."""
+    from megatron_muon.mcore import build as built_by
+
+    with mock.patch.object(built_by, "gathers_one_by_one", lambda device: True):
+        yield
+
+
+def test_no_bit_changes_where_they_start_one_by_one() -> None:
+    assert differences(truth(plain(DENSE)), trained(DENSE, IN_BUCKETS, one_by_one)) == []
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a step and the forward pass after it do in turn.
+
+    Attributes:
+        in_step: rounds that are applied, None, and bucket groups whose gather starts.
+        in_forward: groups whose gather starts in the forward pass.
+        groups: their number; the forward pass needs the last one first.
+        warned: whether Megatron finds that one has started before the one before it was there.
+    """
+
+    in_step: list[int | None]
+    in_forward: list[int]
+    groups: int
+    warned: bool
+
+    @property
+    def kinds(self) -> str:
+        return "".join("r" if one is None else "g" for one in self.in_step)
+
+
+def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
     from megatron_muon.mcore.bucket_groups.named import NamedBucketGroup
     from megatron_muon.runtime.round import Round
 
-    built, seen = start(case, topology), []
+    with patch():
+        built = start(case, topology)
     gather, finish = NamedBucketGroup.start_param_sync, Round.finish
+    seen: list[int | None] = []
     groups = [
         group
         for chunk in built.chunks
@@ -95,54 +127,60 @@ def _order(case: Case, topology: Topology) -> dict[str, Any]:
     ]
 
     def started(self: Any, *args: Any, **kwargs: Any) -> None:
-        seen.append(("gather", groups.index(self)))
+        seen.append(groups.index(self))
         gather(self, *args, **kwargs)
 
     def finished(self: Any, *args: Any) -> None:
-        seen.append(("round", -1))
+        seen.append(None)
         finish(self, *args)
 
     set_schedule(built, 0)
     write_grads(built, 0)
+    for group in groups:
+        group.param_gather_dispatched = False  # as the backward pass says
     with (
         mock.patch.object(NamedBucketGroup, "start_param_sync", started),
         mock.patch.object(Round, "finish", finished),
+        warnings.catch_warnings(record=True) as caught,
     ):
         built.optimizer.step()
-    outstanding = [at for at, one in enumerate(groups) if one.param_gather_handle is not None]
-    for chunk in built.chunks:
-        chunk.start_param_sync(force_sync=True)
-    return {
-        "seen": seen,
-        "outstanding": outstanding,
-        "first": [
-            group in chunk.bucket_groups[-1:]
-            for chunk in built.chunks
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-        ],
-    }
+        in_step = list(seen)
+        for group in reversed(groups):
+            group.finish_param_sync()
+    in_forward = [one for one in seen[len(in_step) :] if one is not None]
+    warned = any("already been dispatched" in str(one.message) for one in caught)
+    return Order(in_step, in_forward, len(groups), warned)
 
 
-def test_the_first_gather_starts_before_the_last_rounds() -> None:
-    for result in run(_order, 3, DENSE, IN_BUCKETS):
-        kinds = [kind for kind, _ in result["seen"]]
-        (at,) = (place for place, kind in enumerate(kinds) if kind == "gather")
-        assert 0 < at < len(kinds) - 2, kinds  # some rounds come before it, and some after
-        assert result["outstanding"] == [result["first"].index(True)]
+def test_each_gather_starts_once_its_parameters_are_updated() -> None:
+    for order in run(_order, 3, DENSE, IN_BUCKETS):
+        assert [one for one in order.in_step if one is not None] == [4, 3, 2, 1, 0]
+        assert "r" in order.kinds.partition("g")[0], order.kinds  # round 1 updates the first
+        within, _, at_the_end = order.kinds.rpartition("r")
+        assert within.count("g") == 2 and at_the_end == "ggg", order.kinds
+
+
+def test_a_forward_pass_waits_for_what_the_step_has_started() -> None:
+    for order in run(_order, 3, DENSE, IN_BUCKETS):
+        assert order.in_forward == [] and not order.warned
+
+
+def test_one_by_one_at_most_one_starts_after_a_round() -> None:
+    for order in run(_order, 3, DENSE, IN_BUCKETS, one_by_one):
+        assert "gg" not in order.kinds and order.kinds.count("g") == 3
+        assert order.in_forward == [1, 0] and not order.warned  # Megatron goes on
 
 
 def test_without_it_no_gather_starts_in_the_step() -> None:
-    for result in run(_order, 3, plain(DENSE), IN_BUCKETS):
-        assert "gather" not in {kind for kind, _ in result["seen"]}
-        assert result["outstanding"] == []
+    for order in run(_order, 3, plain(DENSE), IN_BUCKETS):
+        assert "g" not in order.kinds
+        assert order.in_forward == [4, 3, 2, 1, 0] and not order.warned
 
 
 def test_dense_parameters_are_gathered_while_experts_step() -> None:
     topology = Topology(dp=4, ep=2, overlap=True, bucket_size=1_000_000)
-    for result in run(_order, 4, replace(EXPERTS, muon=EARLY[1:]), topology):
-        kinds = [kind for kind, _ in result["seen"]]
-        assert kinds == ["round", "gather", "round", "gather"]
-        assert len(result["outstanding"]) == 2
+    for order in run(_order, 4, replace(EXPERTS, muon=EARLY[1:]), topology):
+        assert order.kinds == "rgrg" and order.groups == 2
 
 
 def _steps_without_a_forward_pass(case: Case, topology: Topology) -> dict[str, Any]:
@@ -238,7 +276,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, Any], str]] = {
         ("cuda_graph_scope", "full_iteration"),
         "NotImplementedError: {} with a CUDA graph of the full iteration",
     ),
-    "no overlap": ({}, ("overlap_param_gather", False), "ValueError: {} starts the first gather"),
+    "no overlap": ({}, ("overlap_param_gather", False), "ValueError: {} starts the gathers"),
     "aligned": (
         {},
         ("align_param_gather", True),

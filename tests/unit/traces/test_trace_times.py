@@ -95,6 +95,21 @@ def test_what_is_outside_the_steps_does_not_count_and_figures_are_means(tmp_path
     assert _kind(rank, "all_reduce fp32").count == 0.5
 
 
+def test_a_kind_is_exposed_where_nothing_is_computed(tmp_path: Path) -> None:
+    rank = _times(
+        tmp_path,
+        mark("ProfilerStep#3", 1000, 2000),
+        mark("ProfilerStep#4", 3000, 5000),
+        event("aten::mm", 1200, 1500),
+        gloo("all_reduce", 1100, 1600, 10),
+        gloo("broadcast", 1400, 1700, 10),  # both are exposed from 1500 to 1600
+        gloo("all_reduce", 4900, 5100, 10),  # the last 100 are after the step
+    )
+    assert _kind(rank, "all_reduce fp32").exposed_ms == pytest.approx((100 + 100 + 100) / 2e3)
+    assert _kind(rank, "broadcast fp32").exposed_ms == pytest.approx(200 / 2e3)
+    assert rank.exposed_ms == pytest.approx((100 + 200 + 100) / 2e3)
+
+
 def test_without_marks_the_whole_trace_is_one_step(tmp_path: Path) -> None:
     rank = _times(tmp_path, event("aten::mm", 500, 600), gloo("send", 700, 1000))
     assert (rank.steps, rank.step_ms, rank.optimizer_ms) == (0, 0.5, None)

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.mcore.bucket_groups.early import EarlyGather
+from megatron_muon.mcore.bucket_groups.early import EarlyGathers
 from megatron_muon.virtual_gpu.recording import Recording
 from megatron_muon.virtual_gpu.stage import check_stage
 from support.installed import VERSION
@@ -52,7 +52,7 @@ def test_nothing_races_with_a_gather_that_starts_within_the_step(name: str) -> N
 def test_what_travels_must_not_be_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tp=2, dp=2, buckets=2, layers=3)
     assert record_megatron(run, 0, EARLY, steps=2).races == []
-    monkeypatch.setattr(EarlyGather, "without_copied", lambda self, dist_opt: nullcontext())
+    monkeypatch.setattr(EarlyGathers, "without_copied", lambda self, dist_opt: nullcontext())
     assert {race.kind for race in record_megatron(run, 0, EARLY, steps=2).races} == {"unordered"}
 
 
