@@ -91,19 +91,24 @@ def test_no_bit_changes_where_they_start_one_by_one() -> None:
     assert differences(truth(plain(DENSE)), trained(DENSE, IN_BUCKETS, one_by_one)) == []
 
 
+ONE_AHEAD = [2, 3, 4, 5, 5]
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """What a step and the forward pass after it do in turn.
 
     Attributes:
         in_step: rounds that are applied, None, and bucket groups whose gather starts.
-        in_forward: groups whose gather starts in the forward pass.
+        ahead: gathers that have started when the forward pass has waited for each group, and
+            ``again`` in another forward pass without a step, as after a load.
         groups: their number; the forward pass needs the last one first.
         warned: whether Megatron finds that one has started before the one before it was there.
     """
 
     in_step: list[int | None]
-    in_forward: list[int]
+    ahead: list[int]
+    again: list[int]
     groups: int
     warned: bool
 
@@ -134,10 +139,20 @@ def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
         seen.append(None)
         finish(self, *args)
 
+    def forward() -> list[int]:
+        ahead = []
+        for group in reversed(groups):
+            group.finish_param_sync()
+            ahead.append(sum(one.param_gather_dispatched for one in groups))
+        return ahead
+
+    def forget() -> None:
+        for group in groups:
+            group.param_gather_dispatched = False  # as the backward pass says
+
     set_schedule(built, 0)
     write_grads(built, 0)
-    for group in groups:
-        group.param_gather_dispatched = False  # as the backward pass says
+    forget()
     with (
         mock.patch.object(NamedBucketGroup, "start_param_sync", started),
         mock.patch.object(Round, "finish", finished),
@@ -145,11 +160,11 @@ def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
     ):
         built.optimizer.step()
         in_step = list(seen)
-        for group in reversed(groups):
-            group.finish_param_sync()
-    in_forward = [one for one in seen[len(in_step) :] if one is not None]
+        ahead = forward()
+        forget()
+        again = forward()
     warned = any("already been dispatched" in str(one.message) for one in caught)
-    return Order(in_step, in_forward, len(groups), warned)
+    return Order(in_step, ahead, again, len(groups), warned)
 
 
 def test_each_gather_starts_once_its_parameters_are_updated() -> None:
@@ -162,19 +177,24 @@ def test_each_gather_starts_once_its_parameters_are_updated() -> None:
 
 def test_a_forward_pass_waits_for_what_the_step_has_started() -> None:
     for order in run(_order, 3, DENSE, IN_BUCKETS):
-        assert order.in_forward == [] and not order.warned
+        assert order.ahead == [5, 5, 5, 5, 5] and not order.warned
+
+
+def test_what_the_step_has_not_started_megatron_starts_one_ahead() -> None:
+    for order in run(_order, 3, DENSE, IN_BUCKETS):
+        assert order.again == ONE_AHEAD and not order.warned
 
 
 def test_one_by_one_at_most_one_starts_after_a_round() -> None:
     for order in run(_order, 3, DENSE, IN_BUCKETS, one_by_one):
         assert "gg" not in order.kinds and order.kinds.count("g") == 3
-        assert order.in_forward == [1, 0] and not order.warned  # Megatron goes on
+        assert order.ahead == [3, 3, 4, 5, 5] and not order.warned  # Megatron goes on
 
 
 def test_without_it_no_gather_starts_in_the_step() -> None:
     for order in run(_order, 3, plain(DENSE), IN_BUCKETS):
         assert "g" not in order.kinds
-        assert order.in_forward == [4, 3, 2, 1, 0] and not order.warned
+        assert order.ahead == order.again == ONE_AHEAD and not order.warned
 
 
 def test_dense_parameters_are_gathered_while_experts_step() -> None:
