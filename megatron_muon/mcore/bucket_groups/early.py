@@ -201,12 +201,9 @@ def early_gathers(
 
 def _in_forward_order(dist_opt: Any) -> Iterator[Any]:
     """Bucket groups of an optimizer. Megatron fills buckets from the last layer on."""
-    buckets = {id(bucket) for buffer in dist_opt.buffers for bucket in buffer.buckets}
     for chunk in dist_opt.model_chunks:
         dense, experts = chunk.bucket_groups, chunk.expert_parallel_bucket_groups
-        for group in reversed(experts if has_experts(dist_opt) else dense):
-            if any(id(bucket) in buckets for bucket in group.buckets):
-                yield group
+        yield from reversed(experts if has_experts(dist_opt) else dense)
 
 
 def _own_part(group: Any, bucket: Any, start: int, stop: int) -> torch.Tensor:

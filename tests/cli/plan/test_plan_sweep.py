@@ -89,13 +89,17 @@ def test_what_a_forward_pass_waits_for_is_said(
 ) -> None:
     """Its bytes are those of the bucket that Megatron gathers first, and part of it is hidden."""
     overlap = "--overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 2 --muon-round-mib 1"
-    base = f"--world-size 4 {overlap}"
+    base = f"--world-size 4 --hidden-size 512 {overlap}"
     explained = written(f"{base} --explain", tmp_path / "explain.json")
     (gather,) = explained["stages"][0]["first_gathers"]
     assert 0 < gather["nbytes"] and 0 <= gather["least"] <= gather["most"] <= gather["seconds"]
-    assert -1 <= gather["round"] < gather["rounds"]
+    assert (gather["round"], gather["rounds"]) == (1, 4)
+    assert (gather["buckets"], gather["early"]) == (2, 1)
+    # Megatron closes a bucket once it has half of the 6.5 M elements, from the last layer on
+    assert gather["early_nbytes"] == gather["nbytes"] < 6.5e6
     text = capsys.readouterr().out
     assert "a forward pass waits for the first" in text and "would have it start once" in text
+    assert "where 1 of 2 gathers (4 MB) start before the last round" in text
     alone = written("--world-size 4", tmp_path / "alone.json")
     assert alone["stages"][0]["first_gathers"] == []
 
