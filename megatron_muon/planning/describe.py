@@ -250,16 +250,18 @@ def early_gathers_line(
         experts: whether the parameters are the experts' optimizer's.
     """
     first = gathers[0][0]
-    begin = "AdamW's part" if first == ADAMW else "the last round"
-    if first is not None and 0 <= first < rounds - 1:
-        begin = f"round {first + 1} of {rounds}"
+    begin = "the optimizer's step"
+    if first is not None and first < rounds - 1:
+        begin = "AdamW's part" if first == ADAMW else f"round {first + 1} of {rounds}"
     within = [nbytes for after, nbytes in gathers if after is not None and after < rounds - 1]
     total = sum(nbytes for _, nbytes in gathers)
     at_the_end = sum(after is not None for after, _ in gathers) - len(within)
+    left = len(gathers) - len(within) - at_the_end
     return (
-        f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: parameters are gathered "
-        f"as soon as {begin} is done: {len(within)} of {len(gathers)} bucket(s) "
-        f"({_amount(sum(within))}B of {_amount(total)}B) within the step, {at_the_end} at its end"
+        f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: the first gather of "
+        f"parameters starts after {begin}; of {len(gathers)} ({_amount(total)}B) {len(within)} "
+        f"({_amount(sum(within))}B) start within the step, {at_the_end} at its end, {left} in the "
+        "forward pass"
     )
 
 

@@ -319,9 +319,14 @@ def _name_part(owner: Any, name: str, watch: StepTimers, part: str) -> None:
 
 
 def _in_forward_order(chunks: Sequence[Any]) -> Iterator[Any]:
-    """Bucket groups of a model; Megatron fills them from the last layer on."""
+    """Bucket groups of a model; Megatron fills them from the last layer on.
+
+    Experts' stand between dense ones, by their share of all.
+    """
     for chunk in chunks:
-        yield from reversed([*chunk.expert_parallel_bucket_groups, *chunk.bucket_groups])
+        kinds = chunk.bucket_groups, chunk.expert_parallel_bucket_groups
+        places = [(at / len(kind), group) for kind in kinds for at, group in enumerate(kind[::-1])]
+        yield from (group for _, group in sorted(places, key=lambda place: place[0]))
 
 
 def main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:

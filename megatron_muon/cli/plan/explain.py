@@ -142,8 +142,8 @@ def _first_gathers(plan: RunPlan) -> Iterator[str]:
             f"not in the step: a forward pass waits for the first {one.nbytes / _MB:,.0f} MB of "
             f"{'experts' if one.experts else 'parameters'}, {ms(one.seconds)} ms on the links; "
             f"--muon-early-param-gather {says} once {one.after} has updated them, so that "
-            f"{ms(one.least)} ms of it pass within the step, where {one.early} of {one.buckets} "
-            f"gathers ({one.early_nbytes / _MB:,.0f} MB) start before the last round"
+            f"{ms(one.least)} ms of it pass within the step; {one.early} of {one.buckets} gathers "
+            f"({one.early_nbytes / _MB:,.0f} MB) start before its last round then"
         )
 
 

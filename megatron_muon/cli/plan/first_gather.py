@@ -64,11 +64,12 @@ def first_gathers(
         ranks: those of the run.
         hardware: of every rank.
     """
+    one_by_one = ranks.tp * ranks.cp > 1  # one hardware queue, as Megatron demands before Blackwell
     for one, times in zip(planned, step.updated, strict=True):
         buckets = list(_buckets(one))
         nbytes, round = buckets[0]
         last = len(one.plan.rounds) - 1
-        after = starts((updated for _, updated in buckets), last)
+        after = starts((updated for _, updated in buckets), last, one_by_one=one_by_one)
         early = [
             size
             for (size, _), at in zip(buckets, after, strict=True)

@@ -3,7 +3,8 @@
 With ``overlap_param_gather`` Megatron gathers a bucket group while the layers before it are at
 work. It starts the first one in the forward pass, which then waits for all of it. Here each starts
 as soon as the last round with one of its parameters is applied: it travels while other rounds or
-experts are orthogonalized, and between two iterations. Bits are the same.
+experts are orthogonalized, and between two iterations. On a GPU with one hardware queue at most one
+starts after each round, and Megatron starts the others. Bits are the same.
 
 Other ranks read a rank's part of these parameters from then on. So nothing may change them between
 a step and the next forward pass, as QK-Clip does.
@@ -100,7 +101,12 @@ class EarlyGathers:
         self._started = 0  # in this step
 
     def applied(self, round: int) -> None:
-        """Start those for which this was the round. No rank is before that round then."""
+        """Start those for which this was the round. No rank is before that round then.
+
+        After the last round, or AdamW's part where there is none, Megatron's copies come first.
+        """
+        if round >= self.last:
+            return
         for gather in self._after(round):
             gather.copy()
             self._start(gather)
@@ -219,9 +225,9 @@ def _own_part(group: Any, bucket: Any, start: int, stop: int) -> torch.Tensor:
 def gathers_one_by_one(device: torch.device) -> bool:
     """Whether two gathers that are launched in a row would hold up what is launched after them.
 
-    A GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron asks for where it
-    overlaps tensor parallelism) starts kernels in the order in which they are launched, and the
-    second gather waits for the first one.
+    A GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands with TP or
+    CP before Blackwell) starts kernels in the order in which they are launched, and the second
+    gather waits for the first one. A gather that takes longer than a round holds up the next.
     """
     return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 

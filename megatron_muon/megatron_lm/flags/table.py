@@ -268,10 +268,10 @@ FLAGS = (
     ),
     _flag(
         "--muon-early-param-gather",
-        "With --overlap-param-gather, start the all-gather of each bucket of parameters within the "
-        "step, as soon as they are updated. The result is the same. Use it where nothing changes "
-        f"parameters between a step and the forward pass, as --qk-clip does. {_OURS} By default "
-        "the forward pass starts them.",
+        "With --overlap-param-gather, start the all-gather of a bucket of parameters within the "
+        "step, as soon as they are updated; with CUDA_DEVICE_MAX_CONNECTIONS=1 at most one after "
+        "each round. The result is the same. Nothing may change parameters between a step and the "
+        f"forward pass, so --qk-clip is refused. {_OURS} By default the forward pass starts them.",
         **_ON,
     ),
     _flag(

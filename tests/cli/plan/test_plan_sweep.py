@@ -99,7 +99,7 @@ def test_what_a_forward_pass_waits_for_is_said(
     assert gather["early_nbytes"] == gather["nbytes"] < 6.5e6
     text = capsys.readouterr().out
     assert "a forward pass waits for the first" in text and "would have it start once" in text
-    assert "where 1 of 2 gathers (4 MB) start before the last round" in text
+    assert "; 1 of 2 gathers (4 MB) start before its last round then" in text
     alone = written("--world-size 4", tmp_path / "alone.json")
     assert alone["stages"][0]["first_gathers"] == []
 

@@ -6,7 +6,7 @@ With ``--overlap-param-gather`` Megatron gathers a bucket while the layers befor
 Only the bucket that the forward pass needs first is surely waited for. A row is that bucket of a
 stage's dense optimizer or of its experts', the step after which it starts, and how much of its
 gather travels before the stage's step ends: with the links to itself, and in the time that the
-exchange leaves of them. `all early` is every bucket whose gather starts before the last round.
+exchange leaves of them. `buckets early` are those whose gather starts before the last round.
 `shared` is the step if gathers took half of all links from the exchange throughout. A gather is
 priced by bytes that a rank receives over its slowest link, without latency.
 """
@@ -58,7 +58,7 @@ def main() -> None:
     options.add_argument("--hardware", default="h100")
     asked = options.parse_args()
     hardware = hardware_of(asked.hardware, [])
-    print("| | first bucket, MB | updated by | all early, MB | its gather, ms ", end="")
+    print("| | first bucket, MB | updated by | buckets early, MB | its gather, ms ", end="")
     print("| within the step, at least ", end="")
     print("| at most | step, ms | shared | training step, ms | saved |")
     print("|---" + "|--:" * 10 + "|")

@@ -50,6 +50,14 @@ RUNS = {
     "chunks": (replace(DENSE, layers=4), Topology(pp=2, dp=2, chunks=2, overlap=True)),
     "instances": (DENSE, Topology(dp=4, instances=2, overlap=True)),
     "experts": (EXPERTS, Topology(dp=4, ep=2, overlap=True)),
+    "experts without a round": (
+        Case(muon=(*EARLY, ("muon_exclude", ("*experts*",))), moe=True),
+        Topology(dp=4, ep=2, overlap=True),
+    ),
+    "a stage without a round": (
+        Case(muon=(*EARLY, ("muon_exclude", ("*layers.0.*",)))),
+        Topology(pp=2, dp=2, overlap=True),
+    ),
     "experts-tp2": (
         EXPERTS,
         Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, overlap=True),
