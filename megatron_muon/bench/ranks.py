@@ -44,6 +44,7 @@ class Task:
         threads: number of torch's threads per rank.
         seconds: timeout of the measurement, and of each collective.
         before: called on each rank with its number, before torch's world is up.
+        builds: whether ranks build models: without GPUs, what that imports is imported once.
     """
 
     run: Callable[[Any], Any]
@@ -53,6 +54,7 @@ class Task:
     threads: int
     seconds: float
     before: Callable[[int], None] | None = None
+    builds: bool = False
 
 
 def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
@@ -197,8 +199,10 @@ def _context(task: Task) -> Any:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name
     try:
         context = multiprocessing.get_context("forkserver")
-        first = "torch" if task.gpus else "megatron_muon.cpu.on"
-        context.set_forkserver_preload([first, "megatron_muon.bench.frozen"])
+        first = ["torch"] if task.gpus else ["megatron_muon.cpu.on"]
+        if task.builds and not task.gpus:
+            first.append("megatron_muon.bench.building")
+        context.set_forkserver_preload([*first, "megatron_muon.bench.frozen"])
         with _deaf_to_ctrl_c():
             forkserver.ensure_running()
     finally:

@@ -268,7 +268,7 @@ def _own_ranks(given: Namespace) -> Callable[[Any], Any]:
         world = ranks_of(job.flags).world
         gpus = gpus_for(world, "a topology", "--topologies")
         threads = threads_for(world, given.threads)
-        task = Task(train, job, world, gpus, threads, 60 * given.minutes)
+        task = Task(train, job, world, gpus, threads, 60 * given.minutes, builds=True)
         if job.link_mbits is None:
             return run_ranks(task)
         with links.shaped(world, job.link_mbits) as namespaces:

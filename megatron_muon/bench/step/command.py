@@ -90,6 +90,7 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
         gpus=gpus,
         threads=threads_for(ranks.world, given.threads),
         seconds=60 * given.minutes,
+        builds=True,
     )
     return task, left_out
 

@@ -49,7 +49,7 @@ def planned(both: dict[str, Job], device: Device = HERE, **settings: Any) -> Pre
 
 
 def measured(job: Job, world: int) -> int:
-    ranks = run_ranks(Task(train, job, world, False, 1, 300))
+    ranks = run_ranks(Task(train, job, world, False, 1, 300, builds=True))
     return figures("any", ranks).peak_bytes
 
 

@@ -42,7 +42,7 @@ def row_of(name: str) -> Row:
 def task_of(settings: Settings, run: Any, argument: Any, seconds: float) -> Task:
     """A task of all ranks."""
     threads = threads_for(settings.ranks, None)
-    return Task(run, argument, settings.ranks, settings.gpus, threads, seconds)
+    return Task(run, argument, settings.ranks, settings.gpus, threads, seconds, builds=True)
 
 
 def named_params(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
