@@ -94,7 +94,7 @@ class Patches:
 def _swap(name: str, old: Any, new: Any, within: str) -> None:
     for module_name, module in list(sys.modules.items()):
         namespace = getattr(module, "__dict__", {})
-        if module_name.startswith(within) and namespace.get(name) is old:
+        if namespace.get(name) is old and module_name.startswith(within):
             namespace[name] = new
 
 

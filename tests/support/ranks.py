@@ -50,6 +50,10 @@ PRELOAD = [
     "megatron.core.distributed",
     "torch._dynamo",  # the first optimizer that is made imports it
     "megatron_muon.mcore.install",
+    "pytest",  # these are imported with the module of a rank's function
+    "hypothesis",
+    "support.models.gpt",
+    "support.runs.whole",
     "support.frozen",
 ]
 
