@@ -157,6 +157,15 @@ def test_what_needs_packages_to_be_imported_is_looked_for_in_the_source(
         check_row(gone, NAME)
 
 
+def test_attributes_that_are_set_are_found_in_a_function_of_many_names() -> None:
+    """Names from the 256th and the 65,536th on are numbers of two and of three bytes."""
+    names = [f"name{number}" for number in range(66_000)]
+    made: dict[str, Any] = {}
+    exec("def set_all(o):\n" + "".join(f"    o.{name} = o\n" for name in names), made)
+    owner = type("Owner", (), {"__module__": "megatron.x", "set_all": made["set_all"]})
+    assert rows._attributes_set(owner) == set(names)
+
+
 def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Seam("megatron.core.optimizer.gone", "anything", "called", "nothing")
     monkeypatch.setattr(rows, "SEAMS", (*rows.SEAMS, row))
@@ -246,7 +255,7 @@ def test_a_copy_of_the_core_with_another_name_is_refused(
 ) -> None:
     """As a fork has it: everywhere in a file, so that the file itself is whole."""
     copy = tmp_path / "megatron"
-    shutil.copytree(_COPY, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(_COPY, copy)  # with what is compiled, which holds for the other files
     source = copy / "core" / file
     source.write_text(re.sub(rf"\b{name}\b", f"{name}_of_a_fork", source.read_text()))
     code = "import megatron_muon; megatron_muon.cpu.enable(allow_cuda=True); "

@@ -341,11 +341,19 @@ def _marks_set(module: types.ModuleType) -> frozenset[str]:
 
 
 def _stored(members: list[Any]) -> Iterator[str]:
+    """Names of attributes that functions set: ``dis`` takes ten times as long to say them."""
     for code in map(_code, members):
-        if code is not None:
-            for step in dis.get_instructions(code):
-                if step.opname == "STORE_ATTR":
-                    yield step.argval
+        if code is None:
+            continue
+        before = 0  # the argument's higher bytes, which stand before its operation
+        for operation, byte in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+            argument = before | byte
+            before = argument << 8 if operation == dis.EXTENDED_ARG else 0
+            if operation == _STORE_ATTR:
+                yield code.co_names[argument]
+
+
+_STORE_ATTR = dis.opmap["STORE_ATTR"]
 
 
 def _code(member: Any) -> types.CodeType | None:
