@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -55,24 +56,38 @@ def _short_timeout() -> Iterator[None]:
         ps.initialize_model_parallel = initialize
 
 
-def _resume_later(pid: int, seconds: float) -> None:
-    """A child continues the stopped process, which cannot do it itself, so that the test ends."""
-    if os.fork() == 0:
-        time.sleep(seconds)
+def _stop(ended: Path) -> None:
+    """Stop this process until the others have ended, or until it is too late for them.
+
+    Then it raises, so that it waits for none of them.
+    """
+    pid, others = os.getpid(), dist.get_world_size() - 1
+    if os.fork() == 0:  # a stopped process cannot go on by itself
+        latest = time.monotonic() + TIMEOUT + 4
+        while len(os.listdir(ended)) < others and time.monotonic() < latest:
+            time.sleep(0.1)
         os.kill(pid, signal.SIGCONT)
         os._exit(0)
+    os.kill(pid, signal.SIGSTOP)
+    raise InterruptedError("rank 1 was stopped")
 
 
-def _fail(how: str) -> None:
+def _raise() -> None:
+    raise ZeroDivisionError("rank 1 has had enough")
+
+
+def _fail(how: str, ended: Path) -> None:
+    """Fail as ``how`` says; ``ended`` gets a file of each rank that has ended."""
     if how == "raise":
-        raise ZeroDivisionError("rank 1 has had enough")
+        _raise()
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    _resume_later(os.getpid(), TIMEOUT + 4)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    _stop(ended)
 
 
-def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple[str, float]:
+def _step_with_a_failing_rank(
+    topology: Topology, phase: str, how: str, ended: Path
+) -> tuple[str, float]:
     """The error of this rank's second step, and how long after the step's start it came."""
     shared: Any = SHARED.get(phase, ())
     with _short_timeout():
@@ -81,13 +96,15 @@ def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple
     if dist.get_rank() == 1:
         (megatron,) = built.optimizer.chained_optimizers
         for round in megatron.muon.rounds:
-            setattr(round, PHASES[phase][1], lambda *args: _fail(how))
+            setattr(round, PHASES[phase][1], lambda *args: _fail(how, ended))
     begin = time.monotonic()
     try:
         take_step(built, 1)
     except Exception as error:
         notes = " ".join(getattr(error, "__notes__", []))
         return f"{type(error).__name__}: {error} {notes}", time.monotonic() - begin
+    finally:
+        (ended / str(dist.get_rank())).touch()
     return "no error", time.monotonic() - begin
 
 
@@ -105,9 +122,9 @@ def _step_with_a_failing_rank(topology: Topology, phase: str, how: str) -> tuple
     ids=str,
 )
 def test_other_ranks_end_within_the_timeout_in_an_error_that_names_the_phase(
-    phase: str, how: str, topology: Topology
+    phase: str, how: str, topology: Topology, tmp_path: Path
 ) -> None:
-    results = run(_step_with_a_failing_rank, topology.world_size, topology, phase, how)
+    results = run(_step_with_a_failing_rank, topology.world_size, topology, phase, how, tmp_path)
     named = 0
     for rank, (text, seconds) in enumerate(results):
         if rank == 1 and how == "raise":
@@ -123,7 +140,7 @@ def test_other_ranks_end_within_the_timeout_in_an_error_that_names_the_phase(
     assert named, "no rank names the phase in which rank 1 failed"
 
 
-def _error_on_every_stage(topology: Topology) -> str:
+def _error_on_every_stage(topology: Topology, ended: Path) -> str:
     """The error of this rank, whose own stage may get through the step in which rank 1 stops."""
     with _short_timeout():
         built = start(replace(CASE, steps=3), topology)
@@ -131,18 +148,19 @@ def _error_on_every_stage(topology: Topology) -> str:
     if dist.get_rank() == 1:
         for megatron in built.optimizer.chained_optimizers:
             for round in megatron.muon.rounds:
-                round._orthogonalize_alike = lambda *args: _fail("stop")
+                round._orthogonalize_alike = lambda *args: _stop(ended)
     for step in (1, 2):
         try:
             take_step(built, step)
         except Exception as error:
+            (ended / str(dist.get_rank())).touch()
             return f"step {step}: {type(error).__name__}: {error}"
     return "no error"
 
 
-def test_other_stages_end_in_the_norm_of_their_next_step() -> None:
+def test_other_stages_end_in_the_norm_of_their_next_step(tmp_path: Path) -> None:
     """In a run they may wait for Megatron's next batch before that, and end there."""
-    first, _, *others = run(_error_on_every_stage, 4, Topology(tp=2, pp=2))
+    first, _, *others = run(_error_on_every_stage, 4, Topology(tp=2, pp=2), tmp_path)
     assert first.startswith("step 1: PhaseError: muon/scatter: rank 0"), first
     for text in others:
         assert text.startswith("step 2: PhaseError: grads/norm: rank "), text
@@ -158,7 +176,7 @@ def _backward_that_fails() -> Iterator[None]:
     def fails_once(inputs: Any, outputs: Any, *more: Any, **named: Any) -> Any:
         if dist.get_rank() == 1 and next(calls) == 1:
             first = outputs[0] if isinstance(outputs, list) else outputs
-            first.register_hook(lambda grad: _fail("raise"))
+            first.register_hook(lambda grad: _raise())
         return backward(inputs, outputs, *more, **named)
 
     with _short_timeout(), mock.patch.object(schedules, "backward_step", fails_once):
@@ -191,14 +209,14 @@ def test_an_error_in_one_ranks_backward_ends_all(topology: Topology) -> None:
         assert ended - failed < 2 * TIMEOUT + 4, f"rank {rank}: {ended - failed:.1f} s"
 
 
-def _step_that_raises(topology: Topology) -> None:
-    text, _ = _step_with_a_failing_rank(topology, "muon/gather", "kill")
+def _step_that_raises(topology: Topology, ended: Path) -> None:
+    text, _ = _step_with_a_failing_rank(topology, "muon/gather", "kill", ended)
     raise RuntimeError(text)
 
 
-def test_a_killed_rank_ends_the_others_at_once() -> None:
+def test_a_killed_rank_ends_the_others_at_once(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
-        run(_step_that_raises, 3, Topology(dp=3), timeout=60.0, grace=10.0)
+        run(_step_that_raises, 3, Topology(dp=3), tmp_path, timeout=60.0, grace=10.0)
     text = str(caught.value)
     assert "rank 1 of 3 died" in text and "exit code -9" in text
     for rank in (0, 2):
