@@ -1,6 +1,7 @@
 """Same start for every test: tests/ importable by the rank workers, fixed seeds, one thread."""
 
 import fnmatch
+import gc
 import os
 import random
 import sys
@@ -49,6 +50,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = f"{file.rpartition('/')[2]}::{test}"  # a test's own name can have a slash
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Take what exists by now out of garbage collection: torch, Megatron and thousands of tests.
+
+    Else each of its rounds, which the virtual GPU makes with every rank, looks through all of it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
