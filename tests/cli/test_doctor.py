@@ -66,8 +66,14 @@ def test_what_megatrons_gradient_norm_counts_wrongly(
     assert ("a run of Muon counts each weight once" in said) is (mla or experts)
 
 
-def test_the_installed_megatron_core() -> None:
-    done = doctor()
+@pytest.fixture(scope="module")
+def here() -> subprocess.CompletedProcess[str]:
+    """What it says of this environment as it is."""
+    return doctor()
+
+
+def test_the_installed_megatron_core(here: subprocess.CompletedProcess[str]) -> None:
+    done = here
     assert done.returncode == 0, done.stdout + done.stderr
     report = rows(done.stdout)
     assert report["verdict"] == "Muon would run."
@@ -84,8 +90,8 @@ def test_the_installed_megatron_core() -> None:
         assert report["adam"] == "megatron_muon.cpu.fused_adam.FusedAdam"
 
 
-def test_json_says_the_same() -> None:
-    text, said = rows(doctor().stdout), json.loads(doctor("--json").stdout)
+def test_json_says_the_same(here: subprocess.CompletedProcess[str]) -> None:
+    text, said = rows(here.stdout), json.loads(doctor("--json").stdout)
     assert (said.pop("runs"), said.pop("faults"), text.pop("verdict")) == (
         True,
         [],
@@ -123,11 +129,11 @@ def test_a_core_that_cannot_be_imported(tmp_path: Path) -> None:
     assert "cannot be imported: ImportError: no such wheel" in rows(done.stdout)["verdict"]
 
 
-def test_without_psutil_saves_are_said_to_hang() -> None:
+def test_without_psutil_saves_are_said_to_hang(here: subprocess.CompletedProcess[str]) -> None:
     hidden = "import importlib.util as u; f = u.find_spec; "
     hidden += "u.find_spec = lambda n, *a: None if n == 'psutil' else f(n, *a)"
     assert "pip install psutil" in rows(doctor(before=hidden).stdout)["psutil"]
-    assert "psutil" not in rows(doctor().stdout)
+    assert "psutil" not in rows(here.stdout)
 
 
 def test_a_package_that_megatron_lacks_is_named_with_the_way_to_get_it(tmp_path: Path) -> None:

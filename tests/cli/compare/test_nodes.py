@@ -137,7 +137,7 @@ def test_the_printed_command_runs_on_two_nodes_and_on_no_others(
     (topology,) = json.loads((folder / "report.json").read_text())["topologies"]
     assert topology["name"] == "dp2"
 
-    alone = [*command[: command.index("--nnodes")], "--standalone", "--nproc-per-node", "2"]
+    alone = [*command[: command.index("--nnodes")], "--standalone", "--nproc-per-node", "1"]
     alone += [*command[command.index("-m", 3) :], "--folder", str(tmp_path / "other")]
     done = subprocess.run(
         alone, env=environment, capture_output=True, text=True, check=False, timeout=300
