@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_muon.bench.compare.figures import bound, figures
 from megatron_muon.bench.compare.store import read, write
@@ -17,6 +21,7 @@ from megatron_muon.bench.compare.topology import Topology, parsed
 from megatron_muon.bench.compare.training import Trained
 from megatron_muon.cli import main
 from support import ROOT
+from support.ranks import run
 
 SMALL = (
     "--steps 5 --hidden 64 --heads 4 --layers 2 --vocab 256 --seq 32 --global-batch-size 8 "
@@ -108,19 +113,43 @@ def test_a_second_call_trains_what_is_missing_only(
     assert capsys.readouterr().err.split() == ["training", "dp3-muon"]
 
 
+def _as_a_launchers_rank(words: list[str], port: int, folder: Path) -> tuple[int, str]:
+    """The command's exit status on this rank, and what it says on stderr."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()  # the command makes its own
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        status = main(words)
+    again = f"file://{folder / 'again'}"  # for the end of ``run``
+    dist.init_process_group("gloo", init_method=again, rank=rank, world_size=world)
+    return status, said.getvalue()
+
+
 def test_under_a_launcher_its_ranks_train(tmp_path: Path) -> None:
+    """A second time they read what the first rank has."""
+    words = ["compare", *SMALL[:-1], "--topologies", "dp2", "dp4"]
+    words += ["--folder", str(tmp_path / "report")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "megatron_muon.cli", "compare", *SMALL[:-1], "--topologies", "dp2", "dp4"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command += ["--folder", str(tmp_path / "report")]
-    for trains in (True, False):
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=200
-        )
-        assert done.returncode == 0, done.stderr
-        assert ("training dp2-muon" in done.stderr) is trains
-        assert done.stderr.count("slow links are modelled, not measured: a launcher has") == 1
+    done = subprocess.run(
+        [*command, "-m", "megatron_muon.cli", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "training dp2-muon" in done.stderr
+    assert done.stderr.count("slow links are modelled, not measured: a launcher has") == 1
+    (tmp_path / "report" / "report.json").unlink()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    statuses, said = zip(*run(_as_a_launchers_rank, 2, words, port, tmp_path), strict=True)
+    assert statuses == (0, 0) and "training" not in "".join(said)
+    assert "".join(said).count("slow links are modelled, not measured: a launcher has") == 1
     (topology,) = report_of(tmp_path / "report")["topologies"]
     assert (
         topology["name"] == "dp2"
