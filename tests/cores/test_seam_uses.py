@@ -95,7 +95,7 @@ def _is_known_attribute(owner: str, name: str, use: Use) -> bool:
 
 def _has(made: type, name: str) -> bool:
     own = [each for each in made.__mro__ if each.__module__.startswith("megatron.")]
-    return any(name in vars(each) for each in own) or name in rows._attributes_set(made)
+    return any(name in vars(each) for each in own) or rows.sets_attribute(made, name)
 
 
 @cache

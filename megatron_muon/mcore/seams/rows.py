@@ -313,47 +313,48 @@ def _check_attribute(row: Attribute, version: str) -> None:
             raise
         _check_source(row, version)
         return
-    if not row.owner:
-        there = _marks_set(module)
-    else:
-        owner = getattr(module, row.owner, None)
-        there = _attributes_set(owner) if owner is not None else frozenset()
-    if row.name not in there:
+    owner = module if not row.owner else getattr(module, row.owner, None)
+    if owner is None or not sets_attribute(owner, row.name):
         raise _missing(row, version)
 
 
+def sets_attribute(owner: type | types.ModuleType, name: str) -> bool:
+    """Whether code sets an attribute, or a class has a field of that name.
+
+    Args:
+        owner: a class, whose methods are asked, inherited ones too; or a module, whose functions
+            and methods are asked, and whose ``setattr`` counts, too.
+        name: the attribute.
+    """
+    if isinstance(owner, type):
+        return name in getattr(owner, "__dataclass_fields__", ()) or _stores(_members(owner), name)
+    own = _functions(owner)
+    return _stores(own, name) or any(name in _words(_code(each)) for each in own)
+
+
 @cache
-def _attributes_set(owner: type) -> frozenset[str]:
-    """Names of a class's fields, and of attributes that its methods (inherited ones too) set."""
+def _members(owner: type) -> list[Any]:
     classes = [each for each in owner.__mro__ if each.__module__.startswith("megatron.")]
-    members = [member for each in classes for member in vars(each).values()]
-    return frozenset((*_stored(members), *getattr(owner, "__dataclass_fields__", ())))
+    return [member for each in classes for member in vars(each).values()]
 
 
 @cache
-def _marks_set(module: types.ModuleType) -> frozenset[str]:
-    """Names of attributes that functions and methods of a module set, by ``setattr`` too."""
+def _functions(module: types.ModuleType) -> list[Any]:
     members = list(vars(module).values())
     classes = [each for each in members if isinstance(each, type)]
     members += [member for each in classes for member in vars(each).values()]
-    own = [member for member in members if getattr(member, "__module__", "") == module.__name__]
-    return frozenset((*_stored(own), *(word for each in own for word in _words(_code(each)))))
+    return [member for member in members if getattr(member, "__module__", "") == module.__name__]
 
 
-def _stored(members: list[Any]) -> Iterator[str]:
-    """Names of attributes that functions set: ``dis`` takes ten times as long to say them."""
-    for code in map(_code, members):
-        if code is None:
-            continue
-        before = 0  # the argument's higher bytes, which stand before its operation
-        for operation, byte in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-            argument = before | byte
-            before = argument << 8 if operation == dis.EXTENDED_ARG else 0
-            if operation == _STORE_ATTR:
-                yield code.co_names[argument]
-
-
-_STORE_ATTR = dis.opmap["STORE_ATTR"]
+def _stores(members: list[Any], name: str) -> bool:
+    """Whether one of these functions has ``….name = …``; only those with the name are taken apart,
+    which is slow."""
+    codes = (code for code in map(_code, members) if code is not None and name in code.co_names)
+    return any(
+        step.opname == "STORE_ATTR" and step.argval == name
+        for code in codes
+        for step in dis.get_instructions(code)
+    )
 
 
 def _code(member: Any) -> types.CodeType | None:
