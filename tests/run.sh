@@ -92,7 +92,8 @@ elif (($#)); then
     exit
 fi
 # on the installed core the claims of test_versions.py are those of tests/ranks, in more cases
-run "" "${SIDE_BY_SIDE[@]}" --ignore tests/cores/test_versions.py
+# Files in their own order: tests/unit, whose tests are short, leaves neither of two idle at the end.
+run "" "${SIDE_BY_SIDE[@]}" --no-loadscope-reorder --ignore tests/cores/test_versions.py
 for core in $(grep -o '^megatron-core==[0-9.]*' tests/cores.txt); do
     echo "tests: with $core"
     run "${core#*==}" "${SIDE_BY_SIDE[@]}" tests/cores
