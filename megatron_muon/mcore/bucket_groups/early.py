@@ -43,7 +43,7 @@ class EarlyGather:
         params: its parameters.
         after: the round, or ``ADAMW``, after which it starts; None: in the forward pass.
         copies: (this rank's part of a parameter as it is gathered, the flat fp32 shard) for each
-            parameter of which it has one. If it starts at the end of the step, Megatron has copied.
+            parameter of which it has one.
     """
 
     def __init__(
@@ -63,7 +63,10 @@ class EarlyGather:
         return sum(bucket.param_data.nbytes for bucket in self.group.buckets)
 
     def copy(self) -> None:
-        """Round this rank's updated parameters to where they are gathered."""
+        """Round this rank's updated parameters to where they are gathered.
+
+        Where it starts at the end of the step, Megatron does so.
+        """
         for gathered, shard in self._copies:
             gathered.copy_(shard)
 
@@ -190,18 +193,12 @@ def early_gathers(
     updated = [max((rounds.get(param, ADAMW) for param in each), default=ADAMW) for each in params]
     if dist_opt.model_chunks[0].ddp_config.fp8_param_gather:  # it is scaled over all ranks
         updated = [last for _ in updated]
+    gathers = []
     after = starts(updated, last, one_by_one=one_by_one)
-    gathers = [
-        EarlyGather(
-            group,
-            own,
-            start,
-            [(_own_part(group, *places[p]), shards[p]) for p in own if p in shards]
-            if start is not None and start < last
-            else [],
-        )
-        for group, own, start in zip(groups, params, after, strict=True)
-    ]
+    for group, own, start in zip(groups, params, after, strict=True):
+        here = [param for param in own if param in shards]
+        copies = [(_own_part(group, *places[param]), shards[param]) for param in here]
+        gathers.append(EarlyGather(group, own, start, copies))
     return EarlyGathers(gathers, last) if gathers else None
 
 
