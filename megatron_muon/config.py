@@ -21,6 +21,7 @@ NsIteration = Literal["standard", "gram", "auto"]
 HomePolicy = Literal["balanced", "local"]
 ClipScope = Literal["all", "adamw"]
 ElementwiseBy = Literal["auto", "foreach"]
+EarlyParamGather = Literal["auto", "on", "off"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 SplitMatrices = int | Literal["auto", "off"]
 SplitKind = Literal["whole", "qkv", "heads", "gate-up", "parts"]
@@ -138,7 +139,9 @@ class MuonConfig:
         early_param_gather: with Megatron's ``overlap_param_gather``, start the all-gather of a
             bucket of parameters as soon as the last of them is updated, and not in the forward
             pass. Bits are the same. Nothing may change parameters between a step and the next
-            forward pass: other ranks may already have them (``qk_clip`` is refused with it).
+            forward pass, since other ranks may already have them. ``auto``: where nothing is known
+            to (``qk_clip`` does), nor a graph of the full iteration waits for them. ``on``: an
+            error where it cannot be.
         checkpoint_digest: write sizes and checksums of a checkpoint's files into its folder. Before
             a load, check them, and that the model is the same (``files.digest``).
         log_interval: steps between two logging steps, which write what the matrices are like
@@ -179,7 +182,7 @@ class MuonConfig:
     node_ranks: int = 8
     round_bytes: int | None = None
     align_shards: bool = False
-    early_param_gather: bool = False
+    early_param_gather: EarlyParamGather = "auto"
     checkpoint_digest: bool = True
     log_interval: int | None = None
     log_file: str | None = None
@@ -201,6 +204,7 @@ class MuonConfig:
         if self.ns_iteration is not None:
             _require_choice("ns_iteration", self.ns_iteration, get_args(NsIteration))
         _require_choice("elementwise", self.elementwise, get_args(ElementwiseBy))
+        _require_choice("early_param_gather", self.early_param_gather, get_args(EarlyParamGather))
         schedule(self.ns_coefficients, self.ns_steps, self.ns_dtype or "bf16")
         if self.ns_iteration not in (None, "standard"):
             _require_restarts(self)
@@ -237,8 +241,7 @@ class MuonConfig:
 _MOST_STRIPS = 64  # beyond, squares are all of the work
 _MOST_STEPS = 100  # singular values settle long before; a schedule has a triple for each step
 _SWITCHES = (
-    *("nesterov", "weight_decay_all_params", "split_qkv"),
-    *("align_shards", "early_param_gather", "checkpoint_digest"),
+    *("nesterov", "weight_decay_all_params", "split_qkv", "align_shards", "checkpoint_digest"),
 )
 
 

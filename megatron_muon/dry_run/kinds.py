@@ -11,8 +11,10 @@ from typing import Any
 from megatron_muon.config import MuonConfig
 from megatron_muon.cpu.fused_adam import scratch_bytes
 from megatron_muon.dry_run import world
+from megatron_muon.dry_run.chunks import optimizer_config
 from megatron_muon.dry_run.model import Ranks
 from megatron_muon.dry_run.stages import Planned, built, planned_optimizers, sizes_of
+from megatron_muon.mcore.bucket_groups.early_setting import settled
 from megatron_muon.mcore.params.param_routing import weights, why_adamw
 from megatron_muon.mcore.params.survey import share_of
 from megatron_muon.orthogonalize.iteration import Device
@@ -34,12 +36,16 @@ class PlannedKind:
         members: world ranks of the first of them; with several optimizer instances, those of the
             first one.
         share: elements of one such stage.
+        gathers_early: whether gathers of parameters start within the step of the first run.
+        late_with: what forbids that; None also where it is not asked for.
         planned: for each run, the optimizers in the order of their steps.
     """
 
     stages: list[int]
     members: tuple[int, ...]
     share: Share
+    gathers_early: bool
+    late_with: str | None
     planned: list[list[Planned]]
 
 
@@ -103,11 +109,14 @@ def planned_kinds(
             if makeup in alike:
                 alike[makeup].stages.append(number)
                 continue
+            chosen, late_with = settled(config, optimizer_config(flags), chunks)
             every = [chunks, *(built(*run, ranks) for run in runs[1:])]
             alike[makeup] = PlannedKind(
                 stages=[number],
                 members=tuple(world.stage_ranks(ranks)),
                 share=share_of(list(weights(chunks)), config, sizes_of(flags, ranks)),
+                gathers_early=chosen.early_param_gather == "on",
+                late_with=late_with,
                 planned=[
                     planned_optimizers(*run, ranks, here, device)
                     for run, here in zip(runs, every, strict=True)

@@ -13,6 +13,7 @@ from megatron_muon.dry_run import world
 from megatron_muon.dry_run.chunks import build_chunks, optimizer_config
 from megatron_muon.dry_run.hybrid.settings import settle
 from megatron_muon.dry_run.model import Ranks, ranks_of, transformer_config
+from megatron_muon.mcore.bucket_groups.early_setting import settled
 from megatron_muon.mcore.params import bucket_layout
 from megatron_muon.mcore.params.matrices import matrices_of
 from megatron_muon.mcore.params.multipliers import Multipliers, multipliers_of
@@ -231,6 +232,7 @@ def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
     with world.without_memory(), world.without_inference_layers(), bucket_layout.as_in_run(config):
         chunks = build_chunks(flags, transformer_config(flags, ranks))
     refuse_unsupported(optimizer_config(flags), chunks)
+    settled(config, optimizer_config(flags), chunks)
     return chunks
 
 

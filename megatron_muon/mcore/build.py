@@ -15,11 +15,8 @@ import torch.distributed as dist
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore import process_groups
-from megatron_muon.mcore.bucket_groups.early import (
-    early_gathers,
-    gathers_one_by_one,
-    require_early_gather,
-)
+from megatron_muon.mcore.bucket_groups.early import early_gathers, gathers_one_by_one
+from megatron_muon.mcore.bucket_groups.early_setting import settled
 from megatron_muon.mcore.bucket_groups.named import name_phases
 from megatron_muon.mcore.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.mcore.distributed_optimizer import (
@@ -57,6 +54,7 @@ from megatron_muon.planning.describe import (
     connected_line,
     early_gathers_line,
     elementwise_line,
+    late_gather_lines,
     newton_schulz_line,
     node_lines,
     not_shared_lines,
@@ -108,7 +106,7 @@ def make_muons(
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     said = not_shared_lines(config, plan_device(device), is_deterministic=is_deterministic)
     config = layout_free(config, is_deterministic=is_deterministic)
-    description = together(
+    config, late, description = together(
         lambda: _checked(parts, model_chunks, config, pg_collection), None, device
     )
     for part in parts:
@@ -118,6 +116,7 @@ def make_muons(
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = process_groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
+    said += late_gather_lines(late)
     lines = [*_active(), *(said if stage.speaks else []), *survey(model_chunks, config, stage)]
     lines += count_once(parts, stage)
     turn_into(optimizer, MuonChainedOptimizer)
@@ -145,17 +144,21 @@ def _active() -> list[str]:
 
 def _checked(
     parts: Sequence[Any], model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any
-) -> list[str]:
-    """Check this rank's optimizers and groups; returns what all ranks must agree on."""
+) -> tuple[MuonConfig, str | None, list[str]]:
+    """Check this rank's optimizers and groups.
+
+    Returns:
+        What ``settled`` returns, and what all ranks must agree on.
+    """
     for part in parts:
         check_built(part)
     process_groups.require_groups(model_chunks, pg_collection)
-    require_early_gather(config, parts[0].config, model_chunks)
+    config, late = settled(config, parts[0].config, model_chunks)
     device = device_of(model_chunks)
     lines = agreed.description([], config, plan_device(device))
-    if config.early_param_gather:
+    if config.early_param_gather == "on":
         lines.append(f"gathers one by one: {gathers_one_by_one(device)}")
-    return lines
+    return config, late, lines
 
 
 def _completed(
@@ -339,7 +342,7 @@ def _muon_of(
     phase = phases(lambda: dist_opt.config.timers)
     elementwise = elementwise_on(stage.device, config)
     muon = DistributedMuon(config, plan, own, exchange, main_params, meter, phase, elementwise)
-    if config.early_param_gather:
+    if config.early_param_gather == "on":
         round_of = plan.round_of()
         rounds = {param: round_of[index] for index, param in agreed_on.mine.items()}
         dist_opt.early_gathers = early_gathers(

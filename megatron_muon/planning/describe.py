@@ -238,6 +238,11 @@ def node_lines(plans: Sequence[ExchangePlan], config: MuonConfig, ranks_here: in
     return []
 
 
+def late_gather_lines(why: str | None) -> list[str]:
+    """A line where ``early_param_gather`` is not on by default, with what forbids it."""
+    return [] if why is None else [f"{PREFIX} {named('early_param_gather')} is off with {why}"]
+
+
 def early_gathers_line(
     gathers: Sequence[tuple[int | None, int]], rounds: int, *, stage: int, experts: bool
 ) -> str:

@@ -114,9 +114,6 @@ def test_shards_that_cut_few_change_no_bit(case: Case, topology: Topology) -> No
     check(case, topology)
 
 
-EARLY = (("round_bytes", 1), ("early_param_gather", True))
-
-
 @pytest.mark.parametrize(
     ("case", "topology"),
     [
@@ -125,7 +122,8 @@ EARLY = (("round_bytes", 1), ("early_param_gather", True))
     ],
 )
 def test_parameters_gathered_within_the_step_change_no_bit(case: Case, topology: Topology) -> None:
-    rounds, early = (replace(case, muon=settings) for settings in (EARLY[:1], EARLY))
+    early = replace(case, muon=(("round_bytes", 1), ("early_param_gather", "on")))
+    rounds = replace(case, muon=early.muon[:1])
     assert differences(truth(rounds), trained(early, topology)) == []
 
 

@@ -260,7 +260,7 @@ def _add_muon(group: argparse._ArgumentGroup) -> None:
         default=[],
         help="add rows of muon-bucketed with --overlap-param-gather, which end when a forward pass "
         "that computes nothing has waited for each bucket: late starts gathers in the forward "
-        "pass, early within the step, as --muon-early-param-gather does",
+        "pass, early within the step, as runs do by default",
     )
     rounds, steps = count(most=1 << 20), count(most=MOST_STEPS)
     group.add_argument(

@@ -92,7 +92,7 @@ def rows(
         other = dataclasses.replace(aligned, round_bytes=round_bytes)
         variants.append(Row(f"muon-contiguous-{exchange}", "muon", other))
     for gather in dict.fromkeys(gathers):
-        config = dataclasses.replace(equal, early_param_gather=gather == "early")
+        config = dataclasses.replace(equal, early_param_gather="on" if gather == "early" else "off")
         name = f"{bucketed.name}-{gather}"
         variants.append(dataclasses.replace(bucketed, name=name, config=config, overlap=True))
     asked = [row for row in made if row.name in names]

@@ -136,14 +136,20 @@ def _time(plan: RunPlan, kind: StagePlan) -> Iterator[str]:
 
 def _first_gathers(plan: RunPlan) -> Iterator[str]:
     """Of the first stage: others wait for their first micro-batch anyway."""
-    for one in plan.kinds[0].first_gathers:
-        says = "has it start" if plan.config.early_param_gather else "would have it start"
+    kind = plan.kinds[0]
+    says = "it starts" if kind.gathers_early else "--muon-early-param-gather auto would start it"
+    for one in kind.first_gathers:
+        within = (
+            f"{says} once {one.after} has updated them, so that {ms(one.least)} ms of it pass "
+            f"within the step; {one.early} of {one.buckets} gathers "
+            f"({one.early_nbytes / _MB:,.0f} MB) start before its last round then"
+        )
+        if kind.late_with is not None:
+            within = f"with {kind.late_with} it starts no earlier"
         yield (
             f"not in the step: a forward pass waits for the first {one.nbytes / _MB:,.0f} MB of "
             f"{'experts' if one.experts else 'parameters'}, {ms(one.seconds)} ms on the links; "
-            f"--muon-early-param-gather {says} once {one.after} has updated them, so that "
-            f"{ms(one.least)} ms of it pass within the step; {one.early} of {one.buckets} gathers "
-            f"({one.early_nbytes / _MB:,.0f} MB) start before its last round then"
+            f"{within}"
         )
 
 

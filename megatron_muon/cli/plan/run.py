@@ -46,6 +46,7 @@ class StagePlan:
         reduced: bytes that a rank sends for gradients and parameters.
         homes: those of the layout that the run has.
         first_gathers: with ``overlap_param_gather``, what a forward pass waits for first.
+        gathers_early, late_with: whether gathers start within the step, see ``PlannedKind``.
         rows: a row for each algorithm.
     """
 
@@ -56,6 +57,8 @@ class StagePlan:
     reduced: float
     homes: Homes
     first_gathers: tuple[FirstGather, ...]
+    gathers_early: bool
+    late_with: str | None
     rows: tuple[PlannedStep, ...]
 
     def row(self, name: Name) -> PlannedStep:
@@ -213,6 +216,8 @@ def _stage_plan(
             if row.name == layouts[0] and gathers is not None
             for gather in first_gathers(kind.planned[0], row, gathers, hardware)
         ),
+        gathers_early=kind.gathers_early,
+        late_with=kind.late_with,
         rows=tuple(rows),
     )
 

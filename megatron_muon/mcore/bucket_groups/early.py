@@ -13,20 +13,18 @@ a step and the next forward pass, as QK-Clip does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.process_groups import has_experts
 from megatron_muon.mcore.shards import owned_shards
 from megatron_muon.planning.rounds.gathers import ADAMW, starts
 from megatron_muon.runtime.patches import replaced
-from megatron_muon.setting_names import named
 
 # Megatron's lists of a DistributedOptimizer: model parameters, and what is copied into them.
 _COPIED = (
@@ -117,8 +115,7 @@ class EarlyGathers:
     @contextmanager
     def step(self) -> Iterator[None]:
         """A step, at whose end the others start unless it failed."""
-        for gather in self.gathers:
-            gather.finish()
+        self.finish()
         self._in_step, self._started = True, 0
         try:
             yield
@@ -153,6 +150,11 @@ class EarlyGathers:
             left[shards] = [[shard for _, shard in group] for group in pairs]
         with replaced(dist_opt, **left):
             yield
+
+    def finish(self) -> None:
+        """Wait for those that no forward pass has waited for."""
+        for gather in self.gathers:
+            gather.finish()
 
     def forget(self) -> None:
         """Let the next forward pass gather again: parameters have changed outside of a step."""
@@ -199,7 +201,29 @@ def early_gathers(
         here = [param for param in own if param in shards]
         copies = [(_own_part(group, *places[param]), shards[param]) for param in here]
         gathers.append(EarlyGather(group, own, start, copies))
-    return EarlyGathers(gathers, last) if gathers else None
+    if not gathers:
+        return None
+    made = EarlyGathers(gathers, last)
+    _finish_before_loads(made, dist_opt.model_chunks, places)
+    return made
+
+
+def _finish_before_loads(
+    gathers: EarlyGathers, model_chunks: Iterable[Any], params: Container[Any]
+) -> None:
+    """Have a load of a model's ``state_dict`` wait, or what is on its way would overwrite it."""
+    known = ref(gathers)  # a model may outlive its optimizer
+
+    def finish(*_: Any) -> None:
+        still = known()
+        if still is not None:
+            still.finish()
+
+    for chunk in model_chunks:
+        for module in chunk.modules():
+            if any(param in params for param in module.parameters(recurse=False)):
+                # It has no public name before torch 2.5.
+                module._register_load_state_dict_pre_hook(finish)
 
 
 def _in_forward_order(dist_opt: Any) -> Iterator[Any]:
@@ -227,47 +251,3 @@ def gathers_one_by_one(device: torch.device) -> bool:
     gather waits for the first one. A gather that takes longer than a round holds up the next.
     """
     return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-
-
-def require_early_gather(
-    config: MuonConfig, optimizer_config: Any, model_chunks: Sequence[Any]
-) -> None:
-    """Check that a gather may start within the step.
-
-    Raises:
-        ValueError: Megatron gathers after the step, or starts this gather by itself.
-        NotImplementedError: parameters change between the step and the gather.
-    """
-    if not config.early_param_gather:
-        return
-    setting, ddp = named("early_param_gather"), model_chunks[0].ddp_config
-    if not ddp.overlap_param_gather:
-        raise ValueError(
-            f"{setting} starts the gathers of overlap_param_gather (--overlap-param-gather), "
-            "which is off: set it, or leave this out"
-        )
-    others = {
-        "align_param_gather": ddp.align_param_gather,
-        "overlap_param_gather_with_optimizer_step": (
-            optimizer_config.overlap_param_gather_with_optimizer_step
-        ),
-    }
-    for name, is_on in others.items():
-        if is_on:
-            raise ValueError(
-                f"{setting} with {name} (--{name.replace('_', '-')}): both start the first "
-                "gather: leave out one of both"
-            )
-    model = get_model_config(model_chunks[0])
-    graph = f"{getattr(model, 'cuda_graph_impl', '')} {getattr(model, 'cuda_graph_scope', '')}"
-    if "full_iteration" in graph:
-        raise NotImplementedError(
-            f"{setting} with a CUDA graph of the full iteration (--cuda-graph-impl, "
-            "--cuda-graph-scope): the graph would wait for a gather outside of it: leave out one "
-            "of both"
-        )
-    if config.qk_clip is not None or getattr(model, "qk_clip", False):
-        raise NotImplementedError(
-            f"{setting} with clipped attention logits (--qk-clip, --muon-qk-clip): weights are "
-            "gathered before they are clipped: leave out one of both"
-        )

@@ -168,7 +168,6 @@ ATTRIBUTES = (
     _of_ddp("num_distributed_optimizer_instances", "number of parts of a stage's ranks"),
     _of_ddp("fp8_param_gather", "refused if on with another recipe than delayed scaling"),
     _of_ddp("overlap_param_gather", "early_param_gather (--muon-early-param-gather) is for it"),
-    _of_ddp("align_param_gather", "refused with that"),
     _of_ddp("use_megatron_fsdp", _REFUSED, (0, 14)),
     _of_ddp("use_custom_fsdp", _REFUSED),
     # --- modules

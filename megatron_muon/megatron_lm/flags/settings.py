@@ -72,7 +72,9 @@ def muon_config(args: Namespace) -> MuonConfig:
         link_gbytes=_number(args, "link_gbytes"),
         node_ranks=_MOONLIGHT.node_ranks if node_ranks is None else node_ranks,
         round_bytes=_round_bytes(args),
-        early_param_gather=bool(value_given(args, "muon_early_param_gather")),
+        early_param_gather=(
+            value_given(args, "muon_early_param_gather") or _MOONLIGHT.early_param_gather
+        ),
         checkpoint_digest=not value_given(args, "no_muon_checkpoint_digest"),
         log_interval=value_given(args, "muon_log_interval"),
         log_file=_log_file(args),

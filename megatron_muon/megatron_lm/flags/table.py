@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple, get_args
 
 from megatron_muon.coefficients import SETS, NsDtype
-from megatron_muon.config import ElementwiseBy, MuonConfig, NsIteration, ScaleMode
+from megatron_muon.config import (
+    EarlyParamGather,
+    ElementwiseBy,
+    MuonConfig,
+    NsIteration,
+    ScaleMode,
+)
 
 _PAPER = "arXiv 2502.16982"
 _UPSTREAMS = "A flag of Megatron's own Muon."
@@ -270,9 +276,11 @@ FLAGS = (
         "--muon-early-param-gather",
         "With --overlap-param-gather, start the all-gather of a bucket of parameters within the "
         "step, as soon as they are updated; with CUDA_DEVICE_MAX_CONNECTIONS=1 at most one after "
-        "each round. The result is the same. Nothing may change parameters between a step and the "
-        f"forward pass, so --qk-clip is refused. {_OURS} By default the forward pass starts them.",
-        **_ON,
+        "each round. The result is the same. auto: unless clipped attention logits, "
+        "--overlap-param-gather-with-optimizer-step or a CUDA graph of the full iteration forbid "
+        "it. on: an error where it cannot be. off: the forward pass starts them. "
+        f"{_OURS} The default is {_MOONLIGHT.early_param_gather}.",
+        choices=get_args(EarlyParamGather),
     ),
     _flag(
         "--muon-round-mib",

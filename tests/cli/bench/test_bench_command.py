@@ -282,7 +282,7 @@ def test_a_variant_asked_for_twice_is_one_row() -> None:
     chosen = rows(MuonConfig(), ["adamw"], ["none", "none"], "duplicated", gathers)
     added = ["muon-contiguous-none", "muon-bucketed-early", "muon-bucketed-late"]
     assert [row.name for row in chosen] == ["adamw", *added]
-    assert [row.config.early_param_gather for row in chosen[-2:]] == [True, False]
+    assert [row.config.early_param_gather for row in chosen[-2:]] == ["on", "off"]
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -98,8 +98,14 @@ def test_what_a_forward_pass_waits_for_is_said(
     # Megatron closes a bucket once it has half of the 6.5 M elements, from the last layer on
     assert gather["early_nbytes"] == gather["nbytes"] < 6.5e6
     text = capsys.readouterr().out
-    assert "a forward pass waits for the first" in text and "would have it start once" in text
+    assert "a forward pass waits for the first" in text and "; it starts once round 2 of 4" in text
     assert "; 1 of 2 gathers (4 MB) start before its last round then" in text
+    written(f"{base} --explain --muon-early-param-gather off", tmp_path / "off.json")
+    said = "; --muon-early-param-gather auto would start it once round 2 of 4 has updated them"
+    assert said in capsys.readouterr().out
+    written(f"{base} --explain --muon-qk-clip 100", tmp_path / "clip.json")
+    said = "with clipped attention logits (--qk-clip, --muon-qk-clip) it starts no earlier"
+    assert said in capsys.readouterr().out
     alone = written("--world-size 4", tmp_path / "alone.json")
     assert alone["stages"][0]["first_gathers"] == []
 

@@ -7,21 +7,24 @@ Only the bucket that the forward pass needs first is surely waited for. A row is
 stage's dense optimizer or of its experts', the step after which it starts, and how much of its
 gather travels before the stage's step ends: with the links to itself, and in the time that the
 exchange leaves of them. `buckets early` are those whose gather starts before the last round.
-`shared` is the step if gathers took half of all links from the exchange throughout. A gather is
-priced by bytes that a rank receives over its slowest link, without latency.
+`shared` is the step if gathers took half of all links from the exchange throughout, or all of them
+for as long as the early ones take, whichever is less. A gather is priced by bytes that a rank
+receives over its slowest link, without latency.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from figures.priced_models import CASES
 from megatron_muon.cli.model_flags import imported_config_class
+from megatron_muon.cli.plan.first_gather import FirstGather
 from megatron_muon.cli.plan.options import parser
 from megatron_muon.cli.plan.run import plan_run
 from megatron_muon.pricing.hardware import Hardware
@@ -39,7 +42,8 @@ def _rows(case: Any, hardware: Hardware) -> Iterator[str]:
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run, shared = (plan_run(given, each, "cuda", ["contiguous"]) for each in (hardware, halved))
-    step, slowed = run.seconds("contiguous"), shared.seconds("contiguous")
+    step = run.seconds("contiguous")
+    slowed = min(shared.seconds("contiguous"), step + _competing(run.kinds[0].first_gathers))
     whole = step + run.training.seconds(hardware)
     for early in run.kinds[0].first_gathers:
         cells = [f"{case.name}{', experts' if early.experts else ''}"]
@@ -49,6 +53,16 @@ def _rows(case: Any, hardware: Hardware) -> Iterator[str]:
         cells += [f"{1e3 * seconds:,.1f}" for seconds in times]
         saved = [100 * seconds / whole for seconds in (early.least, early.most)]
         yield f"| {' | '.join(cells)} | {saved[0]:.2f} – {saved[1]:.2f} % |"
+
+
+def _competing(gathers: Sequence[FirstGather]) -> float:
+    """Seconds of the gathers that may travel beside the exchange, by what is known of a stage.
+
+    Where experts follow, it is not known how much of the dense ones does.
+    """
+    if len(gathers) > 1:
+        return math.inf
+    return sum(one.seconds * one.early_nbytes / one.nbytes for one in gathers)
 
 
 def main() -> None:

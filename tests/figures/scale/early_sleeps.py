@@ -42,7 +42,7 @@ def measured(*, early: bool, repeats: int = 3) -> Times:
 def _steps(early: bool, repeats: int) -> list[tuple[float, float]]:
     muon: tuple[tuple[str, Any], ...] = (("round_bytes", 1), ("homes", "balanced"))
     if early:
-        muon = (*muon, ("early_param_gather", True))
+        muon = (*muon, ("early_param_gather", "on"))
     case = Case(vocab=VOCAB, tied=True, steps=0, muon=muon)
     built = start(case, Topology(dp=RANKS, overlap=True))
     (part,) = built.optimizer.chained_optimizers

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+import megatron_muon
+from support.models import gpt
 from support.models.gpt import (
     Case,
     Topology,
     build,
+    distributed_optimizers,
     error_of_optimizer,
     held,
+    make_optimizer,
     set_schedule,
     start,
     train,
@@ -29,21 +35,21 @@ from support.runs import training
 from support.runs.whole import differences, whole
 
 ONE_EACH = (("round_bytes", 1),)  # a round for each parameter
-EARLY = (*ONE_EACH, ("early_param_gather", True))
-DENSE, EXPERTS = Case(muon=EARLY), Case(muon=EARLY, moe=True)
+OFF = ("early_param_gather", "off")
+DENSE, EXPERTS = Case(muon=ONE_EACH), Case(muon=ONE_EACH, moe=True)
 IN_BUCKETS = Topology(dp=3, overlap=True, bucket_size=30_000)  # the first has some matrices
 
 
 def plain(case: Case) -> Case:
-    """The same without the setting, which one process must not have."""
-    return replace(case, muon=tuple(pair for pair in case.muon if pair[0] != "early_param_gather"))
+    """The same without early gathers, which are on where parameters' gathers are overlapped."""
+    return replace(case, muon=(*case.muon, OFF))
 
 
 RUNS = {
     "dp3": (DENSE, IN_BUCKETS),
     "AdamW's parameters alone": (DENSE, Topology(dp=3, overlap=True)),
     "tp2-pp2-dp2": (DENSE, Topology(2, 2, 2, overlap=True)),
-    "one round, so after the step": (replace(DENSE, muon=EARLY[1:]), IN_BUCKETS),
+    "one round, so after the step": (replace(DENSE, muon=()), IN_BUCKETS),
     "fp16": (replace(DENSE, bf16=False, fp16=True), IN_BUCKETS),
     "fp32": (replace(DENSE, bf16=False), IN_BUCKETS),
     "tied": (replace(DENSE, tied=True), Topology(pp=2, dp=2, overlap=True)),
@@ -51,11 +57,11 @@ RUNS = {
     "instances": (DENSE, Topology(dp=4, instances=2, overlap=True)),
     "experts": (EXPERTS, Topology(dp=4, ep=2, overlap=True)),
     "experts without a round": (
-        Case(muon=(*EARLY, ("muon_exclude", ("*experts*",))), moe=True),
+        Case(muon=(*ONE_EACH, ("muon_exclude", ("*experts*",))), moe=True),
         Topology(dp=4, ep=2, overlap=True),
     ),
     "a stage without a round": (
-        Case(muon=(*EARLY, ("muon_exclude", ("*layers.0.*",)))),
+        Case(muon=(*ONE_EACH, ("muon_exclude", ("*layers.0.*",)))),
         Topology(pp=2, dp=2, overlap=True),
     ),
     "experts-tp2": (
@@ -207,7 +213,7 @@ def test_without_it_no_gather_starts_in_the_step() -> None:
 
 def test_dense_parameters_are_gathered_while_experts_step() -> None:
     topology = Topology(dp=4, ep=2, overlap=True, bucket_size=1_000_000)
-    for order in run(_order, 4, replace(EXPERTS, muon=EARLY[1:]), topology):
+    for order in run(_order, 4, replace(EXPERTS, muon=()), topology):
         assert order.kinds == "rgrg" and order.groups == 2
 
 
@@ -293,9 +299,50 @@ def test_a_load_of_the_model_alone_is_gathered_again() -> None:
 )
 def test_training_is_the_same(topology: Topology) -> None:
     case = replace(training.MODEL, bf16=True, optimizer="muon", moe=topology.ep > 1)
-    case = replace(case, muon=EARLY, layers=4 if topology.chunks > 1 else case.layers)
+    case = replace(case, muon=ONE_EACH, layers=4 if topology.chunks > 1 else case.layers)
     early, late = (training.trained(each, topology) for each in (case, plain(case)))
     assert early.losses == late.losses and early.norms == late.norms
+
+
+@contextmanager
+def aligned() -> Iterator[None]:
+    """Chunks whose gathers the schedule asks for, as Megatron has it with interleaved stages."""
+    in_ddp = gpt._in_ddp
+
+    def wrapped(*args: Any) -> Any:
+        chunk = in_ddp(*args)
+        chunk.ddp_config.align_param_gather = True
+        return chunk
+
+    with mock.patch.object(gpt, "_in_ddp", wrapped):
+        yield
+
+
+def test_training_is_the_same_where_gathers_are_aligned() -> None:
+    topology = training.spread(pp=2, dp=2, vpp=2, overlap=True)
+    case = replace(training.MODEL, bf16=True, optimizer="muon", muon=ONE_EACH, layers=4)
+    early, late = (training.trained(each, topology, aligned) for each in (case, plain(case)))
+    assert early.losses == late.losses and early.norms == late.norms
+
+
+def _loaded_after_a_step(case: Case, topology: Topology) -> list[Any]:
+    """A part of the model is loaded while parameters are on their way, and nothing else is told."""
+    built = start(case, topology)
+    set_schedule(built, 0)
+    write_grads(built, 0)
+    built.optimizer.step()
+    under_way = [group.param_gather_handle is not None for group in built.ddp.bucket_groups]
+    layer = next(m for name, m in built.ddp.named_modules() if name.endswith("mlp.linear_fc1"))
+    layer.load_state_dict({"weight": torch.zeros_like(layer.weight)}, strict=False)
+    left = [group.param_gather_handle is not None for group in built.ddp.bucket_groups]
+    for group in built.ddp.bucket_groups:
+        group.finish_param_sync()
+    return [all(under_way), any(left), float(layer.weight.abs().max())]
+
+
+def test_what_is_on_its_way_does_not_overwrite_a_load() -> None:
+    for result in run(_loaded_after_a_step, 3, DENSE, IN_BUCKETS):
+        assert result == [True, False, 0.0]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, Any], str]] = {
@@ -305,11 +352,6 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, Any], str]] = {
         "NotImplementedError: {} with a CUDA graph of the full iteration",
     ),
     "no overlap": ({}, ("overlap_param_gather", False), "ValueError: {} starts the gathers"),
-    "aligned": (
-        {},
-        ("align_param_gather", True),
-        "ValueError: {} with align_param_gather (--align",
-    ),
     "clipped logits": (
         {"qk_clip": 100.0},
         ("overlap_param_gather", True),
@@ -322,7 +364,7 @@ def _error(settings: dict[str, Any], mode: tuple[str, Any]) -> str:
     built = build(Case(), Topology(dp=2, overlap=True))
     owner = built.ddp.ddp_config if hasattr(built.ddp.ddp_config, mode[0]) else built.ddp.config
     setattr(owner, *mode)
-    return error_of_optimizer(built, early_param_gather=True, **settings)
+    return error_of_optimizer(built, early_param_gather="on", **settings)
 
 
 @pytest.mark.parametrize(("settings", "mode", "error"), REFUSED.values(), ids=REFUSED)
@@ -334,7 +376,48 @@ def test_what_gathers_otherwise_is_refused(
         assert text.startswith(error.format(named)), text
 
 
+def _by_default(settings: dict[str, Any], mode: tuple[str, Any]) -> tuple[bool, list[str]]:
+    """Whether gathers start within the step, and what is printed of it."""
+    built = build(Case(), Topology(dp=2, overlap=True))
+    owner = built.ddp.ddp_config if hasattr(built.ddp.ddp_config, mode[0]) else built.ddp.config
+    setattr(owner, *mode)
+    megatron_muon.install(megatron_muon.MuonConfig(**settings))
+    try:
+        with redirect_stdout(io.StringIO()) as printed:
+            optimizer = make_optimizer(built)
+    finally:
+        megatron_muon.uninstall()
+    lines = [line for line in printed.getvalue().splitlines() if "early_param_gather" in line]
+    return _starts_early(optimizer), lines
+
+
+def _starts_early(optimizer: Any) -> bool:
+    return any(part.early_gathers is not None for part in distributed_optimizers(optimizer))
+
+
+@pytest.mark.parametrize(("settings", "mode", "error"), REFUSED.values(), ids=REFUSED)
+def test_by_default_they_are_off_where_they_would_be_refused_and_a_line_says_so(
+    settings: dict[str, Any], mode: tuple[str, Any], error: str
+) -> None:
+    (is_early, lines), (other, nothing) = run(_by_default, 2, settings, mode)
+    assert not is_early and not other and nothing == []
+    _, _, what = error.partition("{} with ")
+    off = f"[megatron_muon] early_param_gather (--muon-early-param-gather) is off with {what}"
+    assert [line.startswith(off) for line in lines] == [True] * bool(what), lines
+
+
+STEP_OVERLAP = Topology(pp=2, dp=2, chunks=2, overlap=True, step_overlap=True)
+
+
 def test_megatrons_own_early_gather_is_refused_with_it() -> None:
-    topology = Topology(pp=2, dp=2, chunks=2, overlap=True, step_overlap=True)
+    case = Case(muon=(*ONE_EACH, ("early_param_gather", "on")), layers=4, steps=0)
     with pytest.raises(RankError, match="both start the first gather"):
-        run(train, 4, replace(DENSE, layers=4, steps=0), topology)
+        run(train, 4, case, STEP_OVERLAP)
+
+
+def _made(case: Case, topology: Topology) -> bool:
+    return _starts_early(start(case, topology).optimizer)
+
+
+def test_by_default_they_are_off_with_megatrons_own_early_gather() -> None:
+    assert run(_made, 4, replace(DENSE, layers=4), STEP_OVERLAP) == [False] * 4

@@ -54,7 +54,7 @@ def test_a_topology_equals_one_process(case: Case, topology: Topology) -> None:
 
 
 def test_a_gather_within_the_step_waits_for_what_is_scaled() -> None:
-    early = replace(FP8, muon=(("round_bytes", 1), ("early_param_gather", True)))
+    early = replace(FP8, muon=(("round_bytes", 1), ("early_param_gather", "on")))
     topology = Topology(2, 2, 2, overlap=True, **SP)
     assert differences(truth(replace(early, muon=early.muon[:1])), trained(early, topology)) == []
 

@@ -124,7 +124,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "link-gbytes": (["--muon-link-gbytes", "12.5"], {"link_gbytes": 12.5}),
     "node-ranks": (["--muon-node-ranks", "4"], {"node_ranks": 4}),
     "layout": (["--muon-dp-layout", "bucketed"], {}),
-    "early-gather": (["--muon-early-param-gather"], {"early_param_gather": True}),
+    "early-gather": (["--muon-early-param-gather", "off"], {"early_param_gather": "off"}),
     "rounds": (["--muon-round-mib", "64"], {"round_bytes": 64 << 20}),
     "auto-dtype": (["--muon-ns-dtype", "auto"], {"ns_dtype": None}),
     "ns-dtype": (["--muon-ns-dtype", "fp32"], {"ns_dtype": "fp32"}),
