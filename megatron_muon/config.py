@@ -139,9 +139,9 @@ class MuonConfig:
         early_param_gather: with Megatron's ``overlap_param_gather``, start the all-gather of a
             bucket of parameters as soon as the last of them is updated, and not in the forward
             pass. Bits are the same. Nothing may change parameters between a step and the next
-            forward pass, since other ranks may already have them. ``auto``: where nothing is known
-            to (``qk_clip`` does), nor a graph of the full iteration waits for them. ``on``: an
-            error where it cannot be.
+            forward pass, since other ranks may already have them. ``auto``: it is off with clipped
+            attention logits, with Megatron's ``overlap_param_gather_with_optimizer_step`` and with
+            a CUDA graph of the full iteration, and on otherwise. ``on``: an error with these.
         checkpoint_digest: write sizes and checksums of a checkpoint's files into its folder. Before
             a load, check them, and that the model is the same (``files.digest``).
         log_interval: steps between two logging steps, which write what the matrices are like

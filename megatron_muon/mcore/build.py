@@ -15,7 +15,11 @@ import torch.distributed as dist
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.mcore import process_groups
-from megatron_muon.mcore.bucket_groups.early import early_gathers, gathers_one_by_one
+from megatron_muon.mcore.bucket_groups.early import (
+    early_gathers,
+    gathers_one_by_one,
+    wait_before_state_dicts,
+)
 from megatron_muon.mcore.bucket_groups.early_setting import settled
 from megatron_muon.mcore.bucket_groups.named import name_phases
 from megatron_muon.mcore.chained_optimizer import MuonChainedOptimizer
@@ -106,6 +110,7 @@ def make_muons(
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     said = not_shared_lines(config, plan_device(device), is_deterministic=is_deterministic)
     config = layout_free(config, is_deterministic=is_deterministic)
+    asked = config.early_param_gather
     config, late, description = together(
         lambda: _checked(parts, model_chunks, config, pg_collection), None, device
     )
@@ -116,11 +121,14 @@ def make_muons(
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = process_groups.stage_of(model_chunks, instance, pg_collection, device)
     muons = _made_together(parts, config, stage)
-    said += late_gather_lines(late)
-    lines = [*_active(), *(said if stage.speaks else []), *survey(model_chunks, config, stage)]
+    said += late_gather_lines(late) if asked == "auto" else []
+    once = stage.speaks and stage.pipeline_rank == 0
+    lines = [*_active(), *(said if once else []), *survey(model_chunks, config, stage)]
     lines += count_once(parts, stage)
     turn_into(optimizer, MuonChainedOptimizer)
     name_phases(model_chunks)
+    if config.early_param_gather == "on":
+        wait_before_state_dicts(model_chunks)
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
     lines += together(lambda: _completed(parts, muons, config, stage), None, device)
@@ -266,10 +274,17 @@ def _made_together(
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
-    """The plan of a DistributedOptimizer, and this rank's Muon parameters by their place in it."""
+    """The plan of a DistributedOptimizer.
+
+    Attributes:
+        plan: see above.
+        mine: this rank's Muon parameters by their place in it.
+        is_followed: whether another optimizer's rounds follow.
+    """
 
     plan: ExchangePlan
     mine: dict[int, Any]
+    is_followed: bool
 
 
 def _agreed_plan(
@@ -315,7 +330,7 @@ def _agreed_plan(
         raise error
     plan = make_plan(_everywhere(dist_opt, config, stage), grid, config, kind, earlier, later)
     first = coordinates.ep_rank * len(mine)  # index of this EP rank's first parameter
-    return _Agreed(plan, {first + at: param for at, (param, _) in enumerate(mine)})
+    return _Agreed(plan, {first + at: param for at, (param, _) in enumerate(mine)}, later > 0)
 
 
 def _muon_parameters(dist_opt: Any, config: MuonConfig, stage: Stage) -> Located:
@@ -350,6 +365,7 @@ def _muon_of(
             rounds,
             last=len(plan.rounds) - 1,
             one_by_one=gathers_one_by_one(stage.device),
+            is_followed=agreed_on.is_followed,
         )
         if dist_opt.early_gathers is not None:
             muon.applied = dist_opt.early_gathers.applied

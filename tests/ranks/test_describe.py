@@ -51,8 +51,10 @@ def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
 def test_each_stage_says_its_buckets_and_boundary_parameters_once(overlap: bool) -> None:
     topology = Topology(tp=2, pp=2, dp=2, overlap=overlap)
     for rank in run(_start_line, topology.world_size, Case(layers=2), topology):
-        lines = [x for x in rank["printed"].splitlines() if "pipeline stage" in x]
+        of_stage = [x for x in rank["printed"].splitlines() if "pipeline stage" in x]
+        lines = [x for x in of_stage if "the first gather of parameters starts" not in x]
         assert len(lines) == int(rank["first of its stage"])
+        assert len(of_stage) == (1 + overlap) * len(lines)
         for line in lines:
             assert f"in {rank['parameters']} parameters" in line
             assert f" {rank['buckets']} bucket(s), {rank['boundary']} boundary parameter(s)" in line

@@ -145,7 +145,7 @@ def _first_gathers(plan: RunPlan) -> Iterator[str]:
             f"({one.early_nbytes / _MB:,.0f} MB) start before its last round then"
         )
         if kind.late_with is not None:
-            within = f"with {kind.late_with} it starts no earlier"
+            within = f"with {kind.late_with} this gather starts in the forward pass"
         yield (
             f"not in the step: a forward pass waits for the first {one.nbytes / _MB:,.0f} MB of "
             f"{'experts' if one.experts else 'parameters'}, {ms(one.seconds)} ms on the links; "

@@ -65,11 +65,16 @@ def first_gathers(
         hardware: of every rank.
     """
     one_by_one = ranks.tp * ranks.cp > 1  # one hardware queue, as Megatron demands before Blackwell
-    for one, times in zip(planned, step.updated, strict=True):
+    for number, (one, times) in enumerate(zip(planned, step.updated, strict=True), 1):
         buckets = list(_buckets(one))
         nbytes, round = buckets[0]
         last = len(one.plan.rounds) - 1
-        after = starts((updated for _, updated in buckets), last, one_by_one=one_by_one)
+        after = starts(
+            (updated for _, updated in buckets),
+            last,
+            one_by_one=one_by_one,
+            is_followed=any(other.plan.rounds for other in planned[number:]),
+        )
         early = [
             size
             for (size, _), at in zip(buckets, after, strict=True)

@@ -3,8 +3,8 @@
 With ``overlap_param_gather`` Megatron gathers a bucket group while the layers before it are at
 work. It starts the first one in the forward pass, which then waits for all of it. Here each starts
 as soon as the last round with one of its parameters is applied: it travels while other rounds or
-experts are orthogonalized, and between two iterations. On a GPU with one hardware queue at most one
-starts after each round, and Megatron starts the others. Bits are the same.
+experts are orthogonalized. After the last round at most one starts (``gathers.starts``), and on a
+GPU with one hardware queue after any round; Megatron starts the others. Bits are the same.
 
 Other ranks read a rank's part of these parameters from then on. So nothing may change them between
 a step and the next forward pass, as QK-Clip does.
@@ -13,7 +13,7 @@ a step and the next forward pass, as QK-Clip does.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -174,7 +174,7 @@ class EarlyGathers:
 
 
 def early_gathers(
-    dist_opt: Any, rounds: Mapping[Any, int], last: int, *, one_by_one: bool
+    dist_opt: Any, rounds: Mapping[Any, int], last: int, *, one_by_one: bool, is_followed: bool
 ) -> EarlyGathers | None:
     """The gathers of an optimizer's bucket groups; None where it has no parameters.
 
@@ -182,7 +182,7 @@ def early_gathers(
         dist_opt: Megatron's DistributedOptimizer.
         rounds: the round of each of Muon's parameters.
         last: the last round of the plan.
-        one_by_one: see ``starts``.
+        one_by_one, is_followed: see ``starts``.
     """
     places = {
         param: (buffer.buckets[index], start, stop)
@@ -196,34 +196,39 @@ def early_gathers(
     if dist_opt.model_chunks[0].ddp_config.fp8_param_gather:  # it is scaled over all ranks
         updated = [last for _ in updated]
     gathers = []
-    after = starts(updated, last, one_by_one=one_by_one)
+    after = starts(updated, last, one_by_one=one_by_one, is_followed=is_followed)
     for group, own, start in zip(groups, params, after, strict=True):
         here = [param for param in own if param in shards]
         copies = [(_own_part(group, *places[param]), shards[param]) for param in here]
         gathers.append(EarlyGather(group, own, start, copies))
-    if not gathers:
-        return None
-    made = EarlyGathers(gathers, last)
-    _finish_before_loads(made, dist_opt.model_chunks, places)
-    return made
+    return EarlyGathers(gathers, last) if gathers else None
 
 
-def _finish_before_loads(
-    gathers: EarlyGathers, model_chunks: Iterable[Any], params: Container[Any]
-) -> None:
-    """Have a load of a model's ``state_dict`` wait, or what is on its way would overwrite it."""
-    known = ref(gathers)  # a model may outlive its optimizer
+def wait_for_gathers(model_chunks: Iterable[Any]) -> None:
+    """Wait for the parameters that are under way.
 
-    def finish(*_: Any) -> None:
-        still = known()
-        if still is not None:
-            still.finish()
-
+    Megatron's forward pass waits once more. So it does not matter if only some ranks wait here.
+    """
     for chunk in model_chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
+
+
+def wait_before_state_dicts(model_chunks: Iterable[Any]) -> None:
+    """Have loads and reads of the ``state_dict`` of a model, or of a module, wait."""
+    for chunk in model_chunks:
+        known = ref(chunk)
+
+        def wait(*_: Any, known: Any = known) -> None:
+            chunk = known()
+            if chunk is not None:
+                wait_for_gathers([chunk])
+
         for module in chunk.modules():
-            if any(param in params for param in module.parameters(recurse=False)):
-                # It has no public name before torch 2.5.
-                module._register_load_state_dict_pre_hook(finish)
+            module.register_state_dict_pre_hook(wait)
+            # It has no public name before torch 2.5.
+            module._register_load_state_dict_pre_hook(wait)
 
 
 def _in_forward_order(dist_opt: Any) -> Iterator[Any]:

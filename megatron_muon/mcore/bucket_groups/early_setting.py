@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,20 +24,18 @@ def settled(
         model_chunks: the DDP-wrapped model chunks of a rank.
 
     Returns:
-        The settings, and what keeps ``auto`` from being ``on``: None if nothing does, or if there
-        is no gather in the forward pass.
+        The settings, and what forbids ``on``: None if nothing does, or if there is no gather in the
+        forward pass.
 
     Raises:
         ValueError: it is on, and Megatron gathers after the step, or starts a gather by itself.
         NotImplementedError: it is on, and parameters change between the step and the gather.
     """
-    if config.early_param_gather == "off":
-        return config, None
     overlaps = model_chunks[0].ddp_config.overlap_param_gather
     found = _hindrances(config, optimizer_config, get_model_config(model_chunks[0]))
     what, error = next(found, (None, None))
-    if config.early_param_gather == "auto":
-        is_on = overlaps and error is None
+    if config.early_param_gather != "on":
+        is_on = config.early_param_gather == "auto" and overlaps and error is None
         chosen = replace(config, early_param_gather="on" if is_on else "off")
         return chosen, what if overlaps else None
     if not overlaps:
@@ -61,7 +60,7 @@ def _hindrances(
         why = "both start the first gather"
         yield what, ValueError(f"{setting} with {what}: {why}: {leave_out}")
     graph = f"{getattr(model, 'cuda_graph_impl', '')} {getattr(model, 'cuda_graph_scope', '')}"
-    if "full_iteration" in graph:
+    if "full_iteration" in re.findall(r"\w+", graph):  # it may be a list of scopes
         what = "a CUDA graph of the full iteration (--cuda-graph-impl, --cuda-graph-scope)"
         why = "the graph would wait for a gather outside of it"
         yield what, NotImplementedError(f"{setting} with {what}: {why}: {leave_out}")

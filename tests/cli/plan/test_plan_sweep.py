@@ -104,7 +104,7 @@ def test_what_a_forward_pass_waits_for_is_said(
     said = "; --muon-early-param-gather auto would start it once round 2 of 4 has updated them"
     assert said in capsys.readouterr().out
     written(f"{base} --explain --muon-qk-clip 100", tmp_path / "clip.json")
-    said = "with clipped attention logits (--qk-clip, --muon-qk-clip) it starts no earlier"
+    said = "; with clipped attention logits (--qk-clip, --muon-qk-clip) this gather starts in the"
     assert said in capsys.readouterr().out
     alone = written("--world-size 4", tmp_path / "alone.json")
     assert alone["stages"][0]["first_gathers"] == []

@@ -40,13 +40,15 @@ def measured(*, early: bool, repeats: int = 3) -> Times:
 
 
 def _steps(early: bool, repeats: int) -> list[tuple[float, float]]:
-    muon: tuple[tuple[str, Any], ...] = (("round_bytes", 1), ("homes", "balanced"))
-    if early:
-        muon = (*muon, ("early_param_gather", "on"))
+    muon = (
+        ("round_bytes", 1),
+        ("homes", "balanced"),
+        ("early_param_gather", "on" if early else "off"),
+    )
     case = Case(vocab=VOCAB, tied=True, steps=0, muon=muon)
     built = start(case, Topology(dp=RANKS, overlap=True))
     (part,) = built.optimizer.chained_optimizers
-    assert len(part.muon.rounds) == ROUNDS
+    assert len(part.muon.rounds) == ROUNDS and (part.early_gathers is not None) == early
     write_grads(built, 0)
     with mock.patch.object(muon_round, "orthogonalize_staged", _sleep):
         return [_step(built) for _ in range(1 + repeats)][1:]
