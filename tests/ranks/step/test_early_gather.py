@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -228,6 +229,13 @@ def test_dense_parameters_are_gathered_while_experts_step() -> None:
         assert order.kinds == "rgrg" and order.groups == 2
 
 
+def test_one_more_starts_before_experts_step() -> None:
+    topology = Topology(dp=4, ep=2, overlap=True, bucket_size=60_000)
+    for order in run(_order, 4, EXPERTS, topology):
+        assert order.kinds == "rrrgrrgrrrrg", order.kinds  # five dense rounds, then the experts'
+        assert [one for one in order.in_step if one is not None] == [1, 0, 2]
+
+
 def _steps_without_a_forward_pass(case: Case, topology: Topology) -> dict[str, Any]:
     built = start(case, topology)
     for step in range(case.steps):
@@ -336,24 +344,37 @@ def test_training_is_the_same_where_gathers_are_aligned() -> None:
     assert early.losses == late.losses and early.norms == late.norms
 
 
-def _loaded_after_a_step(case: Case, topology: Topology) -> list[Any]:
-    """A part of the model is loaded while parameters are on their way, and nothing else is told."""
+def _loaded_after_a_step(case: Case, topology: Topology) -> tuple[bool, float]:
+    """A module is loaded while its weight is on its way, from ranks that are late."""
+    from megatron_muon.mcore.bucket_groups.early import EarlyGather
+
     built = start(case, topology)
+    group = built.ddp.bucket_groups[-1]
     set_schedule(built, 0)
     write_grads(built, 0)
-    built.optimizer.step()
-    layer = next(m for name, m in built.ddp.named_modules() if name.endswith("mlp.linear_fc1"))
-    started = built.ddp.param_to_bucket_group[layer.weight].param_gather_handle is not None
+    begin = EarlyGather.start
+
+    def late(self: EarlyGather) -> None:
+        time.sleep(0.0 if torch.distributed.get_rank() == 0 else 1.0)
+        begin(self)
+
+    with mock.patch.object(EarlyGather, "start", late):
+        built.optimizer.step()
+    layer = next(
+        module
+        for module in built.ddp.modules()
+        if built.ddp.param_to_bucket_group.get(getattr(module, "weight", None)) is group
+        and module.weight.dim() == 2
+    )
     layer.load_state_dict({"weight": torch.zeros_like(layer.weight)}, strict=False)
-    for group in reversed(built.ddp.bucket_groups):
-        if group.param_gather_handle is not None:
-            group.finish_param_sync(skip_next_bucket_dispatch=True)
-    return [started, float(layer.weight.abs().max())]
+    under_way = group.param_gather_handle is not None
+    group.finish_param_sync(skip_next_bucket_dispatch=True)
+    return under_way, float(layer.weight.abs().max())
 
 
 def test_what_is_on_its_way_does_not_overwrite_a_load() -> None:
-    for result in run(_loaded_after_a_step, 3, DENSE, IN_BUCKETS):
-        assert result == [True, 0.0]
+    for result in run(_loaded_after_a_step, 3, replace(DENSE, muon=(ON,)), IN_BUCKETS):
+        assert result == (True, 0.0)
 
 
 def _loaded_by_one_rank(case: Case, topology: Topology) -> bool:
