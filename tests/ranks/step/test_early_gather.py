@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch
 import megatron_muon
 from support.models import gpt
 from support.models.gpt import (
+    Built,
     Case,
     Topology,
     build,
@@ -344,8 +346,8 @@ def test_training_is_the_same_where_gathers_are_aligned() -> None:
     assert early.losses == late.losses and early.norms == late.norms
 
 
-def _loaded_after_a_step(case: Case, topology: Topology) -> tuple[bool, float]:
-    """A module is loaded while its weight is on its way, from ranks that are late."""
+def _after_a_step(case: Case, topology: Topology) -> tuple[Built, Any]:
+    """A model of which rank 0 waits for parameters, and the last module that has some of these."""
     from megatron_muon.mcore.bucket_groups.early import EarlyGather
 
     built = start(case, topology)
@@ -360,21 +362,52 @@ def _loaded_after_a_step(case: Case, topology: Topology) -> tuple[bool, float]:
 
     with mock.patch.object(EarlyGather, "start", late):
         built.optimizer.step()
-    layer = next(
+    assert group.param_gather_handle is not None
+    (*_, last) = (
         module
         for module in built.ddp.modules()
         if built.ddp.param_to_bucket_group.get(getattr(module, "weight", None)) is group
         and module.weight.dim() == 2
     )
+    return built, last
+
+
+ALL_AT_ONCE = replace(DENSE, muon=(ON,))  # the only gather starts at the end
+
+
+def _loaded_after_a_step(case: Case, topology: Topology) -> float:
+    built, layer = _after_a_step(case, topology)
     layer.load_state_dict({"weight": torch.zeros_like(layer.weight)}, strict=False)
-    under_way = group.param_gather_handle is not None
-    group.finish_param_sync(skip_next_bucket_dispatch=True)
-    return under_way, float(layer.weight.abs().max())
+    built.ddp.bucket_groups[-1].finish_param_sync(skip_next_bucket_dispatch=True)
+    return float(layer.weight.abs().max())
 
 
 def test_what_is_on_its_way_does_not_overwrite_a_load() -> None:
-    for result in run(_loaded_after_a_step, 3, replace(DENSE, muon=(ON,)), IN_BUCKETS):
-        assert result == (True, 0.0)
+    assert run(_loaded_after_a_step, 3, ALL_AT_ONCE, IN_BUCKETS) == [0.0] * 3
+
+
+def _read_after_a_step(case: Case, topology: Topology, folder: str | None) -> bool:
+    """Whether a ``state_dict``, or a checkpoint in a folder, has a weight as it is in the end."""
+    from megatron.core import dist_checkpointing
+
+    built, layer = _after_a_step(case, topology)
+    (name,) = (name for name, module in built.ddp.module.named_modules() if module is layer)
+    if folder is None:
+        read = layer.state_dict()["weight"].clone()
+    else:
+        dist_checkpointing.save(built.ddp.sharded_state_dict(), folder)
+    built.ddp.bucket_groups[-1].finish_param_sync(skip_next_bucket_dispatch=True)
+    new = layer.weight.detach().clone()
+    if folder is not None:
+        layer.weight.data.zero_()
+        read = dist_checkpointing.load(built.ddp.sharded_state_dict(), folder)[f"{name}.weight"]
+    return torch.equal(read, new)
+
+
+@pytest.mark.parametrize("is_checkpoint", [False, True], ids=["state_dict", "checkpoint"])
+def test_a_read_has_what_was_on_its_way(is_checkpoint: bool, tmp_path: Path) -> None:
+    folder = str(tmp_path) if is_checkpoint else None
+    assert run(_read_after_a_step, 3, ALL_AT_ONCE, IN_BUCKETS, folder) == [True] * 3
 
 
 def _loaded_by_one_rank(case: Case, topology: Topology) -> bool:
