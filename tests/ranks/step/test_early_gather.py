@@ -386,28 +386,46 @@ def test_what_is_on_its_way_does_not_overwrite_a_load() -> None:
     assert run(_loaded_after_a_step, 3, ALL_AT_ONCE, IN_BUCKETS) == [0.0] * 3
 
 
-def _read_after_a_step(case: Case, topology: Topology, folder: str | None) -> bool:
-    """Whether a ``state_dict``, or a checkpoint in a folder, has a weight as it is in the end."""
+def _read_after_a_step(case: Case, topology: Topology) -> bool:
+    """Whether a ``state_dict`` has a weight as it is in the end."""
+    built, layer = _after_a_step(case, topology)
+    read = layer.state_dict()["weight"].clone()
+    built.ddp.bucket_groups[-1].finish_param_sync(skip_next_bucket_dispatch=True)
+    return torch.equal(read, layer.weight)
+
+
+def test_a_read_has_what_was_on_its_way() -> None:
+    assert run(_read_after_a_step, 3, ALL_AT_ONCE, IN_BUCKETS) == [True] * 3
+
+
+@dataclass
+class Handle:
+    """Megatron's handle of a gather; counts who waits for it."""
+
+    handle: Any
+    waits: int = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.handle.wait()
+
+
+def _waits_of_checkpoints(case: Case, topology: Topology, folder: str) -> tuple[bool, bool]:
+    """Whether a save and a load of the model alone wait for parameters that are on their way."""
     from megatron.core import dist_checkpointing
 
-    built, layer = _after_a_step(case, topology)
-    (name,) = (name for name, module in built.ddp.module.named_modules() if module is layer)
-    if folder is None:
-        read = layer.state_dict()["weight"].clone()
-    else:
-        dist_checkpointing.save(built.ddp.sharded_state_dict(), folder)
-    built.ddp.bucket_groups[-1].finish_param_sync(skip_next_bucket_dispatch=True)
-    new = layer.weight.detach().clone()
-    if folder is not None:
-        layer.weight.data.zero_()
-        read = dist_checkpointing.load(built.ddp.sharded_state_dict(), folder)[f"{name}.weight"]
-    return torch.equal(read, new)
+    built, _ = _after_a_step(case, topology)
+    group = built.ddp.bucket_groups[-1]
+    handle = group.param_gather_handle = Handle(group.param_gather_handle)
+    dist_checkpointing.save(built.ddp.sharded_state_dict(), folder)
+    saved = handle.waits
+    dist_checkpointing.load(built.ddp.sharded_state_dict(), folder)
+    return saved > 0, handle.waits > saved
 
 
-@pytest.mark.parametrize("is_checkpoint", [False, True], ids=["state_dict", "checkpoint"])
-def test_a_read_has_what_was_on_its_way(is_checkpoint: bool, tmp_path: Path) -> None:
-    folder = str(tmp_path) if is_checkpoint else None
-    assert run(_read_after_a_step, 3, ALL_AT_ONCE, IN_BUCKETS, folder) == [True] * 3
+def test_a_checkpoint_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
+    waits = run(_waits_of_checkpoints, 3, ALL_AT_ONCE, IN_BUCKETS, str(tmp_path))
+    assert waits == [(True, True)] * 3
 
 
 def _loaded_by_one_rank(case: Case, topology: Topology) -> bool:
