@@ -25,14 +25,12 @@ from megatron_muon.files import claim, digest, digest_parts
 from megatron_muon.files.checksum import checksum
 from megatron_muon.files.claim import Save
 from megatron_muon.files.digest import Files, TwoSavesError
-from megatron_muon.mcore.bucket_groups.early import wait_for_gathers
 from megatron_muon.mcore.checkpoint.metadata import check_layout
 from megatron_muon.mcore.integrity.claims import SaveClaim, require_free
 from megatron_muon.mcore.integrity.registry import (
     TrainedModel,
     Wanted,
     Whole,
-    every_trained,
     local_folder,
     owner,
     trained_device,
@@ -63,7 +61,6 @@ def save(
         TwoSavesError: another save into the folder is going on, or has begun meanwhile.
         RuntimeError: only another rank has an error.
     """
-    _wait_for_parameters()
     saving = Saving.of(lambda: owner(sharded_state_dict), str(checkpoint_dir))
     if saving is None:
         return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -102,7 +99,6 @@ def load(
         RuntimeError: only another rank has an error.
         ValueError: the format cannot load another cut of the model: see ``checkpoint.metadata``.
     """
-    _wait_for_parameters()
     if not is_checked(str(checkpoint_dir)):
         exact = any(str(key).startswith("optimizer") for key in sharded_state_dict)
         check(lambda: owner(sharded_state_dict), str(checkpoint_dir), exact=exact)
@@ -110,12 +106,6 @@ def load(
     if wanted != Wanted.NOTHING:
         check_layout(sharded_state_dict, str(checkpoint_dir))
     return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-
-
-def _wait_for_parameters() -> None:
-    """Wait for what a step has sent: Megatron saves and loads weights where they are."""
-    for model in every_trained():
-        wait_for_gathers(model.model_chunks())
 
 
 @contextmanager
