@@ -56,13 +56,23 @@ def test_muon_trains(processes: int, layout: str) -> None:
     assert argument(text, "muon_momentum") == "0.95"
 
 
-def test_muon_trains_with_parameters_gathered_within_the_step() -> None:
-    flags = "--bf16", OVERLAP, "--ddp-num-buckets 2", "--muon-round-mib 1"
-    early = pretrain(2, MUON, *flags)
-    late = pretrain(2, MUON, *flags, "--muon-early-param-gather off")
+INTERLEAVED = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [(2, "--ddp-num-buckets 2 --muon-round-mib 1"), (4, INTERLEAVED)],
+    ids=["dp2", "pp2-vpp2-dp2"],
+)
+def test_muon_trains_with_parameters_gathered_within_the_step(processes: int, layout: str) -> None:
+    """With interleaved stages Megatron's schedule asks for gathers, too (--align-param-gather)."""
+    flags = MUON, "--bf16", OVERLAP, layout
+    early = pretrain(processes, *flags)
+    late = pretrain(processes, *flags, "--muon-early-param-gather off")
     said = "the first gather of parameters starts after"
     assert said in early and said not in late and losses(early) == losses(late)
     assert argument(early, "muon_early_param_gather") == "auto"
+    assert argument(early, "align_param_gather") == str(processes == 4)
 
 
 def test_muon_trains_with_other_matrices_rates_and_clip() -> None:
