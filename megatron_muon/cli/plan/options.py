@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.cli.model_flags import add_model_flags
+from megatron_muon.cli.plan.sweep import DP, SHORT
 from megatron_muon.dry_run.flags import not_read, split_known
 from megatron_muon.dry_run.not_built import why_another_model
 from megatron_muon.dry_run.numbers import MOST_RANKS, MOST_THINGS, count, up_to
@@ -117,6 +118,8 @@ def parsed(
     notes = [not_read(made, unknown, config_class)] if unknown else []
     if given.world_size is None and not (given.sweep or "").startswith("dp="):
         made.error("the following arguments are required: --world-size (or --sweep dp=...)")
+    if given.sweep is not None:
+        _require_read(made, given.sweep, config_class)
     if given.plot is not None and given.sweep is None:
         made.error("--plot draws the curves of --sweep: give both")
     if given.explain and given.sweep is not None:
@@ -124,6 +127,16 @@ def parsed(
     if given.node_size is not None and given.muon_node_ranks is None:
         given.muon_node_ranks = given.node_size
     return given, notes
+
+
+def _require_read(made: argparse.ArgumentParser, sweep: str, config_class: type) -> None:
+    """End where a sweep is over a flag that is not read: all its plans would be the same."""
+    name = sweep.partition("=")[0].removeprefix("--")
+    if name == DP or not name:
+        return
+    _, unknown = split_known(made, [f"--{SHORT.get(name, name)}", "1"])
+    if unknown:
+        made.error(f"--sweep {sweep}: {not_read(made, unknown, config_class)}")
 
 
 def hardware_given(given: Namespace) -> Hardware:

@@ -146,6 +146,8 @@ def test_changes_leave_out_what_the_run_has() -> None:
     [
         ("--world-size 4 --sweep tp", "--sweep tp: give NAME=VALUE,VALUE,..."),
         ("--sweep dp=1,x", "--sweep dp: 'x' is not a number of ranks"),
+        ("--world-size 4 --sweep muon-split-matrixes=off,2", "--sweep muon-split-matrixes=off,2: "),
+        ("--world-size 4 --sweep lr=1e-3,1e-4", "--sweep lr=1e-3,1e-4: "),
         ("--sweep dp=1 --explain", "--explain is about one run: leave --sweep out"),
         ("--world-size 4 --plot x.png", "--plot draws the curves of --sweep: give both"),
     ],
