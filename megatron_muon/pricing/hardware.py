@@ -57,6 +57,7 @@ class Hardware:
         foreach_tensors: most tensors that it takes.
         host_waits: 1 where the host makes every operation itself, as on a CPU; 0 where it only
             launches them.
+        momentum_bytes: of an element of momentum. Muon keeps fp32; 2 says what 16 bits would save.
         sources: (constant, source of its value).
 
     Raises:
@@ -90,6 +91,9 @@ class Hardware:
     foreach_elements: int = _constant("elements", whole=True)
     foreach_tensors: int = _constant("tensors", whole=True)
     host_waits: int = field(metadata={"unit": "0 or 1", "zero": True, "whole": True, "most": 1})
+    momentum_bytes: int = field(
+        default=4, metadata={"unit": "bytes", "zero": False, "whole": True, "most": 4}
+    )
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:

@@ -37,7 +37,10 @@ class Buffers:
 
 
 def at_rest(
-    buffers: Sequence[Buffers], muon: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]
+    buffers: Sequence[Buffers],
+    muon: Sequence[Sequence[int]],
+    rest: Sequence[Sequence[int]],
+    momentum_bytes: int = _FP32,
 ) -> list[dict[str, int]]:
     """Bytes by kind, of each rank.
 
@@ -45,6 +48,7 @@ def at_rest(
         buffers: of each optimizer.
         muon: for each optimizer, by rank, elements that have a momentum.
         rest: for each optimizer, by rank, elements that have AdamW's two moments.
+        momentum_bytes: of an element of momentum.
     """
     whole = {
         PARAMETERS: sum(one.parameters for one in buffers),
@@ -56,7 +60,7 @@ def at_rest(
             (mine[rank] + others[rank]) * _FP32 * one.has_main
             for one, mine, others in zip(buffers, muon, rest, strict=True)
         )
-        momentum = sum(mine[rank] for mine in muon) * _FP32
+        momentum = sum(mine[rank] for mine in muon) * momentum_bytes
         moments = sum(others[rank] for others in rest) * 2 * _FP32
         kinds.append({**whole, MAIN: main, MOMENTUM: momentum, MOMENTS: moments})
     return kinds

@@ -70,6 +70,7 @@ H100 = Hardware(
         ("foreach_elements", _FOREACH),
         ("foreach_tensors", "the same file: 48 tensors for an operation of three lists"),
         ("host_waits", "CUDA streams"),
+        ("momentum_bytes", "fp32, as Muon keeps it; 2 is for a momentum that it does not have"),
     ),
 )
 

@@ -171,12 +171,18 @@ def adamw(hardware: Hardware, elements: int) -> Cost:
 
 def fused_momentum(hardware: Hardware, held: Sequence[int], itemsize: int, rank: int) -> Cost:
     """The cost of momentum over a rank's elements in one kernel, with what is beside it."""
-    return _in_one(hardware, held[rank], itemsize, *_FUSED_MOMENTUM)
+    nbytes, launches = _FUSED_MOMENTUM
+    return _in_one(hardware, held[rank], itemsize, nbytes - _narrower(hardware, 2), launches)
 
 
 def fused_update(hardware: Hardware, held: Sequence[int], itemsize: int, rank: int) -> Cost:
     """The cost of the update of a rank's elements in one kernel, with what is beside it."""
     return _in_one(hardware, held[rank], itemsize, *_FUSED_UPDATE)
+
+
+def _narrower(hardware: Hardware, passes: int) -> int:
+    """Bytes per element by which reads and writes of the momentum fall short of fp32's."""
+    return passes * (4 - hardware.momentum_bytes)
 
 
 def _in_one(hardware: Hardware, elements: int, itemsize: int, nbytes: int, launches: int) -> Cost:
@@ -264,6 +270,7 @@ class _Steps:
         if self._fused:
             return fused_momentum(self._hardware, work.held, self._itemsize, rank)
         nbytes, operations = _MOMENTUM[self._config.nesterov]
+        nbytes -= _narrower(self._hardware, 5 if self._config.nesterov else 4)
         cost = self._in_chunks(elements, pieces, nbytes + 4 + self._itemsize, operations + 1)
         return (
             cost

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.cli.model_flags import add_model_flags
-from megatron_muon.cli.plan.sweep import DP, SHORT
 from megatron_muon.dry_run.flags import not_read, split_known
 from megatron_muon.dry_run.not_built import why_another_model
 from megatron_muon.dry_run.numbers import MOST_RANKS, MOST_THINGS, count, up_to
@@ -24,6 +23,15 @@ optimizer step in both layouts, beside AdamW, the paper's algorithm and Megatron
 model and its ranks are given by Megatron-LM's own flags, and the exchange plans are those of the
 run. Times are a time model's on stated hardware. Nothing is measured; neither a GPU nor a launcher
 is needed. Every assumption is printed with its source and can be set. docs/plan.md explains it."""
+DP = "dp"  # a sweep over it multiplies the ranks
+# Short names of a sweep's flags; any other name is a flag without its dashes.
+SHORT = {
+    "tp": "tensor-model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "cp": "context-parallel-size",
+    "ep": "expert-model-parallel-size",
+    "batch": "global-batch-size",
+}
 DEVICES: dict[str, Device] = {"torch": "cuda", "kernel": "cuda_symmetric"}
 
 

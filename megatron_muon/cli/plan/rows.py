@@ -154,7 +154,7 @@ def our_row(
     flops = total([plan.ns_flops() for plan in plans])
     peaks = memory.peaks(plans, config, device)
     sent = traffic_of(exchanges_of(plans), stage.nodes)
-    return _row(name, stage, step, sent, flops, peaks)
+    return _row(name, stage, step, sent, flops, peaks, hardware.momentum_bytes)
 
 
 def paper_row(
@@ -168,7 +168,8 @@ def paper_row(
     every = [work for of_plan in buckets for work in of_plan]
     flops = paper.flops_of(every, config, device)
     peaks = paper.peaks(every, stage.plans[0].itemsize)
-    return _row("paper", stage, step, paper.traffic(every, stage.nodes), flops, peaks)
+    sent = paper.traffic(every, stage.nodes)
+    return _row("paper", stage, step, sent, flops, peaks, hardware.momentum_bytes)
 
 
 def layer_wise_row(
@@ -215,6 +216,7 @@ def _row(
     sent: Traffic,
     flops: Sequence[int],
     peaks: Sequence[int],
+    momentum_bytes: int,
 ) -> PlannedStep:
     return PlannedStep(
         name=name,
@@ -225,7 +227,7 @@ def _row(
         messages=Spread.of(sent.messages),
         flops=Spread.of(flops),
         launches=step.launches,
-        rest=_most(at_rest(stage.buffers, stage.held, stage.rest)),
+        rest=_most(at_rest(stage.buffers, stage.held, stage.rest, momentum_bytes)),
         peak=max(peaks, default=0),
         phases=step.phases,
         seconds=step.seconds,

@@ -7,19 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_muon.cli.model_flags import REFUSALS, said
+from megatron_muon.cli.plan.options import DP, SHORT
 from megatron_muon.cli.plan.report import aligned, as_dict, assumption_lines, ms
 from megatron_muon.cli.plan.rows import TITLES
 from megatron_muon.cli.plan.run import RunPlan
 
-DP, LEFT_OUT, GIVEN = "dp", "none", "given"
-# Short names of flags; any other name is a flag without its dashes.
-SHORT = {
-    "tp": "tensor-model-parallel-size",
-    "pp": "pipeline-model-parallel-size",
-    "cp": "context-parallel-size",
-    "ep": "expert-model-parallel-size",
-    "batch": "global-batch-size",
-}
+LEFT_OUT, GIVEN = "none", "given"
 _MB, _MIB = 1e6, 1 << 20
 Planner = Callable[[Sequence[str]], RunPlan]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,24 @@ def test_any_flag_can_be_swept(tmp_path: Path) -> None:
     swept = written(words, tmp_path / "sweep.json")
     sent = [point["stages"][0]["rows"][1]["inside"]["mean"] for point in swept["points"]]
     assert sent[1] == 2 * sent[0] > 0
+
+
+def test_a_momentum_in_16_bits_is_half_the_memory_and_less_to_read(tmp_path: Path) -> None:
+    words = "--world-size 2 --sweep set=momentum_bytes=4,momentum_bytes=2"
+    wide, narrow = written(words, tmp_path / "sweep.json")["points"]
+    one, two = (point["stages"][0]["rows"][1] for point in (wide, narrow))
+    assert 2 * two["rest"]["Muon's momentum"] == one["rest"]["Muon's momentum"] > 0
+    assert two["phases"]["momentum"] < one["phases"]["momentum"]
+    assert two["flops"] == one["flops"] and two["inside"] == one["inside"]
+
+
+def test_flags_are_parsed_before_megatron_is_imported() -> None:
+    """Where there is no GPU, the runtime for CPUs must come first."""
+    code = "import sys, megatron_muon.cli.plan.options; print('megatron.core' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "False\n"
 
 
 def test_batches_change_the_share_and_not_the_step(tmp_path: Path) -> None:
