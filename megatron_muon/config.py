@@ -241,7 +241,11 @@ class MuonConfig:
 _MOST_STRIPS = 64  # beyond, squares are all of the work
 _MOST_STEPS = 100  # singular values settle long before; a schedule has a triple for each step
 _SWITCHES = (
-    *("nesterov", "weight_decay_all_params", "split_qkv", "align_shards", "checkpoint_digest"),
+    "nesterov",
+    "weight_decay_all_params",
+    "split_qkv",
+    "align_shards",
+    "checkpoint_digest",
 )
 
 

@@ -37,7 +37,7 @@ class PlannedKind:
             first one.
         share: elements of one such stage.
         gathers_early: whether gathers of parameters start within the step of the first run.
-        late_with: what forbids that; None also where it is not asked for.
+        late_with: what forbids that, if anything does.
         planned: for each run, the optimizers in the order of their steps.
     """
 

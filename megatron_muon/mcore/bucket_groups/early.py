@@ -13,7 +13,7 @@ a step and the next forward pass, as QK-Clip does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -218,17 +218,22 @@ def wait_for_gathers(model_chunks: Iterable[Any]) -> None:
 def wait_before_state_dicts(model_chunks: Iterable[Any]) -> None:
     """Have loads and reads of the ``state_dict`` of a model, or of a module, wait."""
     for chunk in model_chunks:
-        known = ref(chunk)
-
-        def wait(*_: Any, known: Any = known) -> None:
-            chunk = known()
-            if chunk is not None:
-                wait_for_gathers([chunk])
-
+        wait = _wait_for(ref(chunk))
         for module in chunk.modules():
             module.register_state_dict_pre_hook(wait)
             # It has no public name before torch 2.5.
             module._register_load_state_dict_pre_hook(wait)
+
+
+def _wait_for(known: ref[Any]) -> Callable[..., None]:
+    """A hook of a chunk's modules, which may outlive the chunk."""
+
+    def wait(*_: Any) -> None:
+        chunk = known()
+        if chunk is not None:
+            wait_for_gathers([chunk])
+
+    return wait
 
 
 def _in_forward_order(dist_opt: Any) -> Iterator[Any]:

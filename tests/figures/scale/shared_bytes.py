@@ -1,15 +1,17 @@
-"""Whether few bytes and even work go together where ranks share matrices: a bound for any sharing.
+"""Whether few bytes and even work go together where ranks share matrices.
 
 ``cd tests && python -m figures.scale.shared_bytes``
 
-Llama-3-8B at TP1 × DP512. For 1 to 16 homes of each kind of matrix, with whole squares or rows of
-them, this counts the work of the busiest home over the mean of that step, and the least bytes that
-any placement sends beside those of whole matrices at the homes that send least:
+Llama-3-8B at TP1 × DP512. All matrices of a kind have as many homes, 1 to 16, by the standard or
+the Gram iteration, with whole squares or rows of them. This counts the work of the busiest home
+over the mean of that step, and the least bytes that any placement sends beside those of whole
+matrices at the homes that send least:
 
 - strips lie where their elements are, as far as their homes hold them. A range of columns lies
   nowhere in one piece, so each home of a wide matrix keeps only its part of what it holds;
-- homes add their squares twice, once and after the one restart, of which only the upper half
-  travels, in 16 bits: ``homes - 1`` halves there and as many back;
+- homes add their squares, once in each of five steps of the standard iteration, or once and after
+  the one restart of Gram's. Only the upper half travels, in 16 bits: ``homes - 1`` there and as
+  many back;
 - rows of squares are put together once in each of five steps.
 
 A row is the least bytes at which the busiest home has at most so many times the mean.
@@ -44,23 +46,33 @@ class Shared:
 
 
 def shared(size: tuple[int, int], device: Device, held: float) -> Iterator[Shared]:
-    """All ways to share a matrix of which a rank holds at most ``held`` elements."""
+    """All ways to share a matrix of which a rank holds at most ``held`` elements.
+
+    The first one is to leave it whole, by the iteration with less work.
+    """
     short, elements = min(size), size[0] * size[1]
-    whole = ns_flops(*size, MuonConfig(), device)
+    square = symmetric_flops(short, short, device)
     alone = symmetric_flops(short, max(size), device) + 2 * short * elements  # square and product
-    squares = max(0.0, whole - SUMS * alone)  # every home makes all of them, or rows
-    for homes in HOMES:
-        kept = min(1.0, homes * held / elements)
-        if homes > 1 and size[0] < size[1]:
-            kept /= homes
-        moved = 2 * ITEM * elements * (1 - kept)
-        added = ITEM * SUMS * 2 * (homes - 1) * short * short / 2
-        own = (whole - squares) / homes
-        yield Shared(homes, own + squares, moved + added)
+    yield Shared(1, ns_flops(*size, MuonConfig(), device), _moved(size, 1, held))
+    for homes in HOMES[1:]:
+        moved = _moved(size, homes, held)
+        a_sum = ITEM * 2 * (homes - 1) * short * short / 2
+        yield Shared(homes, STEPS * (alone / homes + square), moved + STEPS * a_sum)
+        gram = ns_flops(*size, MuonConfig(ns_iteration="gram"), device)
+        products, own = gram - SUMS * alone, SUMS * alone / homes
+        yield Shared(homes, own + products, moved + SUMS * a_sum)
         rows = ITEM * STEPS * (homes - 1) * short * short
-        full = squares * 2 * short**3 / symmetric_flops(short, short, device)
-        if homes > 1:  # rows of a square are not symmetric
-            yield Shared(homes, own + full / homes, moved + added + rows)
+        full = products * 2 * short**3 / square  # rows of a square are not symmetric
+        yield Shared(homes, own + full / homes, moved + SUMS * a_sum + rows)
+
+
+def _moved(size: tuple[int, int], homes: int, held: float) -> float:
+    """Bytes of elements that go to other ranks and back."""
+    elements = size[0] * size[1]
+    kept = min(1.0, homes * held / elements)
+    if homes > 1 and size[0] < size[1]:
+        kept /= homes
+    return 2 * ITEM * elements * (1 - kept)
 
 
 def least(device: Device, buckets: int) -> dict[float, float]:
