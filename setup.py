@@ -57,7 +57,7 @@ setup(
         "megatron_muon": ["py.typed"],
         "megatron_muon.patches": ["manifest.json", "*.patch", "README.md"],
     },
-    entry_points={"console_scripts": ["megatron-muon = megatron_muon.cli:main"]},
+    entry_points={"console_scripts": ["megatron-muon = megatron_muon.__main__:main"]},
     # No megatron-core: a Megatron-LM checkout brings its own, and pip would put a second one beside
     # it. Who has no checkout asks for [core].
     install_requires=["torch>=2.4"],

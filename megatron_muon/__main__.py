@@ -1,7 +1,39 @@
-"""``python -m megatron_muon SCRIPT ARGS``; see ``launch``."""
+"""``python -m megatron_muon``, the same as the command ``megatron-muon``.
+
+With a training script it runs the script (``megatron_lm.launch``), else a command of ``lab``.
+"""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from megatron_muon.megatron_lm.launch import main
 
-main(sys.argv[1:])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a training script or a command.
+
+    Args:
+        argv: a script's path and its arguments, or a command's name and its own; None for the
+            arguments of the process.
+
+    Returns:
+        The exit status: 0 once a script has ended; a command's own.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if _names_a_script(arguments):
+        from megatron_muon.megatron_lm.launch import main as launch
+
+        launch(arguments)
+        return 0
+    from megatron_muon.lab.commands import main as command
+
+    return command(arguments)
+
+
+def _names_a_script(arguments: Sequence[str]) -> bool:
+    first = arguments[0] if arguments else ""
+    return first == "--muon-cpu" or first.endswith(".py") or "/" in first
+
+
+if __name__ == "__main__":
+    sys.exit(main())

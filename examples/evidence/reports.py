@@ -10,8 +10,8 @@ from typing import Any
 import matplotlib
 from training import NAMES
 
-from megatron_muon.curves.curve import Curve, curve
-from megatron_muon.curves.lead import Lead, leads
+from megatron_muon.lab.curves.curve import Curve, curve
+from megatron_muon.lab.curves.lead import Lead, leads
 
 matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt

@@ -12,7 +12,7 @@ import megatron.core
 import pytest
 import torch
 
-from megatron_muon.cli.doctor_rows import counted_wrongly, whose_muon
+from megatron_muon.lab.doctor.rows import counted_wrongly, whose_muon
 from support import PYTHON311, ROOT
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
@@ -29,7 +29,8 @@ TOO_NEW = "import megatron_muon.mcore.seams.rows as h; h.OLDEST, h.NEWEST = (0, 
 def doctor(
     *arguments: str, before: str = "pass", path: tuple[Path, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    code = f"{before}\nimport sys\nfrom megatron_muon.cli import main\nsys.exit(main(sys.argv[1:]))"
+    code = f"{before}\nimport sys\nfrom megatron_muon.lab import commands\n"
+    code += "sys.exit(commands.main(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT)))}
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", *arguments], env=env, capture_output=True, text=True

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from megatron_muon.cli import main
+from megatron_muon.lab.commands import main
 from support import documents
 
 tomllib = pytest.importorskip("tomllib", reason="the standard library has it from Python 3.11 on")

@@ -17,7 +17,7 @@ from support import ROOT
 from support.benching import SMALL, environment
 from support.models.model_flags import TINY
 
-MEGATRON_MUON = [sys.executable, "-m", "megatron_muon.cli"]
+MEGATRON_MUON = [sys.executable, "-m", "megatron_muon"]
 COMMANDS = {
     "help": ["--help"],
     "no command": [],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.cli import main
+from megatron_muon.lab.commands import main
 from support.benching import SMALL
 from support.models.model_flags import TINY
 
@@ -44,9 +44,10 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         "step": "bench.step.flags",
         "newton-schulz": "bench.newton_schulz.command",
         "speeds": "bench.speeds",
+        "scales": "scales",
     }
-    name = modules.get(command, f"cli.{command}")
-    module = importlib.import_module(f"megatron_muon.{name}")
+    name = modules.get(command, f"{command}.command")
+    module = importlib.import_module(f"megatron_muon.lab.{name}")
     if command == "routes":
         from megatron.core.transformer import TransformerConfig
 
@@ -87,7 +88,7 @@ def test_a_value_that_cannot_be_is_an_error_that_names_the_flag(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megatron_muon.bench.ranks.run_ranks", _never)
+    monkeypatch.setattr("megatron_muon.lab.bench.ranks.run_ranks", _never)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     bad = list(BAD)
     if flag in SIGNED:
@@ -150,7 +151,7 @@ _SETTING = {
 def test_what_is_wanted_is_said(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_muon.bench.ranks.run_ranks", _never)
+    monkeypatch.setattr("megatron_muon.lab.bench.ranks.run_ranks", _never)
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2 and said in capsys.readouterr().err.strip().split("\n")[-1]

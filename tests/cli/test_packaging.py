@@ -104,7 +104,7 @@ def test_the_wheel_has_the_patches_and_the_mark_of_types_and_no_tests(
     tops = {name.split("/")[0] for name in names}
     assert tops == {"megatron_muon", f"megatron_muon-{VERSION}.dist-info"}
     scripts = wheel.read(f"megatron_muon-{VERSION}.dist-info/entry_points.txt").decode()
-    assert "megatron-muon = megatron_muon.cli:main" in scripts
+    assert "megatron-muon = megatron_muon.__main__:main" in scripts
 
 
 def test_the_metadata_says_who_what_and_where(metadata: email.message.Message) -> None:
@@ -135,7 +135,7 @@ def test_the_version_stands_in_one_place() -> None:
     assert has == ["megatron_muon/version.py"]
 
 
-@pytest.mark.parametrize("module", ["megatron_muon", "megatron_muon.cli"])
+@pytest.mark.parametrize("module", ["megatron_muon", "megatron_muon.__main__"])
 def test_the_launcher_and_the_command_say_their_version(module: str) -> None:
     said = done([sys.executable, "-m", module, "--version"], ROOT, PYTHONPATH=ROOT)
     assert said == f"megatron-muon {VERSION}\n"
@@ -145,7 +145,7 @@ WITHOUT_CORE = """
 import sys
 sys.modules["megatron"] = None  # as where none is installed
 import megatron_muon
-from megatron_muon.cli import main
+from megatron_muon.lab.commands import main
 
 for call in (
     megatron_muon.install,

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.cli import main, patch_tree
-from megatron_muon.cli.patch_lines import PatchError, apply, parse, revert, state
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.patch import tree as patch_tree
+from megatron_muon.lab.patch.lines import PatchError, apply, parse, revert, state
 
 FILE = "megatron/training/__init__.py"
 VERSION = "megatron/core/package_info.py"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_muon import MuonConfig
-from megatron_muon.cli import main
-from megatron_muon.cli.scales import update_rms
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.scales import update_rms
 from megatron_muon.runtime.update import update_scale
 
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
-from megatron_muon.cli.model_flags import imported_config_class
-from megatron_muon.cli.plan.options import DEVICES, hardware_given, parsed, parser
-from megatron_muon.cli.plan.rows import Name
-from megatron_muon.cli.plan.run import RunPlan, plan_run
+from megatron_muon.lab.plan.options import DEVICES, hardware_given, parsed, parser
+from megatron_muon.lab.plan.rows import Name
+from megatron_muon.lab.plan.run import RunPlan, plan_run
+from megatron_muon.lab.routes.model_flags import imported_config_class
 from support.models.model_flags import DEEPSEEK_V3 as DEEPSEEK_V3_WORDS
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
 

@@ -23,18 +23,18 @@ import torch
 import torch.distributed as dist
 
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
-from megatron_muon.bench.step.measure import StepJob, measure
-from megatron_muon.bench.step.rows import rows
-from megatron_muon.cli.model_flags import megatron_is_quiet
 from megatron_muon.config import MuonConfig
-from megatron_muon.dry_run.model import ranks_of
-from megatron_muon.dry_run.stages import planned_stage
+from megatron_muon.lab.bench.step.measure import StepJob, measure
+from megatron_muon.lab.bench.step.rows import rows
+from megatron_muon.lab.dry_run.model import ranks_of
+from megatron_muon.lab.dry_run.stages import planned_stage
+from megatron_muon.lab.pricing.hardware import Hardware
+from megatron_muon.lab.pricing.presets import H100
+from megatron_muon.lab.pricing.step import Optimizer, StepTime, price_step
+from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
-from megatron_muon.pricing.hardware import Hardware
-from megatron_muon.pricing.presets import H100
-from megatron_muon.pricing.step import Optimizer, StepTime, price_step
 from megatron_muon.runtime import collectives
 from support.benching import model_and_ranks
 from support.ranks import run

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from figures.priced_stages import priced_of
 from megatron_muon.config import MuonConfig
+from megatron_muon.lab.pricing import kernels
+from megatron_muon.lab.pricing.presets import hardware_of
 from megatron_muon.orthogonalize import iteration
-from megatron_muon.pricing import kernels
-from megatron_muon.pricing.presets import hardware_of
 from megatron_muon.runtime.patches import replaced
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
 

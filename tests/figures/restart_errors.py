@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import itertools
 
-from megatron_muon.bench.newton_schulz.restarts import _error, _top, _trials, recorded
 from megatron_muon.coefficients import schedule
+from megatron_muon.lab.bench.newton_schulz.restarts import _error, _top, _trials, recorded
 from megatron_muon.orthogonalize.gram import gram_iteration
 
 NAME, STEPS = "simple", 5

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.lab.pricing.hardware import TERA, Hardware
+from megatron_muon.lab.pricing.presets import H100
+from megatron_muon.lab.pricing.step import Optimizer, StepTime, price_step
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.pricing.hardware import TERA, Hardware
-from megatron_muon.pricing.presets import H100
-from megatron_muon.pricing.step import Optimizer, StepTime, price_step
 from megatron_muon.runtime import round as muon_round
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.pieces import Exchange

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.lab.pricing.hardware import MICRO, TERA
+from megatron_muon.lab.pricing.presets import H100
+from megatron_muon.lab.virtual_gpu.device.tensors import CUDA
+from megatron_muon.lab.virtual_gpu.recording import Recording
+from megatron_muon.lab.virtual_gpu.step import record
+from megatron_muon.lab.virtual_gpu.trace import Kernel, StepStart
 from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.pricing.hardware import MICRO, TERA
-from megatron_muon.pricing.presets import H100
 from megatron_muon.runtime import fused
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.tracing import phases
-from megatron_muon.virtual_gpu.device.tensors import CUDA
-from megatron_muon.virtual_gpu.recording import Recording
-from megatron_muon.virtual_gpu.step import record
-from megatron_muon.virtual_gpu.trace import Kernel, StepStart
 from megatron_muon.watching.observer import MatrixObserver
 from megatron_muon.watching.rows import StageRows, Table, muon_rows
 from megatron_muon.watching.sums import StepSums

@@ -10,7 +10,7 @@ from figures.planned_models import PP, TP
 from figures.priced_models import CASES, Case
 from figures.priced_stages import priced_of
 from figures.scale.split_matrices import CASES as LARGE
-from megatron_muon.pricing.presets import H100
+from megatron_muon.lab.pricing.presets import H100
 from support.virtual_gpu.plans import LLAMA_70B, OVERLAP
 
 

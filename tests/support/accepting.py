@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.bench.accept.outcome import Figure, Finding
-from megatron_muon.bench.accept.settings import Settings
+from megatron_muon.lab.accept.outcome import Figure, Finding
+from megatron_muon.lab.accept.settings import Settings
 
 FILE = "ACCEPTING_FILE"  # names a file that a check writes to
 

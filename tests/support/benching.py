@@ -20,7 +20,7 @@ def environment() -> dict[str, str]:
 
 def bench_step(arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command."""
-    command = [sys.executable, "-m", "megatron_muon.cli", "bench", "step", *arguments.split()]
+    command = [sys.executable, "-m", "megatron_muon", "bench", "step", *arguments.split()]
     return subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280
     )
@@ -28,7 +28,7 @@ def bench_step(arguments: str) -> subprocess.CompletedProcess[str]:
 
 def model_and_ranks(arguments: str) -> Namespace:
     """Megatron's flags of ``SMALL``, as the command reads them."""
-    from megatron_muon.bench.step.flags import command_parser, model_flags
+    from megatron_muon.lab.bench.step.flags import command_parser, model_flags
 
     given, rest = command_parser().parse_known_args(f"{SMALL} {arguments}".split())
     return model_flags("bench", given, rest)

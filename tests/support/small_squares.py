@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from megatron_muon.lab.pricing import kernels
 from megatron_muon.orthogonalize import iteration
-from megatron_muon.pricing import kernels
 
 
 @contextmanager

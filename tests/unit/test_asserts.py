@@ -68,7 +68,7 @@ def test_no_condition_on_what_a_user_gives_is_an_assert() -> None:
 
 PARTS = """
 import json, torch
-from megatron_muon.bench.step.meter import StepTimers
+from megatron_muon.lab.bench.step.meter import StepTimers
 watch = StepTimers(torch.device("cpu"))
 insides = []
 def step():

@@ -21,20 +21,32 @@ TIERS = (
     ("config",),
     ("orthogonalize",),
     ("planning",),
-    ("pricing", "files"),
-    ("runtime", "traces", "curves"),
+    ("files",),
+    ("runtime",),
     ("watching",),
     ("mcore", "cpu"),
-    ("", "megatron_lm", "dry_run"),
-    ("virtual_gpu",),
-    ("cli",),
-    ("bench", "__main__", "autoload"),
+    ("", "megatron_lm"),
+    ("lab", "autoload"),
+    ("__main__",),
 )
+# Rooms of ``lab`` by the same rule.
+LAB_TIERS = (
+    ("dispatch", "interrupts", "pricing", "traces", "patch"),
+    ("dry_run",),
+    ("virtual_gpu", "routes", "scales"),
+    ("plan",),
+    ("curves", "doctor", "inspect", "trace", "watch"),
+    ("bench", "certify"),
+    ("accept", "compare"),
+    ("commands",),
+)
+LAB_TIER_OF = {room: tier for tier, rooms in enumerate(LAB_TIERS) for room in rooms}
 TIER_OF = {room: tier for tier, rooms in enumerate(TIERS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Integers only: what decides about matrices and messages, and the time model.
 WITHOUT_TORCH = {"version", "presence", "setting_names", "coefficients", "config", "planning"}
-WITHOUT_TORCH |= {"pricing", "orthogonalize.iteration", "watching.line_format", "traces", "curves"}
+WITHOUT_TORCH |= {"orthogonalize.iteration", "watching.line_format"}
+WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "traces", "curves")}
 # Of a checkpoint's files, those that hold no tensor.
 WITHOUT_TORCH |= {f"files.{name}" for name in ("claim", "digest", "digest_parts", "digest_text")}
 WITHOUT_TORCH |= {f"files.{name}" for name in ("durable", "regular")}
@@ -91,6 +103,50 @@ def test_imports_point_down() -> None:
                 assert TIER_OF[room(module)] < TIER_OF[own], named
 
 
+def test_rooms_of_the_lab_import_down_only() -> None:
+    for path in FILES:
+        tool = lab_room(dotted(path))
+        for module in own_imports(path) if tool else ():
+            other = lab_room(module)
+            if other and other != tool:
+                assert LAB_TIER_OF[other] < LAB_TIER_OF[tool], f"{path} imports {module}"
+
+
+def lab_room(module: str) -> str:
+    """``plan`` for ``lab.plan.command``; "" outside of the lab and for the lab itself."""
+    return module.split(".")[1] if module.startswith("lab.") else ""
+
+
+def named_modules(path: Path) -> set[str]:
+    """Modules of this package that a file imports or names in a string, a template's start too."""
+    strings = {
+        node.value.removeprefix("megatron_muon.")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.startswith("megatron_muon.")
+    }
+    return own_imports(path) | strings
+
+
+def test_nothing_outside_the_lab_names_a_module_of_the_lab() -> None:
+    """But for the command, which imports it where no script is run."""
+    outside = [path for path in FILES if room(dotted(path)) not in ("lab", "__main__")]
+    naming = {str(path) for path in outside if any(map(in_lab, named_modules(path)))}
+    assert naming == set()
+    command = ast.parse((PACKAGE / "__main__.py").read_text())
+    at_import = {
+        node.module
+        for node in command.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_muon")
+    }
+    assert at_import == set()
+
+
+def in_lab(module: str) -> bool:
+    return room(module) == "lab"
+
+
 def test_no_modules_import_each_other() -> None:
     graph = {module: own_imports(path) - {module} for module, path in MODULES.items()}
     assert list(circles(graph)) == []
@@ -124,15 +180,16 @@ def test_each_room_imports_only_what_it_is_for() -> None:
             if root == "megatron":
                 assert tier >= TIER_OF["mcore"], f"{path} imports {name}"
             if root == "torch":
-                assert not {module, room(module)} & WITHOUT_TORCH, f"{path} imports {name}"
+                own = {module, room(module), ".".join(module.split(".")[:2])}
+                assert not own & WITHOUT_TORCH, f"{path} imports {name}"
             if name.startswith("torch.distributed"):
                 assert tier >= TIER_OF["runtime"], f"{path} imports {name}"
             if root == "triton":
                 kernels = ("runtime.fused_kernels", "orthogonalize.normalization_kernels")
                 assert module in kernels, f"{path} imports {name}"
             if root == "matplotlib":
-                drawing = {f"cli.{one}.figure" for one in ("trace", "curves")}
-                drawing |= {"cli.plan.charts", "cli.watch.picture", "bench.compare.report.figure"}
+                drawing = {f"lab.{one}.figure" for one in ("trace", "curves")}
+                drawing |= {"lab.plan.charts", "lab.watch.picture", "lab.compare.report.figure"}
                 assert module in drawing, f"{path} imports {name}"
 
 
@@ -187,6 +244,6 @@ def test_the_cpu_runtime_is_there_without_another_import() -> None:
 
 
 def test_plans_are_made_without_torch() -> None:
-    modules = ("planning.plan", "planning.describe", "pricing.step", "pricing.upstream")
+    modules = ("planning.plan", "planning.describe", "lab.pricing.step", "lab.pricing.upstream")
     statement = "import " + ", ".join(f"megatron_muon.{module}" for module in modules)
     assert "torch" not in _loaded_after(statement)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.bench.accept.table import CHECKS
-from megatron_muon.bench.step.meter import launched
+from megatron_muon.lab.accept.table import CHECKS
+from megatron_muon.lab.bench.step.meter import launched
 from support.benching import environment
 
 pytestmark = pytest.mark.timeout(900)
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(900)
 
 def accepted(folder: Path, device: str) -> tuple[dict[str, Any], str]:
     """A call of the command over every check: outcomes by check, and the report."""
-    command = [sys.executable, "-m", "megatron_muon.cli", "accept", "--folder", str(folder)]
+    command = [sys.executable, "-m", "megatron_muon", "accept", "--folder", str(folder)]
     ended = subprocess.run(
         [*command, "--device", device, "--json", str(folder / "copy.json")],
         capture_output=True,

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.bench.accept.checks import bits, cost, predicted, speeds
-from megatron_muon.bench.accept.checks.model import flags_of, row_of
-from megatron_muon.bench.accept.outcome import Figure, Finding, Outcome, as_json, from_json
-from megatron_muon.bench.accept.report import as_markdown, corrections, wrong
-from megatron_muon.bench.accept.settings import Settings
-from megatron_muon.bench.step.measure import Measured
-from megatron_muon.bench.step.meter import Counted, Times
-from megatron_muon.pricing.hardware import Hardware
-from megatron_muon.pricing.presets import H100, hardware_of
-from megatron_muon.virtual_gpu.step import virtual_gpu
+from megatron_muon.lab.accept.checks import bits, cost, predicted, speeds
+from megatron_muon.lab.accept.checks.model import flags_of, row_of
+from megatron_muon.lab.accept.outcome import Figure, Finding, Outcome, as_json, from_json
+from megatron_muon.lab.accept.report import as_markdown, corrections, wrong
+from megatron_muon.lab.accept.settings import Settings
+from megatron_muon.lab.bench.step.measure import Measured
+from megatron_muon.lab.bench.step.meter import Counted, Times
+from megatron_muon.lab.pricing.hardware import Hardware
+from megatron_muon.lab.pricing.presets import H100, hardware_of
+from megatron_muon.lab.virtual_gpu.step import virtual_gpu
 
 VIRTUAL = Settings("virtual", 2)
 

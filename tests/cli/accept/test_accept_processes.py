@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.bench.accept import command
-from megatron_muon.bench.accept.table import Check
-from megatron_muon.cli import main
+from megatron_muon.lab.accept import command
+from megatron_muon.lab.accept.table import Check
+from megatron_muon.lab.commands import main
 from support.accepting import FILE
 from support.benching import environment
 
@@ -166,9 +166,9 @@ def test_another_device_or_version_or_a_broken_file_starts_anew_and_says_why(
 
 
 _COMMAND = """
-from megatron_muon.bench.accept import command
-from megatron_muon.bench.accept.table import Check
-from megatron_muon.cli import main
+from megatron_muon.lab.accept import command
+from megatron_muon.lab.accept.table import Check
+from megatron_muon.lab.commands import main
 names = ("fine", "kills_the_command", "other")
 command.CHECKS = [Check(name, "?", f"support.accepting:{name}", 60.0) for name in names]
 raise SystemExit(main(["accept", "--device", "cpu", "--folder", FOLDER]))

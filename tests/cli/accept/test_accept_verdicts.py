@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_muon.bench.accept.apart import Ended
-from megatron_muon.bench.accept.checks import bits, checkpoint, newton_schulz, sanitizer, training
-from megatron_muon.bench.accept.checks import step as step_check
 from megatron_muon.config import MuonConfig
+from megatron_muon.lab.accept.apart import Ended
+from megatron_muon.lab.accept.checks import bits, checkpoint, newton_schulz, sanitizer, training
+from megatron_muon.lab.accept.checks import step as step_check
 
 CPU = torch.device("cpu")
 FP32 = MuonConfig(ns_dtype="fp32", ns_iteration="standard")

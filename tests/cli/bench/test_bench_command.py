@@ -13,12 +13,12 @@ import pytest
 
 import megatron_muon
 from megatron_muon import MuonConfig
-from megatron_muon.bench.step.flags import ROWS
-from megatron_muon.bench.step.measure import Measured
-from megatron_muon.bench.step.meter import Times
-from megatron_muon.bench.step.rows import Gathers
-from megatron_muon.cli import main
-from megatron_muon.traces.rank_trace import read
+from megatron_muon.lab.bench.step.flags import ROWS
+from megatron_muon.lab.bench.step.measure import Measured
+from megatron_muon.lab.bench.step.meter import Times
+from megatron_muon.lab.bench.step.rows import Gathers
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.traces.rank_trace import read
 from support.benching import OURS, SMALL, bench_step, model_and_ranks
 from support.installed import NAME
 
@@ -155,7 +155,7 @@ def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, argument
         times = [Times(2.0, {"params-all-gather": 1.0, "rest": 1.0}, 0.0)]
         return [[Measured(times, weights=weights.get(row.name, 7)) for row in task.argument.rows]]
 
-    monkeypatch.setattr("megatron_muon.bench.ranks.run_ranks", run_ranks)
+    monkeypatch.setattr("megatron_muon.lab.bench.ranks.run_ranks", run_ranks)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     names = " ".join(["adamw", *OURS, "muon-contiguous-auto", "muon-bucketed-auto"])
     command = f"bench step {SMALL} --tp 1 --dp 1 --rounds 1 --rows {names}"
@@ -260,7 +260,7 @@ def test_a_chart_in_no_format_is_refused_before_any_work(
 
 def test_contiguous_rows_are_laid_out_as_a_run_has_them() -> None:
     """In order from core 0.18 on, and only they."""
-    from megatron_muon.bench.step.rows import rows
+    from megatron_muon.lab.bench.step.rows import rows
     from support.installed import VERSION
 
     names = ["adamw", *OURS, "muon-contiguous-auto", "muon-bucketed-auto"]
@@ -276,7 +276,7 @@ def test_contiguous_rows_are_laid_out_as_a_run_has_them() -> None:
 
 
 def test_a_variant_asked_for_twice_is_one_row() -> None:
-    from megatron_muon.bench.step.rows import rows
+    from megatron_muon.lab.bench.step.rows import rows
 
     gathers: list[Gathers] = ["early", "late", "early"]
     chosen = rows(MuonConfig(), ["adamw"], ["none", "none"], "duplicated", gathers)
@@ -287,14 +287,14 @@ def test_a_variant_asked_for_twice_is_one_row() -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_made_only_where_it_is_asked_for(name: str) -> None:
-    from megatron_muon.bench.step.rows import rows
+    from megatron_muon.lab.bench.step.rows import rows
 
     assert [row.name for row in rows(MuonConfig(), [name], [], "duplicated")] == [name]
 
 
 def test_all_rows_are_the_default_and_those_on_auto_come_last() -> None:
-    from megatron_muon.bench.step.flags import command_parser
-    from megatron_muon.bench.step.rows import rows
+    from megatron_muon.lab.bench.step.flags import command_parser
+    from megatron_muon.lab.bench.step.rows import rows
 
     names = list(command_parser().parse_args([]).rows)
     made = [row.name for row in rows(MuonConfig(), names, ["none"], "duplicated")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_muon.bench.step.meter import StepTimers, count, peak_bytes
+from megatron_muon.lab.bench.step.meter import StepTimers, count, peak_bytes
 from support.ranks import run
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.bench.newton_schulz import command, peers
-from megatron_muon.bench.newton_schulz.ceiling import ceiling_on
-from megatron_muon.bench.newton_schulz.restarts import find_restarts, why_unstable
-from megatron_muon.cli import main
 from megatron_muon.coefficients import SETS, NsDtype, Restarts
+from megatron_muon.lab.bench.newton_schulz import command, peers
+from megatron_muon.lab.bench.newton_schulz.ceiling import ceiling_on
+from megatron_muon.lab.bench.newton_schulz.restarts import find_restarts, why_unstable
+from megatron_muon.lab.commands import main
 from megatron_muon.orthogonalize.iteration import held_dtype
 from megatron_muon.orthogonalize.matmul import plan_device, products_on
 

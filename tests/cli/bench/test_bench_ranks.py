@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from megatron_muon.cli import main
+from megatron_muon.lab.commands import main
 from support.benching import environment
 
 
@@ -36,7 +36,7 @@ def test_ranks_do_not_share_gpus(
 
 def test_ranks_end_when_the_command_is_killed() -> None:
     code = (
-        "import time; from megatron_muon.bench.ranks import Task, run_ranks\n"
+        "import time; from megatron_muon.lab.bench.ranks import Task, run_ranks\n"
         "run_ranks(Task(run=time.sleep, argument=100, world=2, gpus=False, threads=1, seconds=99))"
     )
     with subprocess.Popen([sys.executable, "-c", code], env=environment()) as command:
@@ -52,7 +52,7 @@ def test_ranks_end_when_the_command_is_killed() -> None:
 
 def test_an_error_of_a_rank_is_the_commands() -> None:
     code = (
-        "from megatron_muon.bench.ranks import Task, run_ranks\n"
+        "from megatron_muon.lab.bench.ranks import Task, run_ranks\n"
         "run_ranks(Task(run=int, argument='x', world=2, gpus=False, threads=1, seconds=60))"
     )
     done = subprocess.run(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_muon.cli import main
+from megatron_muon.lab.commands import main
 from support import ROOT
 from support.megatron_lm.flag_parsers import config_of
 
@@ -16,7 +16,7 @@ from support.megatron_lm.flag_parsers import config_of
 def test_bench_speeds_prints_both_as_flags_of_a_run() -> None:
     line = "bench speeds --ranks 2 --threads 1 --rounds 2 --mib 1 --shape 64x128"
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_muon.cli", *line.split()],
+        [sys.executable, "-m", "megatron_muon", *line.split()],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         capture_output=True,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron_muon import MuonConfig
-from megatron_muon.bench.step.build import build
-from megatron_muon.bench.step.measure import Measured, StepJob, checksums_agree, measure
-from megatron_muon.bench.step.meter import StepTimers
-from megatron_muon.bench.step.rows import rows
+from megatron_muon.lab.bench.step.build import build
+from megatron_muon.lab.bench.step.measure import Measured, StepJob, checksums_agree, measure
+from megatron_muon.lab.bench.step.meter import StepTimers
+from megatron_muon.lab.bench.step.rows import rows
 from support.benching import OURS, model_and_ranks
 from support.installed import VERSION
 from support.ranks import run

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_muon.bench.step.measure import Measured
-from megatron_muon.bench.step.meter import Counted, Times
-from megatron_muon.bench.step.table import Line, as_json, as_text, kernel_text, notes
+from megatron_muon.lab.bench.step.measure import Measured
+from megatron_muon.lab.bench.step.meter import Counted, Times
+from megatron_muon.lab.bench.step.table import Line, as_json, as_text, kernel_text, notes
 
 
 def _line(name: str, *steps: float, gather: float = 0.0) -> Line:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_muon import MuonConfig
-from megatron_muon.bench.step.measure import Measured, StepJob, measure
-from megatron_muon.bench.step.upstream import why_no_upstream
+from megatron_muon.lab.bench.step.measure import Measured, StepJob, measure
+from megatron_muon.lab.bench.step.upstream import why_no_upstream
 from support.benching import model_and_ranks
 from support.installed import VERSION
 from support.ranks import run
@@ -23,7 +23,7 @@ def importable() -> None:
 
 
 def _measured(arguments: str) -> dict[str, Measured]:
-    from megatron_muon.bench.step.rows import rows
+    from megatron_muon.lab.bench.step.rows import rows
 
     chosen = rows(MuonConfig(), ["upstream-layerwise", "muon-contiguous"], [], "duplicated")
     measured = measure(StepJob(model_and_ranks(arguments), tuple(chosen), 1))
@@ -45,10 +45,10 @@ def test_megatrons_own_muon_orthogonalizes_on_every_tp_rank() -> None:
 
 def _directions(name: str) -> dict[str, torch.Tensor]:
     """On one rank, by parameter: what a first step makes of Muon's main parameters."""
-    from megatron_muon.bench.step import measure
-    from megatron_muon.bench.step.build import build
-    from megatron_muon.bench.step.meter import StepTimers
-    from megatron_muon.bench.step.rows import rows
+    from megatron_muon.lab.bench.step import measure
+    from megatron_muon.lab.bench.step.build import build
+    from megatron_muon.lab.bench.step.meter import StepTimers
+    from megatron_muon.lab.bench.step.rows import rows
 
     (row, *_) = rows(MuonConfig(), [name], [], "duplicated")
     flags = model_and_ranks("--tp 1 --dp 1")

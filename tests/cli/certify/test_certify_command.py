@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.cli import main
+from megatron_muon.lab.commands import main
 from support import ROOT
 from support.models.model_flags import DEEPSEEK_V3, TINY
 from support.virtual_gpu.runs import Run
@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "certify.md"
 
 
 def certified(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_muon.cli", "certify", *words]
+    command = [sys.executable, "-m", "megatron_muon", "certify", *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_muon.cli.certify.certificate import Certificate, Claim, certify
-from megatron_muon.cli.certify.kinds import stage_kinds
-from megatron_muon.cli.model_flags import Settled
+from megatron_muon.lab.certify.certificate import Certificate, Claim, certify
+from megatron_muon.lab.certify.kinds import stage_kinds
+from megatron_muon.lab.routes.model_flags import Settled
+from megatron_muon.lab.virtual_gpu.megatron import OptimizerSettings
 from megatron_muon.mcore import build
 from megatron_muon.runtime.optimizer import DistributedMuon
-from megatron_muon.virtual_gpu.megatron import OptimizerSettings
 from support.virtual_gpu.mutants import early_free, early_read
 from support.virtual_gpu.plans import settled_flags
 from support.virtual_gpu.runs import Run

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_muon.bench.compare.advantage import (
+from megatron_muon.lab.compare.advantage import (
     Advantage,
     Change,
     Timed,
@@ -16,11 +16,11 @@ from megatron_muon.bench.compare.advantage import (
     measured,
     modelled,
 )
-from megatron_muon.bench.compare.compared import Compared, OverLinks
-from megatron_muon.bench.compare.figures import Figures
-from megatron_muon.bench.compare.predicted import Predicted
-from megatron_muon.bench.compare.report import slow_links
-from megatron_muon.bench.compare.topology import Topology
+from megatron_muon.lab.compare.compared import Compared, OverLinks
+from megatron_muon.lab.compare.figures import Figures
+from megatron_muon.lab.compare.predicted import Predicted
+from megatron_muon.lab.compare.report import slow_links
+from megatron_muon.lab.compare.topology import Topology
 
 ADAMW = Figures("adamw", 100.0, 10.0, 6_000_000, 0, 0, 12, 1, 2_000_000, (5.0, 4.0))
 MUON = Figures("muon", 110.0, 20.0, 6_000_000, 3_000_000, 3_000_000, 8, 1, 3_000_000, (5.0, 3.0))

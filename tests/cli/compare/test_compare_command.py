@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_muon.bench.compare.figures import bound, figures
-from megatron_muon.bench.compare.store import read, write
-from megatron_muon.bench.compare.topology import Topology, parsed
-from megatron_muon.bench.compare.training import Trained
-from megatron_muon.cli import main
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.compare.figures import bound, figures
+from megatron_muon.lab.compare.store import read, write
+from megatron_muon.lab.compare.topology import Topology, parsed
+from megatron_muon.lab.compare.training import Trained
 from support import ROOT
 from support.ranks import run
 
@@ -133,7 +133,7 @@ def test_under_a_launcher_its_ranks_train(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, "-m", "megatron_muon.cli", *words],
+        [*command, "-m", "megatron_muon", *words],
         env=environment,
         capture_output=True,
         text=True,

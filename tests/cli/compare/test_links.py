@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_muon.bench.compare import links
-from megatron_muon.bench.ranks import RankError, Task, run_ranks
-from megatron_muon.cli import main
+from megatron_muon.lab.bench.ranks import RankError, Task, run_ranks
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.compare import links
 from support import ROOT
 
 WHY_NOT = links.why_not()
@@ -150,7 +150,7 @@ def test_nothing_is_left_after_a_command_that_is_ended(
     ending: signal.Signals, tmp_path: Path
 ) -> None:
     """Neither Ctrl-C nor a kill, which no handler sees, leaves a namespace behind."""
-    words = [sys.executable, "-m", "megatron_muon.cli", *SMALL, "--link-mbits", "50"]
+    words = [sys.executable, "-m", "megatron_muon", *SMALL, "--link-mbits", "50"]
     words += ["--steps", "100000", "--folder", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     command = subprocess.Popen(
@@ -212,7 +212,7 @@ import ctypes, os, sys
 libc = ctypes.CDLL(None)
 for capability in (12, 21):  # CAP_NET_ADMIN, CAP_SYS_ADMIN, out of the bounding set of what follows
     libc.prctl(24, capability, 0, 0, 0)
-os.execv(sys.executable, [sys.executable, "-m", "megatron_muon.cli", *sys.argv[1:]])
+os.execv(sys.executable, [sys.executable, "-m", "megatron_muon", *sys.argv[1:]])
 """
 NO_RIGHTS = (
     "unshare of a network namespace: Operation not permitted (it takes root, or the "

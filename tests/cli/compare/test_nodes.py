@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.bench.compare.nodes import fitting, require_nodes, without
-from megatron_muon.cli import main
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.compare.nodes import fitting, require_nodes, without
 from support import ROOT
 
 SMALL = "--steps 3 --hidden 64 --heads 4 --layers 2 --vocab 256 --seq 32 --global-batch-size 8"
@@ -39,7 +39,7 @@ def test_the_commands_are_printed_and_nothing_runs(
     assert said.startswith("--nodes 4 takes a launcher") and "4 ranks a node (for tp4-dp4)" in said
     assert torchrun == (
         "  torchrun --nnodes 4 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint "
-        "FIRST_NODE:29400 -m megatron_muon.cli compare --nodes 4 "
+        "FIRST_NODE:29400 -m megatron_muon compare --nodes 4 "
         f"--folder {tmp_path}/report --topologies tp4-dp4 --hidden 128"
     )
     assert sbatch == (

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.bench.compare.command import command_parser
-from megatron_muon.bench.compare.compared import Compared
-from megatron_muon.bench.compare.figures import Figures, figures
-from megatron_muon.bench.compare.jobs import jobs_over
-from megatron_muon.bench.compare.predicted import Predicted, TrainingRun, predicted
-from megatron_muon.bench.compare.report.page import as_markdown
-from megatron_muon.bench.compare.topology import parsed
-from megatron_muon.bench.compare.training import Job, train
-from megatron_muon.bench.ranks import Task, run_ranks
-from megatron_muon.cli.model_flags import megatron_is_quiet
+from megatron_muon.lab.bench.ranks import Task, run_ranks
+from megatron_muon.lab.compare.command import command_parser
+from megatron_muon.lab.compare.compared import Compared
+from megatron_muon.lab.compare.figures import Figures, figures
+from megatron_muon.lab.compare.jobs import jobs_over
+from megatron_muon.lab.compare.predicted import Predicted, TrainingRun, predicted
+from megatron_muon.lab.compare.report.page import as_markdown
+from megatron_muon.lab.compare.topology import parsed
+from megatron_muon.lab.compare.training import Job, train
+from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.orthogonalize.matmul import multiplies_bf16
 

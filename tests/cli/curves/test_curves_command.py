@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.cli import main
+from megatron_muon.lab.commands import main
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.cli import main
-from megatron_muon.cli.inspect.tensors import canonical
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.inspect.tensors import canonical
 from support.checkpoints.inspecting import CASE, DEFAULT, EVERY, NAME, faults, inspect, saved, seal
 from support.models.gpt import Topology, muon_weights
 from support.models.model_flags import flags_of
@@ -99,7 +99,7 @@ def _put_args(folder: Path, format: str, flags: list[str]) -> None:
 
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_muon.dry_run.flags import add_megatron_flags
+    from megatron_muon.lab.dry_run.flags import add_megatron_flags
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--world-size", type=int)
@@ -229,7 +229,7 @@ def test_as_a_program_by_itself(format: str, tmp_path: Path) -> None:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "megatron_muon.cli", "checkpoint", "inspect", str(tmp_path)]
+    command = [sys.executable, "-m", "megatron_muon", "checkpoint", "inspect", str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "" and "\ncomplete" in done.stdout

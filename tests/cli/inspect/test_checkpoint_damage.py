@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.cli import main
 from megatron_muon.files import digest
+from megatron_muon.lab.commands import main
 from support.checkpoints.damaging import TRACKER, statuses
 from support.checkpoints.inspecting import CASE, EVERY, faults, inspect
 from support.checkpoints.roots import make_roots
@@ -225,7 +225,7 @@ def test_the_current_folder_by_its_name(
 def test_a_fault_of_its_own_has_a_status_of_its_own(
     roots: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_muon.cli.inspect import command
+    from megatron_muon.lab.inspect import command
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise TypeError("a mistake\nof ours")
@@ -280,7 +280,7 @@ def test_an_encoding_that_lacks_letters(
 def test_arguments_that_no_model_has_are_a_note(
     change: dict[str, Any], roots: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_muon.dry_run.versions import has_flag
+    from megatron_muon.lab.dry_run.versions import has_flag
 
     (name,) = [name for name in change if name != "num_layers" or len(change) == 1]
     if not has_flag(f"--{name.replace('_', '-')}"):

@@ -14,12 +14,16 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.cli import main
-from megatron_muon.cli.model_flags import imported_config_class, megatron_is_quiet, muon_settings
-from megatron_muon.cli.plan.options import parsed, parser
-from megatron_muon.cli.plan.rows import NAMES, TITLES
-from megatron_muon.cli.plan.run import RunPlan, plan_run
-from megatron_muon.pricing.presets import H100, PRESETS
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.plan.options import parsed, parser
+from megatron_muon.lab.plan.rows import NAMES, TITLES
+from megatron_muon.lab.plan.run import RunPlan, plan_run
+from megatron_muon.lab.pricing.presets import H100, PRESETS
+from megatron_muon.lab.routes.model_flags import (
+    imported_config_class,
+    megatron_is_quiet,
+    muon_settings,
+)
 from support.benching import environment
 from support.models.model_flags import LLAMA_3_8B
 from support.models.model_flags import TINY as TINY_WORDS
@@ -101,7 +105,7 @@ def test_512_ranks_are_planned_in_seconds() -> None:
 @pytest.mark.slow
 def test_16384_ranks_take_less_than_30_seconds_and_4_gb_of_one_core() -> None:
     words = f"{' '.join(LLAMA_3_8B)} {OVERLAP} {TP} 8 --world-size 16384"
-    program = [sys.executable, "-m", "megatron_muon.cli", "plan", *words.split()]
+    program = [sys.executable, "-m", "megatron_muon", "plan", *words.split()]
     ended = subprocess.run(program, env=environment(), stdout=subprocess.PIPE, check=True)
     assert b"16384 rank(s)" in ended.stdout.replace(b",", b"")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -111,8 +115,8 @@ def test_16384_ranks_take_less_than_30_seconds_and_4_gb_of_one_core() -> None:
 
 def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
     """Twelve ranks each: the second stage's begin in the middle of a node of eight."""
-    from megatron_muon.dry_run.kinds import stage_makeup
-    from megatron_muon.dry_run.model import ranks_of
+    from megatron_muon.lab.dry_run.kinds import stage_makeup
+    from megatron_muon.lab.dry_run.model import ranks_of
 
     stages = "--num-layers 4 --pipeline-model-parallel-size 4"
     flags = given(f"{TINY} {stages} --world-size 48 --muon-node-ranks 8")
@@ -131,10 +135,10 @@ def test_the_size_of_a_node_is_that_of_the_plans_too() -> None:
 
 
 def test_elements_of_adamw_are_those_that_muon_does_not_own() -> None:
-    from megatron_muon.dry_run.kinds import rest_of
-    from megatron_muon.dry_run.model import ranks_of
-    from megatron_muon.dry_run.stages import planned_stage
-    from megatron_muon.pricing.work import held_elements
+    from megatron_muon.lab.dry_run.kinds import rest_of
+    from megatron_muon.lab.dry_run.model import ranks_of
+    from megatron_muon.lab.dry_run.stages import planned_stage
+    from megatron_muon.lab.pricing.work import held_elements
 
     flags = given(f"{TINY} --world-size 4 {TP} 2")
     with megatron_is_quiet():

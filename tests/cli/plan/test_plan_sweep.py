@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.cli import main
-from megatron_muon.cli.model_flags import imported_config_class
-from megatron_muon.cli.plan import explain
-from megatron_muon.cli.plan.homes import homes_of
-from megatron_muon.cli.plan.options import DEVICES, parsed, parser
-from megatron_muon.cli.plan.run import plan_run
 from megatron_muon.config import MuonConfig
-from megatron_muon.pricing.presets import H100
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.plan import explain
+from megatron_muon.lab.plan.homes import homes_of
+from megatron_muon.lab.plan.options import DEVICES, parsed, parser
+from megatron_muon.lab.plan.run import plan_run
+from megatron_muon.lab.pricing.presets import H100
+from megatron_muon.lab.routes.model_flags import imported_config_class
 from support.models.model_flags import TINY as TINY_WORDS
 from support.virtual_gpu.plans import small_plan
 
@@ -72,7 +72,7 @@ def test_a_momentum_in_16_bits_is_half_the_memory_and_less_to_read(tmp_path: Pat
 
 def test_flags_are_parsed_before_megatron_is_imported() -> None:
     """Where there is no GPU, the runtime for CPUs must come first."""
-    code = "import sys, megatron_muon.cli.plan.options; print('megatron.core' in sys.modules)"
+    code = "import sys, megatron_muon.lab.plan.options; print('megatron.core' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     )

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_muon.cli.certify.kinds import Chosen
-from megatron_muon.cli.certify.ranks import report_of
-from megatron_muon.cli.model_flags import imported_config_class, megatron_is_quiet, settled
-from megatron_muon.cli.plan.options import parsed, parser
-from megatron_muon.dry_run.kinds import buffers_of, optimizer_of, planned_kinds
-from megatron_muon.pricing.memory import at_rest, peaks
-from megatron_muon.pricing.traffic import exchanges_of, traffic_of
-from megatron_muon.pricing.work import held_elements
-from megatron_muon.virtual_gpu.megatron import OptimizerSettings, record_training
+from megatron_muon.lab.certify.kinds import Chosen
+from megatron_muon.lab.certify.ranks import report_of
+from megatron_muon.lab.dry_run.kinds import buffers_of, optimizer_of, planned_kinds
+from megatron_muon.lab.plan.options import parsed, parser
+from megatron_muon.lab.pricing.memory import at_rest, peaks
+from megatron_muon.lab.pricing.traffic import exchanges_of, traffic_of
+from megatron_muon.lab.pricing.work import held_elements
+from megatron_muon.lab.routes.model_flags import imported_config_class, megatron_is_quiet, settled
+from megatron_muon.lab.virtual_gpu.megatron import OptimizerSettings, record_training
 
 LAYERS = (
     "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --swiglu "

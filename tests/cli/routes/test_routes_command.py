@@ -16,7 +16,7 @@ from typing import Any
 import megatron.core
 import pytest
 
-from megatron_muon.cli import COMMANDS, main
+from megatron_muon.lab.commands import COMMANDS, main
 from support import ROOT
 from support.installed import NAME, VERSION, lacks
 from support.models.gpt import Case, Topology, distributed_optimizers, start
@@ -156,7 +156,7 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(tmp_path:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "CUDA_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": with_core(CORE)}
-    command = [sys.executable, "-m", "megatron_muon.cli", "routes", "--json", *DEEPSEEK_V3]
+    command = [sys.executable, "-m", "megatron_muon", "routes", "--json", *DEEPSEEK_V3]
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=tmp_path)
         _, status, usage = os.wait4(process.pid, 0)
@@ -320,4 +320,4 @@ def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_program_is_installed_under_its_name() -> None:
-    assert '"megatron-muon = megatron_muon.cli:main"' in (ROOT / "setup.py").read_text()
+    assert '"megatron-muon = megatron_muon.__main__:main"' in (ROOT / "setup.py").read_text()

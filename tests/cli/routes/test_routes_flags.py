@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.cli import main
-from megatron_muon.dry_run.versions import RANGES, has_flag
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.dry_run.versions import RANGES, has_flag
 from megatron_muon.megatron_lm.launch import version_of
 from support import ROOT
 from support.installed import NAME, VERSION
@@ -98,7 +98,7 @@ import argparse, json, megatron_muon
 megatron_muon.cpu.enable()
 from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
-from megatron_muon.dry_run.flags import add_megatron_flags
+from megatron_muon.lab.dry_run.flags import add_megatron_flags
 
 ours, theirs = (argparse.ArgumentParser(allow_abbrev=False) for _ in range(2))
 add_megatron_flags(ours, TransformerConfig)
@@ -206,14 +206,14 @@ def test_a_checkout_is_taken_as_doctor_takes_it() -> None:
     assert f"({CHECKOUT.resolve() / 'megatron' / 'core'})" in done.stdout.split("\n")[0]
 
 
-MAIN = "import sys; from megatron_muon.cli import main; sys.exit(main(sys.argv[1:]))"
+MAIN = "import sys; from megatron_muon.lab.commands import main; sys.exit(main(sys.argv[1:]))"
 UNREAD = """
 import argparse, json, megatron_muon
 megatron_muon.cpu.enable()
 from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
-from megatron_muon.dry_run.not_built import why_another_model
-from megatron_muon.cli.routes import _parser
+from megatron_muon.lab.dry_run.not_built import why_another_model
+from megatron_muon.lab.routes.command import _parser
 
 theirs = argparse.ArgumentParser(allow_abbrev=False)
 add_megatron_arguments(theirs)

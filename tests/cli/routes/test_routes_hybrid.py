@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.cli import main
-from megatron_muon.dry_run.not_built import why_another_model
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.dry_run.not_built import why_another_model
 from support.installed import VERSION
 from support.models.hybrid_model import GROUPS, HEAD, HIDDEN, STATE, VOCAB, planned_by_ranks
 from support.models.model_flags import TINY
@@ -56,7 +56,7 @@ def test_a_hybrid_model_needs_no_einops(capsys: pytest.CaptureFixture[str]) -> N
     argv = [*MAMBA, PATTERN, "M*-M"]
     code = (
         "import sys; sys.modules['einops'] = None\n"
-        "from megatron_muon.cli import main\n"
+        "from megatron_muon.lab.commands import main\n"
         f"sys.exit(main(['routes', '--json', *{argv!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)

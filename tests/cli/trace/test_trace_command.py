@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.cli import main
-from megatron_muon.traces.clocks import Clock, Stamps, clocks
-from megatron_muon.traces.lanes import lanes
-from megatron_muon.traces.merge import merge
-from megatron_muon.traces.rank_trace import read
-from megatron_muon.traces.stream import TraceError, TraceFile
+from megatron_muon.lab.commands import main
+from megatron_muon.lab.traces.clocks import Clock, Stamps, clocks
+from megatron_muon.lab.traces.lanes import lanes
+from megatron_muon.lab.traces.merge import merge
+from megatron_muon.lab.traces.rank_trace import read
+from megatron_muon.lab.traces.stream import TraceError, TraceFile
 from support.traces import PAIR, event, mark, write
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.cli.watch import history as history_module
-from megatron_muon.cli.watch.history import MOST_LINE, History, read
+from megatron_muon.lab.watch import history as history_module
+from megatron_muon.lab.watch.history import MOST_LINE, History, read
 
 ROW = "decoder.layers.0.mlp.linear_fc1"
 COLUMN = ("muon", ROW, "update_rms")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.cli.watch.history import History
-from megatron_muon.cli.watch.rules import warnings
+from megatron_muon.lab.watch.history import History
+from megatron_muon.lab.watch.rules import warnings
 from support import ROOT
 
 ROW, LAYER = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.cli.watch.command import main
+from megatron_muon.lab.watch.command import main
 from support import ROOT
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -117,7 +117,7 @@ def test_the_picture_has_every_number(file: Path, tmp_path: Path) -> None:
 
 
 def _follow(file: Path, stderr: int | None = None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megatron_muon.cli", "watch", str(file), "--follow"]
+    command = [sys.executable, "-m", "megatron_muon", "watch", str(file), "--follow"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [*command, "--seconds", "0.02"],

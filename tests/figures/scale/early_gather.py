@@ -23,12 +23,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from figures.priced_models import CASES
-from megatron_muon.cli.model_flags import imported_config_class
-from megatron_muon.cli.plan.first_gather import FirstGather
-from megatron_muon.cli.plan.options import parser
-from megatron_muon.cli.plan.run import plan_run
-from megatron_muon.pricing.hardware import Hardware
-from megatron_muon.pricing.presets import hardware_of
+from megatron_muon.lab.plan.first_gather import FirstGather
+from megatron_muon.lab.plan.options import parser
+from megatron_muon.lab.plan.run import plan_run
+from megatron_muon.lab.pricing.hardware import Hardware
+from megatron_muon.lab.pricing.presets import hardware_of
+from megatron_muon.lab.routes.model_flags import imported_config_class
 from support.virtual_gpu.plans import OVERLAP
 
 

@@ -34,12 +34,12 @@ from collections.abc import Callable, Sequence
 
 from figures.priced_models import CASES
 from figures.priced_stages import priced_of
+from megatron_muon.lab.pricing.hardware import Hardware
+from megatron_muon.lab.pricing.presets import hardware_of
+from megatron_muon.lab.pricing.step import StepTime
 from megatron_muon.planning.rounds import cut as rounds
 from megatron_muon.planning.rounds import stage as rounds_of_stage
 from megatron_muon.planning.rounds.cut import Loads
-from megatron_muon.pricing.hardware import Hardware
-from megatron_muon.pricing.presets import hardware_of
-from megatron_muon.pricing.step import StepTime
 from megatron_muon.runtime.patches import replaced
 from support.virtual_gpu.plans import OVERLAP
 

@@ -21,12 +21,12 @@ import warnings
 from figures.priced_models import CASES as MODELS
 from figures.priced_stages import PricedStage, priced_of
 from figures.scale.split_matrices import CASES as LARGE
-from megatron_muon.cli.model_flags import imported_config_class, megatron_is_quiet, settled
-from megatron_muon.cli.plan.options import parser as plan_parser
-from megatron_muon.dry_run.stages import planned_on
+from megatron_muon.lab.dry_run.stages import planned_on
+from megatron_muon.lab.plan.options import parser as plan_parser
+from megatron_muon.lab.pricing.presets import hardware_of
+from megatron_muon.lab.pricing.traffic import exchanges_of, traffic_of
+from megatron_muon.lab.routes.model_flags import imported_config_class, megatron_is_quiet, settled
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.pricing.presets import hardware_of
-from megatron_muon.pricing.traffic import exchanges_of, traffic_of
 from support.virtual_gpu.plans import OVERLAP
 
 ASKED = ("off", "2", "4", "8", "auto")

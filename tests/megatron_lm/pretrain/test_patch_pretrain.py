@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_pretrain_cpu import of_a_gpu
 
-from megatron_muon.cli import patch_tree
+from megatron_muon.lab.patch import tree as patch_tree
 from support import PYTHON311, ROOT
 from support.megatron_lm.scripts import (
     CHECKOUT,

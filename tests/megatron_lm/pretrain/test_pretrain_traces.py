@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.traces.merge import merge
-from megatron_muon.traces.runs import run_times
+from megatron_muon.lab.traces.merge import merge
+from megatron_muon.lab.traces.runs import run_times
 from support.megatron_lm.scripts import MUON, losses, needs_checkout, pretrain
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.cli.inspect.report import examine
+from megatron_muon.lab.inspect.report import examine
 from support.checkpoints.inspecting import save_and_hold
 from support.checkpoints.saving import formats
 from support.models.gpt import Case, Topology, muon_weights

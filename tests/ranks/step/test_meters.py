@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.pricing.traffic import exchanges_of, traffic_of
+from megatron_muon.lab.pricing.traffic import exchanges_of, traffic_of
 from support.models.gpt import (
     Case,
     Topology,

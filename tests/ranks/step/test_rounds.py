@@ -17,8 +17,8 @@ from test_meters import counted_collectives
 from torch.profiler import ProfilerActivity, profile
 
 from figures.llama import llama_8b
-from megatron_muon.bench.step.meter import peak_bytes
 from megatron_muon.config import MuonConfig
+from megatron_muon.lab.bench.step.meter import peak_bytes
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.plan import make_plan

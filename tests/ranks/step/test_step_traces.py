@@ -11,10 +11,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import megatron_muon
-from megatron_muon.traces.merge import merge
-from megatron_muon.traces.rank_trace import read
-from megatron_muon.traces.runs import run_times
-from megatron_muon.traces.stream import TraceFile
+from megatron_muon.lab.traces.merge import merge
+from megatron_muon.lab.traces.rank_trace import read
+from megatron_muon.lab.traces.runs import run_times
+from megatron_muon.lab.traces.stream import TraceFile
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import run
 

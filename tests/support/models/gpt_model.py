@@ -16,10 +16,10 @@ from unittest import mock
 
 import torch
 
-from megatron_muon.dry_run.hybrid.gated_delta import attention_spec
-from megatron_muon.dry_run.hybrid.layers import build_hybrid
-from megatron_muon.dry_run.stand_ins import without_fla
-from megatron_muon.dry_run.versions import having
+from megatron_muon.lab.dry_run.hybrid.gated_delta import attention_spec
+from megatron_muon.lab.dry_run.hybrid.layers import build_hybrid
+from megatron_muon.lab.dry_run.stand_ins import without_fla
+from megatron_muon.lab.dry_run.versions import having
 from support import te_on_cpu
 from support.installed import VERSION
 from support.runs.cases import (

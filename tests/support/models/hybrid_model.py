@@ -50,7 +50,7 @@ def planned_by_ranks(pattern: str, tp: int) -> dict[str, Any]:
 
 
 def _model(pattern: str, tp: int) -> Any:
-    from megatron_muon.dry_run.stand_ins import imported
+    from megatron_muon.lab.dry_run.stand_ins import imported
 
     mixer = imported("megatron.core.ssm.mamba_mixer")  # without triton, too
     import megatron.core.ssm.mamba_block as block

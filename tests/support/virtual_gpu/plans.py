@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import megatron_muon.cpu
-from megatron_muon.cli.model_flags import Settled
 from megatron_muon.config import MuonConfig
+from megatron_muon.lab.routes.model_flags import Settled
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import (
     Parameter,
@@ -128,8 +128,8 @@ def settled_flags(words: Sequence[str]) -> tuple[Namespace, Settled]:
     with _quiet():
         from megatron.core.transformer import TransformerConfig
 
-        from megatron_muon.cli.model_flags import settled
-        from megatron_muon.cli.routes import _parser
+        from megatron_muon.lab.routes.command import _parser
+        from megatron_muon.lab.routes.model_flags import settled
 
         flags = _parser(TransformerConfig).parse_args(list(words))
         return flags, settled(flags)
@@ -143,10 +143,10 @@ def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[s
     """
     if not megatron_muon.cpu.enabled():
         megatron_muon.cpu.enable(allow_cuda=True)
-    from megatron_muon.cli.model_flags import muon_settings
-    from megatron_muon.dry_run import world
-    from megatron_muon.dry_run.model import ranks_of
-    from megatron_muon.dry_run.stages import built, planned_optimizers
+    from megatron_muon.lab.dry_run import world
+    from megatron_muon.lab.dry_run.model import ranks_of
+    from megatron_muon.lab.dry_run.stages import built, planned_optimizers
+    from megatron_muon.lab.routes.model_flags import muon_settings
 
     flags = flags_of(model.words.split())
     config = dataclasses.replace(muon_settings(flags), **settings)

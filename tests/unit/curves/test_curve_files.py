@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.curves.curve import CurveError, kind_of
-from megatron_muon.curves.runs import read_run
-from megatron_muon.curves.text_files import read_text
+from megatron_muon.lab.curves.curve import CurveError, kind_of
+from megatron_muon.lab.curves.runs import read_run
+from megatron_muon.lab.curves.text_files import read_text
 
 # Lines as Megatron-LM 0.16.1's training_log and evaluate_and_print_results print them
 LOG = """\

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.curves.curve import Curve, curve
-from megatron_muon.curves.lead import (
+from megatron_muon.lab.curves.curve import Curve, curve
+from megatron_muon.lab.curves.lead import (
     envelope,
     hangs_on_window,
     leads,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.bench.newton_schulz.inputs import exactly, inputs
 from megatron_muon.coefficients import SETS, NsDtype, schedule
 from megatron_muon.config import MuonConfig
+from megatron_muon.lab.bench.newton_schulz.inputs import exactly, inputs
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import (
     Device,

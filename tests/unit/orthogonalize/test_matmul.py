@@ -11,6 +11,7 @@ import torch
 
 from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.orthogonalize import matmul as products_module
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import (
@@ -32,7 +33,6 @@ from megatron_muon.orthogonalize.newton_schulz import (
     standard_iteration,
 )
 from megatron_muon.orthogonalize.normalization import normalize
-from megatron_muon.pricing.presets import H100
 
 DTYPES = get_args(NsDtype)
 CPU_DEVICE = torch.device("cpu")

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from figures.priced_models import DEEPSEEK_V3
 from megatron_muon.config import MuonConfig
+from megatron_muon.lab.pricing.memory import peaks
+from megatron_muon.lab.pricing.presets import H100
+from megatron_muon.lab.pricing.step import Optimizer, price_step
 from megatron_muon.planning.agreed import description
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_LIMIT, Loads, Price, Work, choose_homes, prices
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.rounds.cut import LEAST_LIMIT, LEAST_SCRATCH
-from megatron_muon.pricing.memory import peaks
-from megatron_muon.pricing.presets import H100
-from megatron_muon.pricing.step import Optimizer, price_step
 from support.virtual_gpu.plans import OVERLAP, Model, plans_of
 
 STAGE = Model("DeepSeek-V3", f"{DEEPSEEK_V3}{OVERLAP}--world-size 1024", stage=1)

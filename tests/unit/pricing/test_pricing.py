@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from figures.priced_models import ASSUMED, assuming
 from megatron_muon.config import MuonConfig
+from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware, from_json
+from megatron_muon.lab.pricing.kernels import batches, foreach, newton_schulz, product, stream
+from megatron_muon.lab.pricing.presets import H100
+from megatron_muon.lab.pricing.step import Optimizer, StepTime, price_adamw, price_step
+from megatron_muon.lab.pricing.streams import Streams
+from megatron_muon.lab.pricing.upstream import price_layer_wise
+from megatron_muon.lab.pricing.work import rounds_of
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
-from megatron_muon.pricing.hardware import CONSTANTS, Hardware, from_json
-from megatron_muon.pricing.kernels import batches, foreach, newton_schulz, product, stream
-from megatron_muon.pricing.presets import H100
-from megatron_muon.pricing.step import Optimizer, StepTime, price_adamw, price_step
-from megatron_muon.pricing.streams import Streams
-from megatron_muon.pricing.upstream import price_layer_wise
-from megatron_muon.pricing.work import rounds_of
 from support.virtual_gpu.plans import small_plan
 
 CONFIG = MuonConfig()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_muon.bench.step.paper import routes
 from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.lab.bench.step.paper import routes
+from megatron_muon.lab.pricing import memory, paper
+from megatron_muon.lab.pricing.presets import H100
+from megatron_muon.lab.pricing.step import Optimizer, price_step
+from megatron_muon.lab.pricing.traffic import Traffic, exchanges_of, traffic_of
+from megatron_muon.lab.virtual_gpu.step import record_step
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.pricing import memory, paper
-from megatron_muon.pricing.presets import H100
-from megatron_muon.pricing.step import Optimizer, price_step
-from megatron_muon.pricing.traffic import Traffic, exchanges_of, traffic_of
-from megatron_muon.virtual_gpu.step import record_step
 from support.virtual_gpu.plans import small_plan
 
 CONFIG = MuonConfig()

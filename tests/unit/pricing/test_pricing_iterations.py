@@ -11,6 +11,9 @@ import pytest
 
 from megatron_muon.coefficients import SETS, NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
+from megatron_muon.lab.pricing.hardware import Hardware
+from megatron_muon.lab.pricing.kernels import newton_schulz
+from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.orthogonalize.iteration import (
     Device,
     fits_kernel,
@@ -19,9 +22,6 @@ from megatron_muon.orthogonalize.iteration import (
     takes_gram,
 )
 from megatron_muon.planning.rounds.cut import LEAST_SCRATCH
-from megatron_muon.pricing.hardware import Hardware
-from megatron_muon.pricing.kernels import newton_schulz
-from megatron_muon.pricing.presets import H100
 
 SHORT = (
     *(64, 96, 128, 192, 256, 264, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024, 1152, 1280),

@@ -9,17 +9,17 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_muon.bench.step.meter import peak_bytes
 from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.cpu import fused_adam
+from megatron_muon.lab.bench.step.meter import peak_bytes
+from megatron_muon.lab.pricing.scratch import of_matrix_on_cpu, of_strips
 from megatron_muon.orthogonalize import matmul
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.layout import Strip
 from megatron_muon.planning.segments import Matrix
-from megatron_muon.pricing.scratch import of_matrix_on_cpu, of_strips
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers

@@ -6,9 +6,9 @@ import pytest
 
 from figures.scale.split_matrices import shared
 from megatron_muon.config import MuonConfig
+from megatron_muon.lab.pricing.kernels import newton_schulz, newton_schulz_strip
+from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.orthogonalize.iteration import Device
-from megatron_muon.pricing.kernels import newton_schulz, newton_schulz_strip
-from megatron_muon.pricing.presets import H100
 from support.small_squares import rows_of_small_squares
 
 

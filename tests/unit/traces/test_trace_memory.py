@@ -14,7 +14,7 @@ MOST_MIB = 120
 READS = """
 import re, sys, time
 from pathlib import Path
-from megatron_muon.traces.runs import run_times
+from megatron_muon.lab.traces.runs import run_times
 def peak():  # not ru_maxrss, which begins with the parent's
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
 before = peak()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.traces.rank_trace import read
-from megatron_muon.traces.runs import files_of, names_of, run_times
-from megatron_muon.traces.stream import TraceError
+from megatron_muon.lab.traces.rank_trace import read
+from megatron_muon.lab.traces.runs import files_of, names_of, run_times
+from megatron_muon.lab.traces.stream import TraceError
 from support.traces import event, gloo, kernel, mark, nccl, write
 
 STEP = mark("ProfilerStep#3", 0, 1000)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.traces import stream
-from megatron_muon.traces.stream import TraceError, TraceFile
+from megatron_muon.lab.traces import stream
+from megatron_muon.lab.traces.stream import TraceError, TraceFile
 
 EVENTS: list[dict[str, Any]] = [
     {"name": 'a "quoted" name, with ] and } and \\', "args": {"list": [1, [2, {}]]}},

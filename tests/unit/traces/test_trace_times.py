@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.traces.intervals import Union, common, length, union
-from megatron_muon.traces.lanes import lanes
-from megatron_muon.traces.measure import KindTimes, RankTimes
-from megatron_muon.traces.rank_trace import read
-from megatron_muon.traces.runs import run_times
+from megatron_muon.lab.traces.intervals import Union, common, length, union
+from megatron_muon.lab.traces.lanes import lanes
+from megatron_muon.lab.traces.measure import KindTimes, RankTimes
+from megatron_muon.lab.traces.rank_trace import read
+from megatron_muon.lab.traces.runs import run_times
 from support.traces import HOST, Event, event, gloo, kernel, mark, nccl, write
 
 STEP = mark("ProfilerStep#3", 0, 1000)
@@ -49,7 +49,7 @@ def test_unions_and_intersections_are_those_of_sets_of_moments() -> None:
 
 
 def test_a_union_merges_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_muon.traces.intervals._BATCH", 8)
+    monkeypatch.setattr("megatron_muon.lab.traces.intervals._BATCH", 8)
     whole = Union()
     for at in random.Random(2).sample(range(1000), 1000):
         whole.add(at, at + 1)

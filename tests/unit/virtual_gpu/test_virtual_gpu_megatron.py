@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 
 from megatron_muon import MuonConfig
+from megatron_muon.lab.virtual_gpu.recording import Recording
+from megatron_muon.lab.virtual_gpu.stage import check_stage
 from megatron_muon.mcore.bucket_groups.early import EarlyGathers
-from megatron_muon.virtual_gpu.recording import Recording
-from megatron_muon.virtual_gpu.stage import check_stage
 from support.installed import VERSION
 from support.virtual_gpu.runs import Run, record_megatron
 

@@ -1,1 +1,0 @@
-"""``megatron-muon curves``: the steps that runs need for the same losses."""

@@ -1,0 +1,1 @@
+"""Tools beside training, which no training process imports."""

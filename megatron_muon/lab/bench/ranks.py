@@ -1,0 +1,238 @@
+"""Starting the ranks of a measurement on this machine: one process each, no launcher, no port.
+
+Ranks are forked from a server that has imported torch. They rendezvous through a file, communicate
+over NCCL with GPUs and over gloo without, and end with this process.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import Any
+
+GRACE = 1.0  # seconds to wait for other ranks' errors after the first failure
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not finish in time; the text says which, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The function that every rank runs, and its setting.
+
+    Attributes:
+        run: a function of an importable module; called with ``argument`` once torch's world is up.
+        argument: any picklable value, the same for every rank.
+        world: number of ranks.
+        gpus: whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo.
+        threads: number of torch's threads per rank.
+        seconds: timeout of the measurement, and of each collective.
+        before: called on each rank with its number, before torch's world is up.
+        builds: whether ranks build models: without GPUs, what that imports is imported once.
+    """
+
+    run: Callable[[Any], Any]
+    argument: Any
+    world: int
+    gpus: bool
+    threads: int
+    seconds: float
+    before: Callable[[int], None] | None = None
+    builds: bool = False
+
+
+def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
+    """Whether ranks take a GPU each: they do if there is any.
+
+    Args:
+        world: number of ranks.
+        asked_by, fewer: texts for the error: flags that gave ``world``, and flags for fewer ranks.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < world:
+        raise ValueError(
+            f"{asked_by} makes {world} ranks, which need as many GPUs, and here are {gpus}: choose "
+            f"fewer with {fewer}, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
+        )
+    return gpus > 0
+
+
+def threads_for(world: int, asked: int | None) -> int:
+    """Threads per rank: the given number, or a rank's share of the cores."""
+    return asked or max(1, (os.cpu_count() or 1) // world)
+
+
+def run_ranks(task: Task) -> list[Any]:
+    """The result of ``task.run`` on each rank.
+
+    Raises:
+        RankError: a rank failed or is late; all ranks are ended first.
+    """
+    context = _context(task)
+    with tempfile.TemporaryDirectory(prefix="megatron_muon") as folder, _nothing_as_main():
+        pipes, processes = [], []
+        try:
+            for rank in range(task.world):
+                ours, theirs = multiprocessing.Pipe(duplex=False)
+                arguments = (theirs, task, rank, str(Path(folder, "rendezvous")))
+                process = context.Process(target=_work, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            return _collect(pipes, processes, task.seconds)
+        finally:
+            for process in processes:
+                process.join(GRACE if sys.exc_info()[0] is None else 0)
+                process.kill()
+                process.join()
+
+
+def _collect(
+    pipes: Sequence[connection.Connection], processes: Sequence[Any], seconds: float
+) -> list[Any]:
+    deadline = time.monotonic() + seconds
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    values: dict[int, Any] = {}
+    errors: list[str] = []
+    while waiting and time.monotonic() < deadline:
+        for pipe in connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
+            assert isinstance(pipe, connection.Connection)
+            rank = waiting.pop(pipe)
+            try:
+                error, value = pipe.recv()
+            except EOFError:
+                processes[rank].join(GRACE)
+                code = processes[rank].exitcode
+                errors.insert(0, f"rank {rank} died, exit code {code} (-9: killed, by the kernel "
+                              "where memory ran out)")  # fmt: skip
+                error = None
+            else:
+                values[rank] = value
+            if error is not None:
+                errors.append(f"rank {rank} of {len(pipes)} failed:\n{error}")
+            if errors:
+                deadline = min(deadline, time.monotonic() + GRACE)
+    if errors:
+        raise RankError(errors[0])
+    if waiting:
+        late = sorted(waiting.values())
+        raise RankError(f"rank(s) {late} of {len(pipes)} did not finish in {seconds:g} s")
+    return [values[rank] for rank in range(len(pipes))]
+
+
+def _work(pipe: connection.Connection, task: Task, rank: int, rendezvous: str) -> None:
+    """Run a rank's process, and send its result or error."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        pipe.send((None, _run(task, rank, rendezvous)))
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+    pipe.close()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it has ended, even if a collective hangs."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run(task: Task, rank: int, rendezvous: str) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(task.world), "LOCAL_RANK": str(rank)}
+    if task.before is not None:
+        task.before(rank)
+    torch.set_num_threads(task.threads)
+    if task.gpus:
+        torch.cuda.set_device(rank)
+    else:
+        import megatron_muon.cpu
+
+        megatron_muon.cpu.enable(allow_cuda=True, late="megatron.core" in sys.modules)
+    dist.init_process_group(
+        "nccl" if task.gpus else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=task.world,
+        timeout=datetime.timedelta(seconds=task.seconds),
+    )
+    value = task.run(task.argument)
+    dist.destroy_process_group()
+    return value
+
+
+def _context(task: Task) -> Any:
+    """The fork server's context; it has one thread, since an OpenMP pool does not survive forks."""
+    before = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks every launcher for it
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes a line at each start
+    if not task.gpus:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name
+    try:
+        context = multiprocessing.get_context("forkserver")
+        first = ["torch"] if task.gpus else ["megatron_muon.cpu.on"]
+        if task.builds and not task.gpus:
+            first.append("megatron_muon.lab.bench.building")
+        context.set_forkserver_preload([*first, "megatron_muon.lab.bench.frozen"])
+        with _deaf_to_ctrl_c():
+            forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started within it, and their children, ignore SIGINT.
+
+    A terminal sends SIGINT to ranks too, and each would print a traceback; this process ends them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set a handler and gets the KeyboardInterrupt
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def _nothing_as_main() -> Iterator[None]:
+    """Keep multiprocessing from importing this process's script in every rank."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

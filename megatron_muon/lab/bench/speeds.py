@@ -1,0 +1,194 @@
+"""``megatron-muon bench speeds``: the two speeds for the choice of homes, as flags to paste."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.lab.bench.muon_flags import add_newton_schulz_flags, newton_schulz_of
+from megatron_muon.lab.bench.newton_schulz.command import interleaved, shape_of
+from megatron_muon.lab.bench.ranks import RankError, Task, gpus_for, run_ranks, threads_for
+from megatron_muon.lab.dry_run.numbers import MOST_HERE, count
+from megatron_muon.orthogonalize.iteration import dtype_of, iteration_of, ns_flops
+from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.runtime import collectives
+
+_DESCRIPTION = """\
+Start ranks on this machine, with a GPU per rank over NCCL, or without GPUs over gloo. On all of
+them at once, measure the speed of Newton-Schulz, then that of the exchange's all-to-all. The last
+line has the flags for a run. A run itself never measures: give all of its ranks the same flags."""
+
+_GPU_SHAPE, _CPU_SHAPE = (4096, 14336), (512, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedsJob:
+    """The measurements to make on every rank.
+
+    Attributes:
+        config: settings of the iteration.
+        shape: (rows, cols) of the matrix.
+        message_bytes: bytes that a rank sends in an all-to-all.
+        rounds: number of measurements of each speed.
+        gpu: whether to measure on a GPU.
+    """
+
+    config: MuonConfig
+    shape: tuple[int, int]
+    message_bytes: int
+    rounds: int
+    gpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """A rank's speeds: in 10¹² flop/s; in 10⁹ bytes/s, None where there is only one rank."""
+
+    rank_tflops: float
+    link_gbytes: float | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments.
+
+    Returns:
+        0, or 1 where a rank failed; wrong arguments end the process with status 2.
+    """
+    parser = _parser()
+    given = parser.parse_args(argv)
+    try:
+        task = _task(given)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    try:
+        ranks: list[Speeds] = run_ranks(task)
+    except RankError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    _report(task, ranks)
+    return 0
+
+
+def measure(job: SpeedsJob) -> Speeds:
+    """This rank's speeds, measured while all others measure theirs; torch's world is up."""
+    device = torch.device("cuda", torch.cuda.current_device()) if job.gpu else torch.device("cpu")
+    matrix = torch.randn(*job.shape, generator=torch.Generator().manual_seed(0))
+    matrix = matrix.to(device, travel_dtype(job.config))
+    run = partial(orthogonalize, config=job.config)
+    _meet(device)
+    (milliseconds,) = interleaved([run], matrix, job.rounds, time.perf_counter)
+    flops = ns_flops(*job.shape, job.config, plan_device(device))
+    return Speeds(flops / statistics.median(milliseconds) / 1e9, _link_gbytes(job, device))
+
+
+def _link_gbytes(job: SpeedsJob, device: torch.device) -> float | None:
+    """GB/s that this rank sends, while it receives as much, in the median round."""
+    group = dist.group.WORLD
+    assert group is not None
+    here, size = group.rank(), group.size()
+    if size == 1:
+        return None
+    dtype = travel_dtype(job.config)
+    each = max(1, job.message_bytes // dtype.itemsize // (size - 1))
+    sizes = [0 if rank == here else each for rank in range(size)]
+    sent = torch.ones(sum(sizes), dtype=dtype, device=device)
+    rates = []
+    for _ in range(1 + job.rounds):
+        _meet(device)
+        start = time.perf_counter()
+        collectives.start_all_to_all("muon/bench", sent, sizes, sizes, group).wait()
+        if job.gpu:
+            torch.cuda.synchronize(device)
+        rates.append(sent.nbytes / (time.perf_counter() - start) / 1e9)
+    return statistics.median(rates[1:])  # the first round also makes the connections
+
+
+def _meet(device: torch.device) -> None:
+    collectives.all_gather_numbers([0], None, device)
+
+
+def _task(given: Namespace) -> Task:
+    world = given.ranks or torch.cuda.device_count() or 2
+    gpu = gpus_for(world, "--ranks", "--ranks")
+    job = SpeedsJob(
+        config=MuonConfig(**newton_schulz_of(given)),
+        shape=given.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE),
+        message_bytes=given.mib << 20,
+        rounds=given.rounds,
+        gpu=gpu,
+    )
+    threads = threads_for(world, given.threads)
+    return Task(run=measure, argument=job, world=world, gpus=gpu, threads=threads, seconds=600.0)
+
+
+def _report(task: Task, ranks: Sequence[Speeds]) -> None:
+    """Print the measurements, and their medians over ranks as flags."""
+    job: SpeedsJob = task.argument
+    rows, cols = job.shape
+    kind = plan_device(torch.device("cuda" if job.gpu else "cpu"))
+    where = "GPU" if job.gpu else f"CPU, {task.threads} thread(s)"
+    flags = {"--muon-rank-tflops": [rank.rank_tflops for rank in ranks]}
+    print(
+        f"Newton-Schulz of {rows}x{cols}, {iteration_of(job.config, kind)}, "
+        f"{job.config.ns_steps} steps, "
+        f"{dtype_of(job.config, kind)}, {task.world} rank(s) at once, each a {where}: "
+        f"{_said(flags['--muon-rank-tflops'])} TFLOP/s a rank"
+    )
+    links = [rank.link_gbytes for rank in ranks if rank.link_gbytes is not None]
+    if links:
+        flags["--muon-link-gbytes"] = links
+        print(
+            f"all-to-all over {'nccl' if job.gpu else 'gloo'}, {task.world} ranks of this machine, "
+            f"{job.message_bytes >> 20} MiB from each: {_said(links)} GB/s a rank"
+        )
+        print("where a run's stages span machines, give the network's speed per rank")
+    else:
+        print("one rank has no link to measure: --ranks 2 or more, or give the network's speed")
+    print(" ".join(f"{flag} {statistics.median(speeds):.3g}" for flag, speeds in flags.items()))
+
+
+def _said(speeds: Sequence[float]) -> str:
+    return f"{statistics.median(speeds):.3g} ({min(speeds):.3g} to {max(speeds):.3g})"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-muon bench speeds",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    here: dict[str, Any] = {"type": count(most=MOST_HERE), "metavar": "N"}
+    numbers: dict[str, Any] = {"type": count(most=1 << 20), "metavar": "N"}
+    parser.add_argument(
+        "--ranks", **here, help="ranks to start (default: one for each GPU; 2 on a CPU)"
+    )
+    parser.add_argument("--threads", **here, help="threads per rank (default: cores/ranks)")
+    parser.add_argument(
+        "--rounds", **numbers, default=5, help="times each is measured (%(default)s)"
+    )
+    parser.add_argument("--mib", **numbers, default=64, help="MiB per message (%(default)s)")
+    sizes = ["x".join(map(str, shape)) for shape in (_GPU_SHAPE, _CPU_SHAPE)]
+    parser.add_argument(
+        "--shape",
+        type=shape_of,
+        metavar="ROWSxCOLS",
+        help=f"shape of the matrix (default: {sizes[0]}; on a CPU {sizes[1]})",
+    )
+    add_newton_schulz_flags(parser.add_argument_group("Newton-Schulz, as in a run"))
+    return parser

@@ -1,0 +1,115 @@
+"""Building the model and the optimizer of a row on a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import megatron_muon
+from megatron_muon.lab.bench.step.rows import NO_CLIP, Row, bucket_elements
+from megatron_muon.lab.bench.step.upstream import layouts, lays_out_buffers, upstream_optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A row's model and optimizer on a rank.
+
+    Attributes:
+        chunks: chunks of the model, each wrapped in Megatron's DDP.
+        optimizer: Megatron's optimizer.
+        lines: lines that our Muon prints when it is built.
+    """
+
+    chunks: list[Any]
+    optimizer: Any
+    lines: list[str]
+
+
+def build(row: Row, flags: Namespace, timers: Any) -> Built:
+    """Build a row on this rank. Every rank of the world calls it, after Megatron's groups are made.
+
+    Args:
+        row: the row to build.
+        flags: flags of the model, see ``flags.model_flags``.
+        timers: timers for Megatron's ``OptimizerConfig``.
+    """
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_muon.lab.dry_run.chunks import build_chunks
+    from megatron_muon.lab.dry_run.model import ranks_of, transformer_config
+
+    own = Namespace(**vars(flags))
+    own.overlap_grad_reduce, own.overlap_param_gather = row.buckets, row.overlap
+    if row.buckets and own.ddp_bucket_size is None and own.ddp_num_buckets is None:
+        own.ddp_bucket_size = bucket_elements(own)
+    model_parallel_cuda_manual_seed(1)
+    config = transformer_config(own, ranks_of(own))
+    device = torch.device(torch.cuda.current_device())
+    with contextlib.redirect_stdout(io.StringIO()) as printed, _installed(row):
+        chunks = build_chunks(own, config, device=device, **_wrapping(row))
+        optimizer = _optimizer(row, own, chunks, timers)
+    if row.kind == "paper":
+        _make_papers(optimizer)
+    return Built(chunks, optimizer, printed.getvalue().splitlines())
+
+
+def _wrapping(row: Row) -> dict[str, Any]:
+    """Arguments with which ``build_chunks`` wraps a row's model in DDP."""
+    if row.kind != "upstream":
+        return {}
+    return {"layouts": layouts} if lays_out_buffers() else {"distributed_optimizer": False}
+
+
+@contextlib.contextmanager
+def _installed(row: Row) -> Iterator[None]:
+    """Within it our Muon is installed for rows that use it, for the model and the optimizer."""
+    if row.kind not in ("muon", "paper"):
+        yield
+        return
+    megatron_muon.install(row.config)
+    try:
+        yield
+    finally:
+        megatron_muon.uninstall()
+
+
+def _optimizer(row: Row, flags: Namespace, chunks: list[Any], timers: Any) -> Any:
+    import megatron.core.optimizer as core
+
+    if row.kind == "upstream":
+        return upstream_optimizer(row, chunks, timers)
+    config = core.OptimizerConfig(
+        optimizer="adam" if row.kind == "adamw" else "muon",
+        lr=1e-3,
+        weight_decay=0.1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        clip_grad=NO_CLIP,
+    )
+    config.timers = timers
+    return core.get_megatron_optimizer(config, chunks)
+
+
+def _make_papers(optimizer: Any) -> None:
+    from megatron.core import parallel_state
+
+    from megatron_muon.lab.bench.step.paper import PaperMuon
+    from megatron_muon.mcore.process_groups import has_experts
+
+    for part in optimizer.chained_optimizers:
+        if part.muon is None:
+            continue
+        experts = has_experts(part)
+        tp_group = (
+            parallel_state.get_expert_tensor_parallel_group()
+            if experts
+            else parallel_state.get_tensor_model_parallel_group()
+        )
+        PaperMuon.take_over(part.muon, part, part.stage_group.rank(), tp_group)

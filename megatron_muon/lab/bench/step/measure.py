@@ -1,0 +1,376 @@
+"""A rank's part in ``megatron-muon bench step``: in each round every row takes one step.
+
+Memory holds one row at a time. Before its turn a row's storage is allocated and filled. Weights and
+gradients get noise that is the same for every row, optimizer state zeros. After its turn the
+storage is freed. So every step is a first step from the same weights. All rows of our Muon with the
+same iteration must end it with the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+import zlib
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_muon import meter, step_traces
+from megatron_muon.lab.bench.step.build import Built, build
+from megatron_muon.lab.bench.step.meter import (
+    PARAM_GATHER,
+    Counted,
+    StepTimers,
+    Times,
+    count,
+    launched,
+    peak_bytes,
+)
+from megatron_muon.lab.bench.step.rows import Row
+from megatron_muon.runtime import collectives
+
+NOISE = 4_194_301  # elements; a prime, so that no two rows of a weight are the same
+
+
+@dataclass(frozen=True, slots=True)
+class StepJob:
+    """The task of the measurement; the same for every rank.
+
+    Attributes:
+        flags: flags of the model and its ranks, see ``flags.model_flags``.
+        rows: rows in the order of the table.
+        rounds: number of rounds, with one timed step of each row.
+        traces: folder for Chrome traces of a step, in a folder for each row, or None.
+        launches: whether to count a GPU's kernels and copies, and the host's time, in a step.
+    """
+
+    flags: Namespace
+    rows: tuple[Row, ...]
+    rounds: int
+    traces: Path | None = None
+    launches: bool = False
+
+
+@dataclass
+class Measured:
+    """The measurements of one row on one rank.
+
+    Attributes:
+        times: times of each round's step.
+        counted: counts of one step, and bytes of the reduction of gradients before it.
+        exchange_rounds: rounds of our exchange in a step, summed over its optimizers.
+        ns_flops_once: flops of the pipeline stage with each matrix once; on its first rank, else 0.
+        state_bytes: bytes of fp32 main parameters and optimizer state.
+        peak_bytes: peak bytes in a step, minus the bytes before it.
+        weights: checksum of the model's weights after a step.
+        lines: lines that our Muon prints when it is built.
+        metered_bytes: bytes of the exchange in the last step by our own meter; 0 for other rows.
+        launched: kernels and copies of a step by kind, if asked for, on a GPU.
+        host_ms: milliseconds in which the host launches a step, likewise; 0 if not asked for.
+    """
+
+    times: list[Times] = field(default_factory=list)
+    counted: Counted = field(default_factory=Counted)
+    exchange_rounds: int = 0
+    ns_flops_once: int = 0
+    state_bytes: int = 0
+    peak_bytes: int = 0
+    weights: int = 0
+    lines: list[str] = field(default_factory=list)
+    metered_bytes: int = 0
+    launched: dict[str, int] = field(default_factory=dict)
+    host_ms: float = 0.0
+
+
+def measure(job: StepJob) -> list[Measured]:
+    """Measurements of every row on this rank; torch's world is up, Megatron's groups are not."""
+    device = _start_megatron(job.flags)
+    noise = torch.empty(NOISE, device=device)
+    generator = torch.Generator(device).manual_seed(1)
+    noise.normal_(0.0, 0.02, generator=generator)
+    watch = StepTimers(device)
+    contenders = []
+    for row in job.rows:
+        contender = _Contender(row, build(row, job.flags, watch), watch, noise)
+        contender.park()
+        contenders.append(contender)
+    for row, contender in zip(job.rows, contenders, strict=True):
+        _say(f"counting {row.name}")
+        contender.count()
+        contender.weigh()
+        if row.kind == "muon":
+            contender.measured.exchange_rounds = contender.exchange_rounds()
+            contender.measured.metered_bytes = contender.metered_bytes()
+        if job.launches and device.type == "cuda":
+            contender.watch_launches()
+        if job.traces is not None:
+            contender.trace(job.traces / row.name)
+    for number in range(job.rounds):
+        _say(f"round {number + 1} of {job.rounds}")
+        shift = number % len(contenders)
+        for contender in contenders[shift:] + contenders[:shift]:
+            contender.measured.times.append(contender.step())
+    return [contender.measured for contender in contenders]
+
+
+def _say(text: str) -> None:
+    """Print progress on rank 0, since a large model takes minutes."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _start_megatron(flags: Namespace) -> torch.device:
+    from megatron_muon.lab.dry_run.model import ranks_of
+    from megatron_muon.lab.dry_run.world import initialize_groups
+
+    initialize_groups(ranks_of(flags))
+    return torch.device(torch.cuda.current_device())
+
+
+class _Contender:
+    """A row on this rank."""
+
+    def __init__(self, row: Row, built: Built, watch: StepTimers, noise: Tensor) -> None:
+        self.measured = Measured(lines=built.lines)
+        self._chunks = built.chunks
+        self._optimizer = built.optimizer
+        self._watch = watch
+        self._noise = noise
+        self._parked: list[tuple[torch.UntypedStorage, int]] = []
+        for name in ("prepare_grads", "get_grad_norm"):
+            _name_part(built.optimizer, name, watch, name.replace("_", "-"))
+        self._awaited = list(_in_forward_order(built.chunks)) if row.overlap else []
+        for group in self._awaited:
+            for name in ("start_param_sync", "finish_param_sync"):
+                _name_part(group, name, watch, PARAM_GATHER)
+
+    def park(self) -> None:
+        """Free the storage that the row only needs in its turn."""
+        self._optimizer.zero_grad()
+        storages = {}
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage
+        self._parked = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._parked:
+            storage.resize_(0)
+        _trim()
+
+    @torch.no_grad()
+    def wake(self) -> None:
+        """Allocate and fill the row's storage as before a first step, and wait for all ranks."""
+        for storage, size in self._parked:
+            storage.resize_(size)
+        self._parked = []
+        for key, param in self._params():
+            param.data.zero_()  # each step gathers it from the main parameters
+            self._fill(param.main_grad.view(-1), f"gradient of {key}", 0)
+        keys = {param: key for key, param in self._params()}
+        for param, main, start in main_params(self._optimizer):
+            self._fill(main.view(-1), f"weight {keys[param]}", start)
+        for tensor in states(self._optimizer):
+            tensor.zero_()
+        collectives.all_gather_numbers([0], None, self._noise.device)
+
+    def step(self) -> Times:
+        """One timed step."""
+        self.wake()
+        times = self._watch.measure(self._step)
+        self.measured.weights = self._checksum()
+        self.park()
+        return times
+
+    def count(self) -> None:
+        """Count a step, the row's first, and the bytes of the reduction of gradients before it."""
+        self.wake()
+        reduced = count(self._watch, self._reduce_gradients)
+        counted = count(self._watch, self._step)
+        counted.sent_bytes |= reduced.sent_bytes
+        self.measured.counted = counted
+        self.measured.ns_flops_once = _flops_once(self._optimizer)
+        mains = {id(main): main for _, main, _ in main_params(self._optimizer)}
+        tensors = [*mains.values(), *states(self._optimizer)]
+        self.measured.state_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.park()
+
+    def weigh(self) -> None:
+        """Measure the peak memory of a step after the first."""
+        self.wake()
+        self.measured.peak_bytes = peak_bytes(self._noise.device, self._step)
+        self.park()
+
+    def trace(self, folder: Path) -> None:
+        """Write a Chrome trace of a step on each rank."""
+        traces = step_traces("1", folder)
+        self.wake()
+        with traces.step(1, self._optimizer):
+            self._step()
+        self.park()
+
+    def watch_launches(self) -> None:
+        """Count what a step launches on the GPU, and time the host in another one."""
+        self.wake()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            self._step()
+            torch.cuda.synchronize()
+        self.measured.launched = launched(trace.profiler)
+        self.park()
+        self.wake()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._step()
+        self.measured.host_ms = 1e3 * (time.perf_counter() - start)
+        torch.cuda.synchronize()
+        self.park()
+
+    def metered_bytes(self) -> int:
+        return int(meter(self._optimizer).sent_bytes)
+
+    def exchange_rounds(self) -> int:
+        muons = [getattr(part, "muon", None) for part in optimizers_of(self._optimizer)]
+        return sum(len(muon.plan.rounds) for muon in muons if muon is not None)
+
+    def _step(self) -> None:
+        for group in self._awaited:
+            group.param_gather_dispatched = False  # as the backward pass says
+        successful, _, _ = self._optimizer.step()
+        if not successful:
+            raise RuntimeError(
+                "Megatron skipped a step: the gradients or their norm are not finite"
+            )
+        for group in self._awaited:
+            group.finish_param_sync()  # as a forward pass does
+
+    def _reduce_gradients(self) -> None:
+        with self._watch.part("grad-reduce"):
+            for chunk in self._chunks:
+                if chunk.ddp_config.overlap_grad_reduce:
+                    chunk.start_grad_sync()
+                chunk.finish_grad_sync()
+
+    def _params(self) -> Iterator[tuple[str, Any]]:
+        """Parameters by a key that is the same in all rows and on all ranks with the elements."""
+        from megatron.core import parallel_state as ps
+
+        places = f"stage {ps.get_pipeline_model_parallel_rank()}"
+        for number, chunk in enumerate(self._chunks):
+            for name, param in chunk.named_parameters():
+                key = f"{number} {name} {places}"
+                if getattr(param, "tensor_model_parallel", False):
+                    key += f" TP {ps.get_tensor_model_parallel_rank()}"
+                if not getattr(param, "allreduce", True):
+                    key += f" EP {ps.get_expert_model_parallel_rank()}"
+                yield key, param
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for chunk in self._chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
+                if buffer.param_data is not None:
+                    yield buffer.param_data
+        for _, param in self._params():
+            yield param.data
+        for _, main, _ in main_params(self._optimizer):
+            yield main
+        yield from states(self._optimizer)
+
+    def _fill(self, flat: Tensor, key: str, start: int) -> None:
+        """Fill ``flat`` with the noise of parameter ``key``, from its element ``start`` on."""
+        at = (zlib.crc32(key.encode()) + start) % NOISE
+        done = 0
+        while done < flat.numel():
+            run = min(NOISE - at, flat.numel() - done)
+            flat[done : done + run].copy_(self._noise[at : at + run])
+            done, at = done + run, 0
+
+    def _checksum(self) -> int:
+        value = 0
+        for _, param in self._params():
+            flat = param.data.contiguous().view(-1).view(torch.uint8)
+            # a copy, since a storage that numpy has seen can no longer be resized
+            value = zlib.crc32(flat.to("cpu", copy=True).numpy(), value)
+        return value
+
+
+def _trim() -> None:
+    """Return freed memory to the system for other ranks; glibc may keep it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _name_part(owner: Any, name: str, watch: StepTimers, part: str) -> None:
+    """Time a method of Megatron's as a part of the step, since it has no timer of its own."""
+    method = getattr(owner, name)
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with watch.part(part):
+            return method(*args, **kwargs)
+
+    setattr(owner, name, named)
+
+
+def _in_forward_order(chunks: Sequence[Any]) -> Iterator[Any]:
+    """Bucket groups of a model; Megatron fills them from the last layer on.
+
+    Experts' stand between dense ones, by their share of all.
+    """
+    for chunk in chunks:
+        kinds = chunk.bucket_groups, chunk.expert_parallel_bucket_groups
+        places = [(at / len(kind), group) for kind in kinds for at, group in enumerate(kind[::-1])]
+        yield from (group for _, group in sorted(places, key=lambda place: place[0]))
+
+
+def main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
+    """(parameter, its fp32 main shard, the parameter's element at which the shard begins)."""
+    from megatron_muon.mcore.shards import owned_shards
+
+    for part in optimizers_of(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        if hasattr(part, "shard_fp32_from_float16_groups"):
+            for param, shard in owned_shards(part):
+                yield param, shard, part._get_model_param_range_map(param)["param"].start
+            continue
+        for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            for param, main in zip(models, mains, strict=True):
+                yield param, main, 0
+
+
+def states(optimizer: Any) -> Iterator[Tensor]:
+    for part in optimizers_of(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def optimizers_of(optimizer: Any) -> Iterator[Any]:
+    """The optimizers of a chain, also of nested chains."""
+    for part in optimizer.chained_optimizers:
+        if hasattr(part, "chained_optimizers"):
+            yield from optimizers_of(part)
+        else:
+            yield part
+
+
+def _flops_once(optimizer: Any) -> int:
+    """Flops of the stage's matrices on its first rank; 0 on others, and for rows without a plan."""
+    return sum(
+        sum(part.muon.plan.ns_flops())
+        for part in optimizers_of(optimizer)
+        if getattr(part, "muon", None) is not None and part.stage_group.rank() == 0
+    )
+
+
+def checksums_agree(rows: Sequence[Sequence[Measured]]) -> bool:
+    """Whether all rows (each a sequence by rank) have the same weights after a step."""
+    return len({tuple(measured.weights for measured in ranks) for ranks in rows}) == 1

@@ -1,0 +1,270 @@
+"""The figures of ``megatron-muon bench step`` over all ranks: as a table, as JSON, by part."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_muon.lab.bench.step.measure import Measured
+from megatron_muon.lab.bench.step.meter import EXCHANGE, NEWTON_SCHULZ, PARAM_GATHER, Times
+
+UPSTREAM = "upstream-layerwise"
+OTHERS = ("adamw", "muon-paper", UPSTREAM)  # rows without a variant on auto
+AGAINST = ("adamw", "muon-contiguous", "muon-paper", UPSTREAM)
+AUTO = "-auto"  # suffix of our rows whose iteration is chosen by shape
+_EXCHANGED = ("gather", "scatter", "dp_gather", "tp_gather")
+_HEADER = (
+    "row",
+    "step ms",
+    "(min to max)",
+    "exchange ms",
+    "NS ms",
+    "exchange MB",
+    "all MB",
+    "NS Gflop",
+    "(all ranks)",
+    "state MB",
+    "peak MB",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row over all ranks; a round lasts until the slowest rank is done.
+
+    Attributes:
+        name: name of the row.
+        ranks: measurements of each rank.
+    """
+
+    name: str
+    ranks: tuple[Measured, ...]
+
+    def steps_ms(self) -> list[float]:
+        """Milliseconds of each round, on the slowest rank."""
+        return [max(t.ms for t in times) for times in self._rounds()]
+
+    def ungathered_ms(self) -> list[float]:
+        """``steps_ms`` without each rank's time in the all-gather of parameters."""
+        return [
+            max(t.ms - t.parts_ms.get(PARAM_GATHER, 0.0) for t in times) for times in self._rounds()
+        ]
+
+    def parts_ms(self, *names: str) -> float:
+        """Milliseconds of these parts on the rank where they take longest, median over rounds."""
+        return statistics.median(
+            max(sum(t.parts_ms.get(name, 0.0) for name in names) for t in times)
+            for times in self._rounds()
+        )
+
+    def mean_parts_ms(self) -> dict[str, float]:
+        """Milliseconds of each part, median over rounds of the mean over ranks."""
+        names = {name for rank in self.ranks for t in rank.times for name in t.parts_ms}
+        return {
+            name: statistics.median(
+                statistics.fmean(t.parts_ms.get(name, 0.0) for t in times)
+                for times in self._rounds()
+            )
+            for name in names
+        }
+
+    def sent_bytes(self) -> dict[str, list[int]]:
+        """Bytes that each rank sends, by kind."""
+        kinds = {kind for rank in self.ranks for kind in rank.counted.sent_bytes}
+        return {
+            kind: [rank.counted.sent_bytes.get(kind, 0) for rank in self.ranks]
+            for kind in sorted(kinds)
+        }
+
+    def ns_flops(self) -> list[int]:
+        return [rank.counted.flops for rank in self.ranks]
+
+    def ns_cpu_ms_per_gflop(self) -> float | None:
+        """Processor ms of Newton-Schulz per Gflop, over all ranks and rounds; None without any."""
+        flops = sum(self.ns_flops()) * len(self.ranks[0].times)
+        spent = sum(t.ns_cpu_ms for rank in self.ranks for t in rank.times)
+        return spent / flops * 1e9 if flops else None
+
+    def _rounds(self) -> list[tuple[Times, ...]]:
+        return list(zip(*(rank.times for rank in self.ranks), strict=True))
+
+
+def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]) -> dict[str, Any]:
+    """All figures for JSON: times in ms; lists of bytes and flops are by rank.
+
+    - ``step_ms``: the slowest rank's step, over rounds.
+    - ``exchange_ms``, ``newton_schulz_ms``: on the rank where they take longest, median of rounds.
+    - ``sent_bytes``, by kind: ``gather`` and ``scatter`` are our exchange; ``dp_gather`` and
+      ``tp_gather`` gather matrices in other optimizers; ``param_gather`` gathers updated
+      parameters; ``norm`` is for the gradient norm and votes; ``grad_reduce`` reduces gradients,
+      before the step and not in its time.
+    - ``ns_flops_once``: flops of all stages if each matrix is orthogonalized once.
+    - ``peak_bytes``: the peak in a step, minus the bytes before it.
+    - ``rounds_ms``: a step per round, from which ``step_ms`` and the printed ratios follow.
+    - ``rounds_ungathered_ms``: the same without the all-gather of parameters.
+    - ``newton_schulz_cpu_ms_per_gflop``: over all ranks and rounds; None without Newton-Schulz.
+    - ``exchange_rounds``: rounds of our exchange per step on the rank with most, dense and experts'
+      together; 0 for other optimizers.
+    - ``run``: the arguments, model, machine and versions of the measurement.
+    """
+    once = _flops_once(lines)
+    return {
+        "topology": topology,
+        "run": run,
+        "rows": [
+            {
+                "name": line.name,
+                "step_ms": {
+                    "median": statistics.median(line.steps_ms()),
+                    "min": min(line.steps_ms()),
+                    "max": max(line.steps_ms()),
+                },
+                "exchange_ms": line.parts_ms(*EXCHANGE),
+                "newton_schulz_ms": line.parts_ms(NEWTON_SCHULZ),
+                "sent_bytes": line.sent_bytes(),
+                "ns_flops": line.ns_flops(),
+                "ns_flops_once": once,
+                "state_bytes": [rank.state_bytes for rank in line.ranks],
+                "peak_bytes": [rank.peak_bytes for rank in line.ranks],
+                "rounds_ms": line.steps_ms(),
+                "newton_schulz_cpu_ms_per_gflop": line.ns_cpu_ms_per_gflop(),
+                "rounds_ungathered_ms": line.ungathered_ms(),
+                "exchange_rounds": max(rank.exchange_rounds for rank in line.ranks),
+            }
+            for line in lines
+        ],
+    }
+
+
+def _flops_once(lines: Sequence[Line]) -> int:
+    """Flops of all stages with each matrix once, by the plans of our row with the most flops."""
+    return max((sum(rank.ns_flops_once for rank in line.ranks) for line in lines), default=0)
+
+
+def as_text(lines: Sequence[Line]) -> str:
+    """The table, then the ratios of each row to others."""
+    cells = [_HEADER, *(_cells(line) for line in lines)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADER))]
+    table = [
+        "  ".join(
+            f"{cell:<{width}}" if column == 0 else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    return "\n".join([*table, "", *_ratios(lines)])
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    steps, sent, flops = line.steps_ms(), line.sent_bytes(), line.ns_flops()
+    exchanged = [sent[kind] for kind in _EXCHANGED if kind in sent]
+    return (
+        line.name,
+        f"{statistics.median(steps):.1f}",
+        f"({min(steps):.1f} to {max(steps):.1f})",
+        f"{line.parts_ms(*EXCHANGE):.1f}",
+        f"{line.parts_ms(NEWTON_SCHULZ):.1f}",
+        _mb(_busiest(exchanged)),
+        _mb(_busiest(list(sent.values()))),
+        f"{max(flops) / 1e9:.2f}",
+        f"({sum(flops) / 1e9:.2f})",
+        _mb(max(rank.state_bytes for rank in line.ranks)),
+        _mb(max(rank.peak_bytes for rank in line.ranks)),
+    )
+
+
+def _busiest(kinds: Sequence[Sequence[int]]) -> int:
+    return max((sum(rank) for rank in zip(*kinds, strict=True)), default=0)
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.2f}"
+
+
+def _ratios(lines: Sequence[Line]) -> list[str]:
+    """Ratios of each row to those of ``AGAINST``; if our rows on ``auto`` are there, a second
+    block has them in place of our others."""
+    equal = [line for line in lines if not line.name.endswith(AUTO)]
+    text = _block("step time to others', the same Newton-Schulz iteration in all rows:", equal)
+    if len(equal) < len(lines):
+        faster = [line for line in lines if line.name.endswith(AUTO) or line.name in OTHERS]
+        ratios = _block("step time to others', ours on auto:", faster)
+        text += ["", *ratios] if ratios else []
+    return text
+
+
+def _block(title: str, lines: Sequence[Line]) -> list[str]:
+    """Ratios under a title; ratios to upstream's row also without the gather of parameters."""
+    names = {line.name for line in lines}
+    against = [name + AUTO if name + AUTO in names else name for name in AGAINST]
+    ratios = _ratios_to(lines, against, Line.steps_ms)
+    if not ratios:
+        return []
+    ungathered = _ratios_to(lines, [UPSTREAM], Line.ungathered_ms)
+    if ungathered:
+        ungathered.insert(0, " without the gather of parameters in either:")
+    return [title, *ratios, *ungathered]
+
+
+def _ratios_to(
+    lines: Sequence[Line], against: Sequence[str], steps_of: Callable[[Line], list[float]]
+) -> list[str]:
+    """A line per row: median and range of the rounds' ratios to each of ``against``."""
+    by_name = {line.name: steps_of(line) for line in lines}
+    width = max((len(name) for name in by_name), default=0)
+    text = []
+    for name, steps in by_name.items():
+        parts = []
+        for other in against:
+            if other != name and other in by_name:
+                ratios = [a / b for a, b in zip(steps, by_name[other], strict=True)]
+                span = f"{min(ratios):.2f} to {max(ratios):.2f}"
+                parts.append(f"{statistics.median(ratios):.2f} ({span}) of {other}")
+        if parts:
+            text.append(f"  {name:{width}}  {', '.join(parts)}")
+    return text
+
+
+def notes(lines: Sequence[Line], *, broadcasts: bool) -> list[str]:
+    """Notes on the figures of upstream's row, where it is there.
+
+    Args:
+        lines: the rows.
+        broadcasts: whether broadcasts replace its gather of parameters in this benchmark.
+    """
+    if not any(line.name == UPSTREAM for line in lines):
+        return []
+    sentences = [
+        f'{UPSTREAM}: coefficients "simple" as in the other rows; its own default, "quintic", '
+        "needs as many products"
+    ]
+    if broadcasts:
+        sentences.append(
+            f"{UPSTREAM}: concurrent broadcasts replace its gather of parameters, since gloo "
+            "cannot gather unequal parts; the other rows' gather is made of broadcasts, too"
+        )
+    return sentences
+
+
+def kernel_text(lines: Sequence[Line]) -> str:
+    """Processor time of Newton-Schulz per Gflop, equal in our rows up to noise; empty without any.
+
+    Where a rank has several threads, the time of one of them counts.
+    """
+    times = [(line.name, line.ns_cpu_ms_per_gflop()) for line in lines]
+    parts = [f"{name} {ms:.2f}" for name, ms in times if ms is not None]
+    return f"\nNewton-Schulz, processor ms per Gflop: {', '.join(parts)}" if parts else ""
+
+
+def parts_text(lines: Sequence[Line]) -> str:
+    """Parts of each row's step: ms as the mean over ranks, and share of the sum."""
+    text = []
+    for line in lines:
+        parts = line.mean_parts_ms()
+        total = sum(parts.values()) or 1.0
+        text.append(f"{line.name}: parts of the step, mean over ranks")
+        for name, ms in sorted(parts.items(), key=lambda part: -part[1]):
+            text.append(f"  {name:36} {ms:9.1f} ms {ms / total:6.1%}")
+    return "\n".join(text)

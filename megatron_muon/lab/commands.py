@@ -1,0 +1,92 @@
+"""The command ``megatron-muon``; each of its commands is a module that is imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatron_muon.lab.dispatch import Commands, dispatch
+from megatron_muon.lab.interrupts import run_command
+from megatron_muon.presence import CoreNotFoundError
+from megatron_muon.version import __version__
+
+COMMANDS: Commands = {
+    "routes": (
+        "megatron_muon.lab.routes.command",
+        "which parameters are Muon's, in what matrices, and where each is orthogonalized",
+    ),
+    "plan": (
+        "megatron_muon.lab.plan.command",
+        "what Muon costs in a run before it starts: bytes, work, memory and time of a step",
+    ),
+    "certify": (
+        "megatron_muon.lab.certify.command",
+        "an optimizer step of a model's ranks on a GPU that is not there: races, messages, memory",
+    ),
+    "scales": (
+        "megatron_muon.lab.scales",
+        "how large updates are, by scale mode, extra factor and shape",
+    ),
+    "patch": (
+        "megatron_muon.lab.patch.command",
+        "plain `pretrain_gpt.py --optimizer muon` in a Megatron-LM checkout: check, apply, revert",
+    ),
+    "doctor": (
+        "megatron_muon.lab.doctor.command",
+        "whether Muon would run here, on what, and why not",
+    ),
+    "accept": (
+        "megatron_muon.lab.accept.command",
+        "every check on a node with GPUs, in 15 minutes, with a report for an issue",
+    ),
+    "checkpoint": (
+        "megatron_muon.lab.inspect.command",
+        "inspect: a checkpoint's contents, and whether they are complete",
+    ),
+    "watch": (
+        "megatron_muon.lab.watch.command",
+        "the numbers that a run logs by --muon-log-interval: text, a picture, warnings",
+    ),
+    "trace": (
+        "megatron_muon.lab.trace.command",
+        "where the time of a step goes, from torch profiler's traces of any run",
+    ),
+    "compare": (
+        "megatron_muon.lab.compare.command",
+        "AdamW and Muon train over several topologies: time, bytes, memory, losses, a report",
+    ),
+    "curves": (
+        "megatron_muon.lab.curves.command",
+        "the steps that runs need for the same losses, from logs of any kind",
+    ),
+    "bench": (
+        "megatron_muon.lab.bench.command",
+        "measure an optimizer step beside AdamW's, Newton-Schulz, the speed of a rank and its link",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the command's name and its own arguments; None for the arguments of the process.
+
+    Returns:
+        The exit status: the command's own; 1 where it needs a megatron.core and there is none; 2
+        where the arguments are wrong; 141 where the reader of its output is gone; 130 where a user
+        stops the command.
+    """
+    return run_command(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments == ["--version"]:
+        print(f"megatron-muon {__version__}")
+        return 0
+    try:
+        return dispatch("megatron-muon", COMMANDS, arguments, ends=", or --version")
+    except CoreNotFoundError as error:
+        print(f"megatron-muon {arguments[0]}: error: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,1 @@
+"""``megatron-muon doctor``: whether Muon would run here, on what, and why not."""

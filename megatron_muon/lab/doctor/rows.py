@@ -1,0 +1,326 @@
+"""The checks of ``megatron-muon doctor``; each says what it found, or why Muon cannot run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import megatron_muon
+from megatron_muon.lab.dry_run.versions import has_flag
+from megatron_muon.lab.patch import tree as patch_tree
+from megatron_muon.lab.patch.command import describe
+from megatron_muon.lab.patch.lines import PatchError
+from megatron_muon.mcore.seams.row import Part
+from megatron_muon.mcore.seams.rows import (
+    SeamError,
+    Version,
+    check_hooks,
+    check_part,
+    check_row,
+    megatron_version,
+    rows_of,
+)
+from megatron_muon.megatron_lm.launch import (
+    MixedInstallationError,
+    check_installation,
+    older_python,
+)
+from megatron_muon.presence import WAY_OUT
+
+_OLDEST_TORCH = (2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """One row of the report.
+
+    Attributes:
+        name: name of the row, such as ``torch``.
+        value: result, in words.
+        fault: reason why Muon cannot run, with the way out; empty where it can.
+    """
+
+    name: str
+    value: str
+    fault: str = ""
+
+
+def examine(checkout: Path | None) -> list[Examined]:
+    """Make all checks; of those that import Megatron, the first with a fault is the last.
+
+    Args:
+        checkout: a Megatron-LM checkout to import from, or None for the installed Megatron.
+    """
+    if checkout is not None:
+        sys.path.insert(0, str(checkout))
+    rows = list(_environment())
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about missing packages, which have rows of their own
+        for row in _megatron(checkout):
+            rows.append(row)
+            if row.fault:
+                break
+    return rows
+
+
+def _environment() -> Iterator[Examined]:
+    yield Examined("python", f"{platform.python_version()} ({sys.executable})")
+    yield Examined(
+        "megatron_muon", f"{megatron_muon.__version__} ({_folder(megatron_muon.__file__)})"
+    )
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        yield Examined("torch", "none", f"torch cannot be imported ({error}): install torch")
+        return
+    version = torch.__version__
+    old = tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH
+    yield Examined(
+        "torch", version, f"torch {version} is too old: install 2.4 or newer" if old else ""
+    )
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    else:
+        device = "no GPU: the CPU runtime would be on"
+    yield Examined("device", device)
+    for name, distribution, module in (
+        ("transformer-engine", "transformer-engine", "transformer_engine"),
+        ("apex", "apex", "apex.optimizers"),  # PyPI's package of that name is another
+        ("emerging_optimizers", "emerging-optimizers", "emerging_optimizers"),
+    ):
+        yield Examined(name, _installed(distribution, module))
+    if importlib.util.find_spec("psutil") is None:
+        yield Examined("psutil", "none: saves in torch_dist hang without it; pip install psutil")
+
+
+def _megatron(checkout: Path | None) -> Iterator[Examined]:
+    """Checks that import Megatron, without a GPU under the CPU runtime."""
+    where = _location("megatron.core")
+    if where is None:
+        yield Examined(
+            "megatron-core",
+            "none",
+            f"there is no megatron.core: {WAY_OUT}, or name one to this command",
+        )
+        return
+    folder = checkout or _checkout_on_path()
+    if folder is not None:
+        yield from _checkout(folder)
+    yield _core(where)
+    yield _hooks()
+    yield Examined("hooks of commands", _those_there(*_OF_COMMANDS))
+    yield _hooks_on_the_cpu()
+    if folder is not None:
+        yield _plain_command(folder)
+        row = _training_hooks(folder)
+        # The megatron.training of an installed core (0.19 and later) runs no script: not a fault.
+        yield row if checkout is not None else Examined(row.name, row.fault or row.value)
+        yield _refused_flags()
+    yield _adam()
+    yield _grad_norm()
+    yield _refused()
+
+
+def _checkout(checkout: Path) -> Iterator[Examined]:
+    try:
+        version = patch_tree.version_of(checkout)
+        check_installation(checkout)
+    except (PatchError, MixedInstallationError) as error:
+        yield Examined("megatron-lm", str(checkout), str(error))
+        return
+    yield Examined("megatron-lm", f"core {version} ({checkout})")
+    try:
+        patch = patch_tree.look(checkout)
+        way = "" if patch.state == "patched" else "; use the launcher, or megatron-muon patch apply"
+        yield Examined("patch", f"{patch.state}: {describe(patch)}{way}")
+    except (PatchError, OSError) as error:
+        yield Examined("patch", f"cannot be patched, use the launcher: {error}")
+
+
+def _core(where: Path) -> Examined:
+    torch = importlib.import_module("torch")
+    try:
+        if not torch.cuda.is_available():
+            megatron_muon.cpu.enable()
+        importlib.import_module("megatron.core.optimizer")
+        version, _ = megatron_version()
+    except Exception as error:  # whatever a foreign package raises
+        return Examined("megatron-core", f"({where})", _not_imported("megatron.core", where, error))
+    return Examined("megatron-core", f"{version} ({where})")
+
+
+def _hooks() -> Examined:
+    count = _those_there(*_OF_RUNS)
+    try:
+        check_hooks()
+    except (SeamError, ImportError) as error:
+        return Examined("hooks", count, str(error))
+    return Examined("hooks", count)
+
+
+# Parts of the seam table: those that a run needs, and those that it can do without.
+_OF_RUNS: tuple[Part, ...] = ("core", "torch")
+_OF_COMMANDS: tuple[Part, ...] = ("dry_run", "hybrid", "bench", "upstream", "traces")
+
+
+def _those_there(*parts: Part) -> str:
+    """How many rows of these parts the installed code has, and the names of the missing ones."""
+    text, version = megatron_version()
+    rows = rows_of(version, *parts)
+    missing = []
+    for row in rows:
+        try:
+            check_row(row, text)
+        except (SeamError, ImportError):
+            missing.append(str(row))
+    count = f"{len(rows) - len(missing)} of {len(rows)}"
+    return ", ".join([count, *(f"not {name}" for name in missing)])
+
+
+def _hooks_on_the_cpu() -> Examined:
+    """The hooks of the CPU runtime, which a run without a GPU needs."""
+    count, fault = _those_there("cpu"), ""
+    if megatron_muon.cpu.enabled():
+        try:
+            check_part("cpu")
+        except (SeamError, ImportError) as error:
+            fault = str(error)
+    return Examined("hooks without a GPU", count, fault)
+
+
+def _plain_command(checkout: Path) -> Examined:
+    """The Muon that plain `torchrun pretrain_gpt.py --optimizer muon ...` would start."""
+    patched = False
+    with contextlib.suppress(PatchError, OSError):
+        patched = patch_tree.look(checkout, any_version=True).state == "patched"
+    core = importlib.import_module("megatron.core.optimizer")
+    emerging = getattr(core, "HAVE_EMERGING_OPTIMIZERS", False)  # since core 0.17
+    return Examined("plain command", whose_muon(megatron_version()[1], patched, emerging))
+
+
+def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
+    """The Muon that ``--optimizer muon --use-distributed-optimizer`` starts without the launcher.
+
+    Args:
+        version: version of megatron-core.
+        patched: whether the checkout has the patch's lines.
+        emerging: whether that core finds the emerging_optimizers that it needs.
+    """
+    if patched:
+        return "Distributed Muon, by the patch"
+    way = "Distributed Muon takes the launcher or megatron-muon patch apply"
+    if version < (0, 16):
+        return f"an error, since this Megatron-LM has no --optimizer muon; {way}"
+    if version < (0, 18):
+        return f"an error, since Megatron's own Muon takes no distributed optimizer; {way}"
+    if not emerging:
+        return f"an error, since Megatron's own Muon needs emerging_optimizers; {way}"
+    return (
+        "Megatron's own layer-wise Muon, which turns the distributed optimizer off without a word: "
+        f"not Distributed Muon; {way}"
+    )
+
+
+def _training_hooks(checkout: Path) -> Examined:
+    try:
+        importlib.import_module("megatron_muon.megatron_lm.install").install_training()
+    except SeamError as error:
+        return Examined("training hooks", "not all", str(error))
+    except Exception as error:  # whatever a checkout raises where it is imported
+        fault = _not_imported("megatron.training", checkout / "megatron" / "core", error)
+        return Examined("training hooks", "none", fault)
+    return Examined("training hooks", "all")
+
+
+def _not_imported(module: str, core: Path, error: Exception) -> str:
+    """Why a module of Megatron's cannot be imported; where Python is too old, the one it needs."""
+    what = f"{type(error).__name__}: {error}"
+    why = older_python(core)
+    if why is None and isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        if package not in ("megatron", "megatron_muon"):
+            what = f"{what}: Megatron-LM needs it, not megatron_muon; pip install {package}"
+    return f"{why} ({what})" if why else f"{module} cannot be imported: {what}"
+
+
+def _adam() -> Examined:
+    """The Adam class that Megatron picked, or the CPU runtime's stand-in."""
+    adam = importlib.import_module("megatron.core.optimizer").Adam
+    return Examined("adam", f"{adam.__module__}.{adam.__qualname__}")
+
+
+def _grad_norm() -> Examined:
+    """Weights that Megatron's norm, and with it AdamW's clip, counts wrongly where TP splits."""
+    installed = _installed("transformer-engine", "transformer_engine")
+    version = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
+    return Examined("gradient norm", counted_wrongly(megatron_version()[1], version))
+
+
+def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
+    """Transformer Engine's weights that are marked as cut over TP and are not, or the reverse.
+
+    Args:
+        core: version of megatron-core.
+        te: version of Transformer Engine, major and minor; empty without it.
+    """
+    wrong = []
+    if te and (0, 13) <= core < (0, 17):
+        wrong.append("MLA's down projections once a TP rank")
+    if te >= (2, 13) and core < (0, 19):
+        wrong.append("grouped experts on the first TP rank alone")
+    if not wrong:
+        return "Megatron's counts each weight once"
+    return (
+        f"Megatron's counts Transformer Engine's {' and '.join(wrong)} with TP > 1, so that its "
+        "clip is wrong there; a run of Muon counts each weight once, AdamW's is Megatron's"
+    )
+
+
+def _refused() -> Examined:
+    refused = importlib.import_module("megatron_muon.lab.doctor.options").refused_options()
+    return Examined("refused options", ", ".join(refused) or "none")
+
+
+def _refused_flags() -> Examined:
+    """The flags that ``install.REFUSED`` refuses and that this Megatron-LM has."""
+    flags = importlib.import_module("megatron_muon.megatron_lm.install").REFUSED
+    return Examined("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
+
+
+def _location(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
+    return _folder(spec.origin) if spec is not None and spec.origin else None
+
+
+def _checkout_on_path() -> Path | None:
+    training = _location("megatron.training")
+    return training.parent.parent if training is not None else None
+
+
+def _folder(file: str | None) -> Path:
+    assert file is not None
+    return Path(file).resolve().parent
+
+
+def _installed(distribution: str, module: str) -> str:
+    try:
+        if importlib.util.find_spec(module) is None:
+            return "none"
+    except ImportError:
+        return "none"
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"

@@ -1,0 +1,241 @@
+"""Megatron's model chunks in their DDP, as Megatron-LM builds them from settings.
+
+Sources: ``get_model`` (megatron/training/training.py) and gpt_builders.py, which is part of
+pretrain_gpt.py before 0.15; at core_v0.12.3 to core_v0.19.0 and main. They agree but where it is
+said. The hybrid model's layers are in ``hybrid.layers``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module
+
+from megatron_muon.lab.dry_run.hybrid.gated_delta import (
+    of_mtp,
+    variant_of,
+    with_variant,
+    without_variant,
+)
+from megatron_muon.lab.dry_run.hybrid.settings import is_hybrid
+from megatron_muon.lab.dry_run.model import padded_vocab
+from megatron_muon.lab.dry_run.stand_ins import without_fla
+from megatron_muon.lab.dry_run.versions import having
+
+
+def build_chunks(
+    flags: Namespace,
+    config: Any,
+    *,
+    distributed_optimizer: bool = True,
+    device: torch.device | None = None,
+    layouts: Callable[[Sequence[Any], Any], Sequence[dict[str, Any]]] | None = None,
+) -> list[Any]:
+    """This rank's model chunks in their DDP.
+
+    Args:
+        flags: see ``flags``.
+        config: Megatron's TransformerConfig.
+        distributed_optimizer: whether grad buffers are sharded; else gradients are all-reduced.
+        device: the one that parameters are moved to; None: they stay where they are made.
+        layouts: of the chunks and Megatron's DistributedDataParallelConfig, makes further arguments
+            of each chunk's DDP.
+    """
+    chunks = config.virtual_pipeline_model_parallel_size
+    stages: Sequence[int | None] = range(chunks) if chunks else [None]
+    models = [_model(flags, config, vp_stage) for vp_stage in stages]
+    for model in models:
+        if device is not None:
+            model.to(device)
+        for param in model.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    ddp_config = _ddp_config(flags, sum(p.nelement() for m in models for p in m.parameters()))
+    ddp_config.use_distributed_optimizer = distributed_optimizer
+    if flags.fp16 or flags.bf16:
+        models = [Float16Module(config, model) for model in models]
+    further = [{} for _ in models] if layouts is None else layouts(models, ddp_config)
+    return [
+        DistributedDataParallel(
+            config,
+            ddp_config,
+            model,
+            disable_bucketing=index > 0 or flags.overlap_param_gather_with_optimizer_step,
+            **options,
+        )
+        for index, (model, options) in enumerate(zip(models, further, strict=True))
+    ]
+
+
+def optimizer_config(flags: Namespace) -> Any:
+    """The options that ``refuse_unsupported`` reads.
+
+    They are set after the construction of the object, which would ask for a GPU.
+    """
+    config = OptimizerConfig(
+        optimizer="adam", bf16=flags.bf16, fp16=flags.fp16, use_distributed_optimizer=True
+    )
+    names = (
+        "use_precision_aware_optimizer",
+        "optimizer_cpu_offload",
+        "optimizer_cuda_graph",  # since 0.17
+        "overlap_param_gather_with_optimizer_step",
+    )
+    options = {name: getattr(flags, name, False) for name in names}
+    for name, value in having(OptimizerConfig, **options).items():
+        setattr(config, name, value)
+    return config
+
+
+def _model(flags: Namespace, config: Any, vp_stage: int | None) -> Any:
+    chunk = _named_chunk(vp_stage)
+    kind = "rope" if flags.use_rotary_position_embeddings else flags.position_embedding_type
+    positions = flags.max_position_embeddings or flags.seq_length
+    if flags.no_position_embedding and kind != "rope":
+        raise ValueError("--no-position-embedding needs --position-embedding-type rope")
+    if kind == "learned_absolute" and not positions:
+        raise ValueError("--max-position-embeddings needed for learned_absolute embeddings")
+    options: dict[str, Any] = {
+        "vocab_size": padded_vocab(flags),
+        "max_sequence_length": positions or 1,
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **chunk),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **chunk),
+        "share_embeddings_and_output_weights": not flags.untie_embeddings_and_output_weights,
+        "position_embedding_type": "rope" if kind == "yarn" else kind,  # neither has parameters
+    }
+    if is_hybrid(flags):
+        from megatron_muon.lab.dry_run.hybrid.layers import (
+            build_hybrid,  # a GPT does without its imports
+        )
+
+        staged = (
+            {} if vp_stage is None else chunk
+        )  # before 0.17 it has one chunk and no word for it
+        return build_hybrid(flags, config, **options, **staged)
+    return _gpt(flags, config, chunk, options)
+
+
+def _gpt(
+    flags: Namespace, config: Any, chunk: dict[str, int | None], options: dict[str, Any]
+) -> Any:
+    spec = _layer_spec(flags, config, chunk)
+    with without_fla() if variant_of(flags) else nullcontext():
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            mtp_block_spec=_mtp_spec(flags, config, spec, chunk),
+            **options,
+            **chunk,
+        )
+
+
+def _named_chunk(vp_stage: int | None) -> dict[str, int | None]:
+    """The keyword for which chunk is built; before 0.13 there is none, but Megatron's own state."""
+    if "vp_stage" in inspect.signature(GPTModel).parameters:
+        return {"vp_stage": vp_stage}
+    if vp_stage is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+    return {}
+
+
+def _layer_spec(flags: Namespace, config: Any, chunk: dict[str, int | None]) -> Any:
+    variant = variant_of(flags)
+    if not flags.num_experts and variant is None:
+        return _one_layer(flags, config)
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        without_variant(config),
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        qk_l2_norm=_qk_l2_norm(flags),
+        **chunk,
+    )
+    if variant is not None:
+        block.layer_specs = with_variant(config, block.layer_specs, chunk)
+    return block
+
+
+def _one_layer(flags: Namespace, config: Any) -> Any:
+    """The layer of a dense model, or one with experts."""
+    make = gpt_layer_specs.get_gpt_layer_local_spec
+    legacy = getattr(config, "moe_use_legacy_grouped_gemm", False)  # a parameter up to 0.16
+    return make(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+        qk_l2_norm=_qk_l2_norm(flags),
+        **having(make, moe_use_legacy_grouped_gemm=legacy),
+    )
+
+
+def _qk_l2_norm(flags: Namespace) -> bool:
+    return getattr(flags, "qk_l2_norm", False)  # a flag since 0.13
+
+
+def _mtp_spec(flags: Namespace, config: Any, spec: Any, chunk: dict[str, int | None]) -> Any:
+    """MTP's layer is like the decoder's last one; on this stage, before 0.16."""
+    if flags.mtp_num_layers is None:
+        return None
+    layer = spec
+    if hasattr(spec, "layer_specs") and not spec.layer_specs:
+        layer = _one_layer(flags, config)  # no layer of the decoder is on this stage
+    elif hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):  # since 0.16
+        layer = gpt_layer_specs.get_gpt_decoder_layer_specs(
+            without_variant(config),
+            use_transformer_engine=False,
+            normalization=config.normalization,
+            qk_l2_norm=_qk_l2_norm(flags),
+            **chunk,
+        )[-1]
+    if variant_of(flags) is not None:
+        layer = of_mtp(config, layer)
+    return gpt_layer_specs.get_gpt_mtp_block_spec(
+        config, layer, use_transformer_engine=False, **chunk
+    )
+
+
+def _ddp_config(flags: Namespace, parameters: int) -> Any:
+    """``get_model``'s.
+
+    Args:
+        parameters: elements in all chunks of this rank.
+    """
+    if flags.fp8_param_gather:
+        raise NotImplementedError(
+            "--fp8-param-gather is not supported here: weights in fp8 have grad buffers of their "
+            "own, and the layers that are built here are in bf16; without it the routing is the "
+            "same, the buffers are not"
+        )
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not flags.grad_reduce_in_bf16
+        if flags.bf16
+        else flags.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=flags.overlap_grad_reduce,
+        overlap_param_gather=flags.overlap_param_gather,
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=flags.num_distributed_optimizer_instances,
+        bucket_size=flags.ddp_bucket_size,
+        pad_buckets_for_high_nccl_busbw=flags.ddp_pad_buckets_for_high_nccl_busbw,
+        **having(
+            DistributedDataParallelConfig,
+            use_megatron_fsdp=getattr(flags, "use_megatron_fsdp", False),  # since 0.14
+        ),
+    )
+    if flags.ddp_num_buckets is not None:
+        config.bucket_size = parameters // flags.ddp_num_buckets
+    if config.bucket_size is None:
+        with_cp = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        config.bucket_size = max(40_000_000, 1_000_000 * with_cp)
+    if not config.overlap_grad_reduce:
+        config.bucket_size = None
+    return config

@@ -1,0 +1,181 @@
+"""A run's ranks without the run: fake process groups, and parameters that have no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.parallel_state import RankGenerator
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_token_prediction
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_muon.lab.dry_run.model import Ranks
+from megatron_muon.planning.grid import RankGrid
+from megatron_muon.runtime.consensus import Coordinates, grid_of
+from megatron_muon.runtime.patches import replaced
+
+META = torch.device("meta")
+
+
+@contextmanager
+def as_rank(rank: int, ranks: Ranks) -> Iterator[None]:
+    """Be one rank of the world, with Megatron's groups around it; their collectives do nothing.
+
+    Raises:
+        RuntimeError: this process is in a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("megatron-muon routes makes process groups of its own: run it by itself")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks.world)
+    try:
+        with _only_own_groups(rank):
+            initialize_groups(ranks, create_gloo_process_groups=False)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def initialize_groups(ranks: Ranks, **options: Any) -> None:
+    """Megatron's process groups, over a world that is up.
+
+    Args:
+        ranks: how it is divided.
+        options: further arguments of ``initialize_model_parallel``.
+    """
+    parallel_state.initialize_model_parallel(
+        ranks.tp,
+        ranks.pp,
+        ranks.chunks,
+        context_parallel_size=ranks.cp,
+        expert_model_parallel_size=ranks.ep,
+        num_distributed_optimizer_instances=ranks.instances,
+        expert_tensor_parallel_size=ranks.expert_tp,
+        order=ranks.order,
+        **options,
+    )
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """New parameters and gradient buffers are on the meta device: shapes and marks, no elements.
+
+    Megatron names ``torch.cuda.current_device()`` for most of them, which megatron_muon.cpu makes
+    the CPU; for the time of the build it is the meta device. Modules of torch's own, norms and
+    position embeddings, name none: theirs are replaced as they are registered, before anything is
+    written. Initialization needs the seeds of Megatron's RNG tracker all the same.
+    """
+    model_parallel_cuda_manual_seed(0)
+    with replaced(torch.cuda, current_device=lambda: META):
+        hook = register_module_parameter_registration_hook(_on_meta)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+@contextmanager
+def without_inference_layers() -> Iterator[None]:
+    """No linear is one of Transformer Engine's for inference, as is so in a local model.
+
+    The MTP layer of megatron-core 0.20 asks. Where Transformer Engine is not installed that fails:
+    classes derived from a stand-in for its own are no classes.
+    """
+    with replaced(multi_token_prediction, is_inference_column_parallel_linear=lambda module: False):
+        yield
+
+
+def _on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> Any:
+    if param is None or param.is_meta:
+        return None  # as it is
+    replaced = torch.nn.Parameter(param.data.to(META), param.requires_grad)
+    replaced.__dict__.update(param.__dict__)
+    return replaced
+
+
+def first_ranks(ranks: Ranks) -> list[int]:
+    """The rank of each pipeline stage that is first in all other respects."""
+    return list(_dense(ranks).get_ranks("pp")[0])
+
+
+def whole_stage() -> list[int]:
+    """World ranks of the stage that this rank is in, in all optimizer instances."""
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return list(dist.get_process_group_ranks(group))
+
+
+def stage_ranks(ranks: Ranks) -> list[int]:
+    """World ranks of the stage that this rank is in, as its group numbers them.
+
+    With several optimizer instances, of the part of the stage in the first one.
+    """
+    dp_place = _places(_dense(ranks), "dp-cp")
+    dp_size = ranks.world // (ranks.tp * ranks.pp * ranks.instances)
+    return [rank for rank in whole_stage() if dp_place[rank] < dp_size]
+
+
+def dense_grid(ranks: Ranks, node_ranks: int) -> RankGrid:
+    """The ranks of ``stage_ranks`` as the dense weights' optimizer sees them."""
+    tp, dp = (_places(_dense(ranks), token) for token in ("tp", "dp-cp"))
+    dp_size = ranks.world // (ranks.tp * ranks.pp * ranks.instances)
+    return grid_of(
+        [
+            Coordinates(0, 1, tp[rank], ranks.tp, dp[rank], dp_size, rank // node_ranks)
+            for rank in stage_ranks(ranks)
+        ]
+    )
+
+
+def expert_grid(ranks: Ranks, node_ranks: int) -> RankGrid:
+    """The ranks of ``stage_ranks`` as the experts' optimizer sees them, over EP ranks."""
+    tp, ep, dp = (_places(_experts(ranks), token) for token in ("tp", "ep", "dp"))
+    sizes = ranks.ep, ranks.expert_tp
+    dp_size = ranks.world // (ranks.expert_tp * ranks.ep * ranks.pp * ranks.instances)
+    return grid_of(
+        [
+            Coordinates(
+                ep[rank], sizes[0], tp[rank], sizes[1], dp[rank], dp_size, rank // node_ranks
+            )
+            for rank in stage_ranks(ranks)
+        ]
+    )
+
+
+def _dense(ranks: Ranks) -> Any:
+    dp = ranks.world // (ranks.tp * ranks.cp * ranks.pp)
+    return RankGenerator(tp=ranks.tp, ep=1, dp=dp, pp=ranks.pp, cp=ranks.cp, order=ranks.order)
+
+
+def _experts(ranks: Ranks) -> Any:
+    tp, ep, pp = ranks.expert_tp, ranks.ep, ranks.pp
+    dp = ranks.world // (tp * ep * pp)
+    return RankGenerator(tp=tp, ep=ep, dp=dp, pp=pp, cp=1, order=ranks.order)
+
+
+def _places(generator: Any, token: str) -> dict[int, int]:
+    """The place of each rank in its group; torch sorts the ranks of a group."""
+    groups = generator.get_ranks(token)
+    return {rank: place for group in groups for place, rank in enumerate(sorted(group))}
+
+
+@contextmanager
+def _only_own_groups(rank: int) -> Iterator[None]:
+    """Pass over the groups that the rank is not in, whose handle it could not use anyway.
+
+    Megatron has every rank make every group, thousands in a large world.
+    """
+    create_group = parallel_state.create_group
+
+    def create_own_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return create_group(ranks, *args, **kwargs)
+
+    with replaced(parallel_state, create_group=create_own_group):
+        yield

@@ -1,0 +1,200 @@
+"""Text and JSON of ``megatron-muon plan``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron_muon.lab.plan.rows import TITLES, PlannedStep, Spread
+from megatron_muon.lab.plan.run import RunPlan, StagePlan
+from megatron_muon.lab.pricing import upstream
+from megatron_muon.lab.pricing.hardware import CONSTANTS
+from megatron_muon.lab.pricing.memory import GRADIENTS, MAIN, MOMENTS, MOMENTUM, PARAMETERS
+from megatron_muon.lab.pricing.step import PHASES
+from megatron_muon.planning.describe import Share
+from megatron_muon.version import __version__
+
+MB, MIB, TERA = 1e6, 1 << 20, 1e12
+# The assumptions of the plan in addition to constants and the training step.
+ASSUMPTIONS = (
+    "not in the optimizer step: gradient reduction, norm and clipping, all-gather of parameters, "
+    "the copy to 16-bit weights; AdamW and Muon have them alike",
+    "all ranks begin the step at the same moment, and a rank takes the same time in every step",
+    "the compute and the communication stream do not slow each other down",
+    "a rank waits only for ranks that it shares bytes with; a message has its share of both links",
+    "kernels of momentum, norm and update read and write memory, whatever the L2 cache holds: "
+    "fused ones 14, 6 and 10 bytes per element, with --muon-elementwise foreach 50, 12 and 34 "
+    "(pricing/step.py, pricing/kernels.py); AdamW's 28",
+    "a library's kernel for symmetric products also adds the linear term; torch's addmm copies it "
+    "first",
+    "memory: without activations, the allocator's rounding, and what NCCL and cuBLAS take",
+    "the paper's: bucket after bucket, one matrix at a time, nothing overlapped (pricing/paper.py)",
+    "Megatron's own Muon: its gradients' reduction, its launches' Python and its padding are not "
+    "counted, and its owners are balanced by priced time",
+)
+
+
+def as_text(plan: RunPlan) -> str:
+    """A table for each kind of stage, the step of the slowest one, then every assumption."""
+    lines = [_head(plan), ""]
+    for kind in plan.kinds:
+        lines += [*_stage(plan, kind), ""]
+    lines += [*_whole(plan), "", *assumption_lines(plan)]
+    return "\n".join(lines)
+
+
+def assumption_lines(plan: RunPlan) -> list[str]:
+    """Every assumption with its source."""
+    return [
+        "assumptions, each with its source; --set NAME=VALUE changes a constant:",
+        *(f"  {line}" for line in (*plan.assumptions, *plan.hardware.lines())),
+        *(f"  {line}" for line in (*ASSUMPTIONS, *plan.notes)),
+        "rules of Megatron's own Muon:",
+        *(f"  {line}" for line in rules()),
+    ]
+
+
+def as_json(plan: RunPlan) -> str:
+    """All figures; bytes, flops and seconds."""
+    return json.dumps(as_dict(plan), indent=1)
+
+
+def as_dict(plan: RunPlan) -> dict[str, Any]:
+    """The content of ``as_json``."""
+    sources = dict(plan.hardware.sources)
+    constants = {
+        name: {
+            "value": getattr(plan.hardware, name),
+            "unit": constant.metadata["unit"],
+            "source": sources.get(name),
+        }
+        for name, constant in CONSTANTS.items()
+    }
+    return {
+        "version": __version__,
+        "hardware": {"name": plan.hardware.name, "constants": constants},
+        "device": plan.device,
+        "layout": plan.layout,
+        "ranks": dataclasses.asdict(plan.ranks),
+        "settings": dataclasses.asdict(plan.config),
+        "training": {
+            **dataclasses.asdict(plan.training),
+            "seconds": plan.training.seconds(plan.hardware),
+        },
+        "step": {
+            name: {
+                "seconds": plan.seconds(name),
+                "share": plan.share(name),
+                "slower_than_adamw": plan.slower(name),
+            }
+            for name in plan.names
+        },
+        "stages": [dataclasses.asdict(kind) for kind in plan.kinds],
+        "assumptions": [*plan.assumptions, *ASSUMPTIONS, *plan.notes, *rules()],
+    }
+
+
+def rules() -> list[str]:
+    """The rules by which Megatron's own Muon is planned, and where they come from."""
+    parts = (upstream.__doc__ or "").split("\n\n")[1:3]
+    return [line for part in parts for line in part.split("\n")]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table, the first column to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            f"{cell:{width}}" if at == 0 else f"{cell:>{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds."""
+    return f"{1e3 * seconds:,.1f}"
+
+
+def _head(plan: RunPlan) -> str:
+    ranks = plan.ranks
+    sizes = {"TP": ranks.tp, "CP": ranks.cp, "PP": ranks.pp, "EP": ranks.ep}
+    split = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    products = "a library's" if plan.device == "cuda_symmetric" else "torch's"
+    whole = sum((kind.share for kind in plan.kinds for _ in kind.stages), start=Share())
+    return (
+        f"{ranks.world:,} ranks{f' ({split})' if split else ''} of {plan.hardware.name}, "
+        f"{plan.hardware.gpus_per_node} a node; symmetric products: {products}\n"
+        f"{whole.total / 1e9:,.2f} G parameters, {whole.muon / 1e9:,.2f} G of them Muon's"
+    )
+
+
+def _stage(plan: RunPlan, kind: StagePlan) -> Iterator[str]:
+    numbers = ", ".join(map(str, kind.stages))
+    several = f" (stages {numbers} are alike)" if len(kind.stages) > 1 else ""
+    yield (
+        f"pipeline stage {kind.stages[0]}{several}: {kind.ranks:,} rank(s), {kind.matrices:,} "
+        f"matrices; gradients and parameters send {kind.reduced / MB:,.1f} MB a rank, whatever the "
+        "optimizer"
+    )
+    header = ["mean / most of a rank", *(TITLES[row.name] for row in kind.rows)]
+    yield from aligned([header, *([name, *map(of, kind.rows)] for name, of in FIGURES)])
+
+
+def _whole(plan: RunPlan) -> list[str]:
+    seconds = plan.training.seconds(plan.hardware)
+    where = "" if len(plan.kinds) == 1 else ", slowest stage"
+    rows = [["optimizer step" + where, "ms", "of the training step", "slower than AdamW's"]]
+    for name in plan.names:
+        mark = " (this run)" if name == plan.layout else ""
+        slower = "" if name == "adamw" else f"{plan.slower(name):+.2%}"
+        share = f"{plan.share(name):.2%}"
+        rows.append([TITLES[name] + mark, ms(plan.seconds(name)), share, slower])
+    return [f"forward and backward: {ms(seconds)} ms, an assumption (below)", *aligned(rows)]
+
+
+def _both(spread: Spread, unit: float, digits: int) -> str:
+    return f"{spread.mean / unit:,.{digits}f} / {spread.most / unit:,.{digits}f}"
+
+
+def _count(spread: Spread) -> str:
+    return _both(spread, 1, 1) if spread.mean != spread.most else f"{spread.most:,.0f}"
+
+
+def _uneven(row: PlannedStep) -> str:
+    return f"{row.flops.most / row.flops.mean:.2f}" if row.flops.mean else "-"
+
+
+def _phase(name: str) -> Callable[[PlannedStep], str]:
+    return lambda row: ms(row.phases[name]) if name in row.phases else "-"
+
+
+def _rest(kind: str) -> Callable[[PlannedStep], str]:
+    return lambda row: f"{row.rest[kind] / MIB:,.0f}"
+
+
+_KINDS = (PARAMETERS, GRADIENTS, MAIN, MOMENTUM, MOMENTS)
+FIGURES: tuple[tuple[str, Callable[[PlannedStep], str]], ...] = (
+    ("boundary parameters", lambda row: "-" if row.boundary is None else f"{row.boundary:,}"),
+    ("sent in the node, MB", lambda row: _both(row.inside, MB, 1)),
+    ("sent between nodes, MB", lambda row: _both(row.between, MB, 1)),
+    ("peers", lambda row: _count(row.peers)),
+    ("messages", lambda row: _count(row.messages)),
+    ("Newton-Schulz, Tflop", lambda row: _both(row.flops, TERA, 2)),
+    (
+        "busiest / mean",
+        _uneven,
+    ),
+    ("rounds", lambda row: "+".join(map(str, row.rounds)) or "-"),
+    ("launches", lambda row: f"{row.launches:,}"),
+    *((f"memory: {kind}, MiB", _rest(kind)) for kind in _KINDS),
+    ("memory at rest, MiB", lambda row: f"{row.memory / MIB:,.0f}"),
+    ("more at the peak, MiB", lambda row: "-" if row.peak is None else f"{row.peak / MIB:,.0f}"),
+    *((f"{name}, ms", _phase(name)) for name in PHASES if name != "waiting"),
+    ("exposed, ms", lambda row: f"{ms(row.exposed.mean)} / {ms(row.exposed.most)}"),
+    ("hidden, ms", lambda row: ms(row.hidden)),
+    ("step, ms", lambda row: ms(row.seconds)),
+)

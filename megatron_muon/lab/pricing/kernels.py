@@ -1,0 +1,359 @@
+"""The time of kernels: streams over memory, products, and a batch's Newton-Schulz.
+
+Number and bytes of kernels are those that ``update``, ``newton_schulz`` and ``matmul`` launch on
+CUDA; the time of each follows from ``Hardware`` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.lab.pricing.hardware import MICRO, TERA, Hardware
+from megatron_muon.orthogonalize.iteration import (
+    Device,
+    dtype_of,
+    fits_kernel,
+    gathers_of_rows,
+    is_cuda,
+    is_folded,
+    itemsize_of,
+    ns_flops,
+    schedule_of,
+    scratch_elements,
+    segments,
+    squares_outside,
+    strips_take_gram,
+    takes_gram,
+)
+
+_FP32 = 4  # bytes
+# Kernels that divide a batch by its norms, and reads and writes of an element: fused, and torch's.
+_NORMALISING_FUSED, _FUSED_PASSES = 3, 3
+_NORMALISING, _PASSES = 11, 6
+# Kernels of a strip in 16 bits, and bytes per element: largest entry, fp32 copy, its division, its
+# norm, division and cast, copy back. And per byte of a square: copies into and out of messages, and
+# sums in fp32.
+_STRIP = 24
+_STRIP_BYTES = 2 + (2 + 4) + (4 + 4) + 4 + (4 + 4) + (4 + 2) + 4
+_SUM_BYTES = 7.5
+# Per byte of a strip's rows and columns that are turned: into a message, out of it, and for the
+# rows, half of these bytes, once more; each is read and written.
+_TURN_BYTES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds on the compute stream, and operations that the host launches for them."""
+
+    seconds: float = 0.0
+    launches: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.launches + other.launches)
+
+    def times(self, count: int) -> Cost:
+        """The cost of doing this ``count`` times, one after another."""
+        return Cost(self.seconds * count, self.launches * count)
+
+
+def stream(hardware: Hardware, nbytes: float, launches: int = 1) -> Cost:
+    """The cost of kernels that together read and write ``nbytes``."""
+    seconds = nbytes / hardware.memory + launches * hardware.kernel_us * MICRO
+    return Cost(seconds, launches)
+
+
+def foreach(
+    hardware: Hardware, elements: int, tensors: int, nbytes: float, operations: int = 1
+) -> Cost:
+    """The cost of ``torch._foreach`` operations over lists of tensors.
+
+    Args:
+        hardware: the GPU.
+        elements, tensors: number of elements and of tensors in a list.
+        nbytes: bytes per element that all operations together read and write.
+        operations: number of operations.
+    """
+    if elements == 0:
+        return Cost()
+    by_elements = -(-elements // hardware.foreach_elements)
+    launches = operations * max(by_elements, -(-tensors // hardware.foreach_tensors))
+    return stream(hardware, elements * nbytes, launches)
+
+
+@lru_cache(65536)
+def product(
+    hardware: Hardware, rows: int, cols: int, inner: int, batch: int = 1, itemsize: int = 2
+) -> Cost:
+    """The cost of a product ``(batch, rows, inner) @ (batch, inner, cols)``, one launch.
+
+    It takes whole waves of the tiles that are fastest for it. Where they do not fill the device, it
+    may be cut along its inner dim. Reading its operands and writing its result is a lower bound.
+    """
+    tera = hardware.fp32_tflops if itemsize == _FP32 else hardware.dense_tflops
+    rate = tera * TERA * hardware.gemm_efficiency
+    flops = 2 * batch * rows * cols * inner
+    best = math.inf
+    for tile_rows, tile_cols, share in hardware.tiles:
+        tiles = batch * -(-rows // tile_rows) * -(-cols // tile_cols)
+        waves = -(-tiles // hardware.processors)
+        of_wave = 2 * tile_rows * tile_cols * inner * hardware.processors
+        best = min(best, waves * of_wave / (rate * share))
+        if tiles < hardware.processors:
+            split = flops / (rate * share * hardware.split_efficiency)
+            best = min(best, split + hardware.split_us * MICRO)
+    moved = itemsize * batch * (rows * inner + inner * cols + rows * cols)
+    return Cost(max(best, moved / hardware.memory) + hardware.kernel_us * MICRO, 1)
+
+
+def batches(
+    rows: int, cols: int, count: int, *, ns_batch: int | None, scratch: int
+) -> Iterator[tuple[int, int]]:
+    """``(matrices, times)``: how ``count`` matrices of one shape are taken together.
+
+    Args:
+        rows, cols: the shape.
+        count: number of matrices at one home in one round.
+        ns_batch: most matrices in a batch; None: as many as have scratch memory.
+        scratch: elements of scratch memory (``rounds.scratch_limit``).
+    """
+    most = ns_batch or max(1, scratch // scratch_elements(rows, cols))
+    if count // most:
+        yield most, count // most
+    if count % most:
+        yield count % most, 1
+
+
+@lru_cache(65536)
+def newton_schulz(
+    hardware: Hardware,
+    rows: int,
+    cols: int,
+    batch: int,
+    config: MuonConfig,
+    device: Device = "cuda",
+    *,
+    is_tight: bool = False,
+) -> Cost:
+    """The cost to orthogonalize a batch, from the gathered matrices to their directions.
+
+    On ``cuda_symmetric`` a library's kernel makes the symmetric products that it takes. On a CPU
+    the time is that of the flops at the device's rate, one matrix at a time. ``is_tight`` is that
+    of ``newton_schulz.orthogonalize_staged``.
+    """
+    cost = _normalisation(hardware, batch * rows * cols, config, device)
+    if not is_cuda(device):
+        rate = hardware.dense_tflops * TERA * hardware.gemm_efficiency
+        flops = ns_flops(rows, cols, config, device)
+        return cost + Cost(batch * flops / rate, batch * 3 * config.ns_steps)
+    work = _Products.of(hardware, (rows, cols), max(rows, cols), batch, config, device)
+    if takes_gram(rows, cols, config, device):
+        in_two = is_tight and batch == 1 and squares_outside(rows, cols) == 0
+        for part in segments(config, device):
+            cost += work.gram_segment([c != 0 for _, _, c in part], in_two=in_two)
+        return cost
+    return cost + work.standard_steps(config)
+
+
+@lru_cache(65536)
+def newton_schulz_strip(
+    hardware: Hardware,
+    whole: tuple[int, int],
+    long: int,
+    count: int,
+    homes: int,
+    config: MuonConfig,
+    device: Device = "cuda",
+) -> Cost:
+    """The cost to orthogonalize a strip of a matrix that several homes share, their messages too.
+
+    Squares are added over the homes: each receives its rows of all others' squares and sends their
+    sum to them. Where they make rows of squares, these are put together. Nothing hides messages.
+    Homes are neighbours: they are of one node where the node's GPUs divide into as many.
+
+    Args:
+        hardware: hardware of every rank.
+        whole: rows and columns of the matrix.
+        long: length of the strip.
+        count, homes: number of strips, and of their homes.
+        config, device: see ``newton_schulz``.
+    """
+    itemsize = itemsize_of(config)
+    short = min(whole)
+    work = _Products.of(hardware, whole, long, 1, config, device)
+    add = _added(hardware, short * short * itemsize, homes)
+    cost = stream(hardware, _STRIP_BYTES * short * long, _STRIP)
+    cost += _numbers(hardware, homes).times(2)
+    if strips_take_gram(*whole, count, config, device):
+        gathers = gathers_of_rows(*whole, count, config, device)
+        for part, rows in zip(segments(config, device), gathers, strict=True):
+            squares = [c != 0 for _, _, c in part]
+            cost += add + _together(hardware, short * short * itemsize, homes).times(rows)
+            if rows:
+                cost += work.gram_segment([]) + work.rows_of_squares(squares, -(-short // count))
+            else:
+                cost += work.gram_segment(squares)
+        return cost
+    return cost + add.times(config.ns_steps) + work.standard_steps(config)
+
+
+def turns(hardware: Hardware, nbytes: int, homes: int) -> Cost:
+    """The cost to turn a strip there and back, the messages too, which nothing hides.
+
+    Blocks are copied into a message, and those that come are put together; on the way back their
+    rows are then copied to where they came from.
+
+    Args:
+        hardware: hardware of every rank.
+        nbytes: of the strip's rows and of its columns, together.
+        homes: number of homes.
+    """
+    others = homes - 1
+    travels = nbytes * others / homes / _link(hardware, homes)
+    copies = stream(hardware, _TURN_BYTES * nbytes, 2 * others + 3)
+    return _message(hardware, homes).times(2) + Cost(travels, 2) + copies
+
+
+def _added(hardware: Hardware, nbytes: int, homes: int) -> Cost:
+    """A square of ``nbytes`` that is added over its homes."""
+    travels = 2 * nbytes * (homes - 1) / homes / _link(hardware, homes)
+    sums = stream(hardware, _SUM_BYTES * nbytes, homes + 4)
+    return _message(hardware, homes).times(2) + Cost(travels, 2) + sums
+
+
+def _together(hardware: Hardware, nbytes: int, homes: int) -> Cost:
+    """A square of ``nbytes`` that is put together from each home's rows, received in place."""
+    travels = nbytes * (homes - 1) / homes / _link(hardware, homes)
+    own = stream(hardware, 2 * nbytes / homes)
+    return _message(hardware, homes) + Cost(travels, 1) + own
+
+
+def _numbers(hardware: Hardware, homes: int) -> Cost:
+    """A message of a few numbers from each home to each other one."""
+    return _message(hardware, homes) + Cost(0.0, 3)
+
+
+def _message(hardware: Hardware, homes: int) -> Cost:
+    """What a message from each home to each other one takes, without its bytes and launches."""
+    return Cost((hardware.message_us + hardware.peer_us * (homes - 1)) * MICRO, 0)
+
+
+def _link(hardware: Hardware, homes: int) -> float:
+    """Bytes a second between homes: they are neighbours, of one node where it holds whole teams."""
+    near = hardware.gpus_per_node % homes == 0
+    return hardware.node_link if near else hardware.network_link
+
+
+def _normalisation(hardware: Hardware, elements: int, config: MuonConfig, device: Device) -> Cost:
+    """Norm and division by triton's kernels, as if it were installed on every GPU.
+
+    Torch's operations also look for the largest entry and divide by a power of two, and in fp16
+    divide the norm by its scale.
+    """
+    nbytes = itemsize_of(config) * elements
+    if is_cuda(device) and config.elementwise == "auto":
+        return stream(hardware, _FUSED_PASSES * nbytes, _NORMALISING_FUSED)
+    is_scaled = dtype_of(config, device) == "fp16"
+    return stream(hardware, _PASSES * nbytes, _NORMALISING + int(is_scaled))
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Products of a batch of ``(short, long)`` matrices."""
+
+    hardware: Hardware
+    short: int
+    long: int
+    batch: int
+    itemsize: int
+    has_kernel: bool
+    is_folded: bool
+
+    @classmethod
+    def of(
+        cls,
+        hardware: Hardware,
+        whole: tuple[int, int],
+        long: int,
+        batch: int,
+        config: MuonConfig,
+        device: Device,
+    ) -> _Products:
+        """Those of matrices of which a rank has ``long`` of the long side."""
+        folded = is_folded(dtype_of(config, device), device)
+        kernel, itemsize = device == "cuda_symmetric", itemsize_of(config)
+        return cls(hardware, min(whole), long, batch, itemsize, kernel, folded)
+
+    def standard_steps(self, config: MuonConfig) -> Cost:
+        """All steps: those whose c is not 0 have a square more."""
+        squared = sum(c != 0 for _, _, c in schedule_of(config))
+        cost = self._standard_step(squares=True).times(squared)
+        return cost + self._standard_step(squares=False).times(config.ns_steps - squared)
+
+    def _standard_step(self, *, squares: bool) -> Cost:
+        """XXᵀ, bA + cA² unless c is 0, aX + BX."""
+        short, long = self.short, self.long
+        cost = self._symmetric(long, linear=False)
+        if squares:
+            cost += self._symmetric(short, linear=True)
+        if self.is_folded:  # the linear term's factor is added to the square's diagonal
+            return cost + stream(self.hardware, 0) + self._product(short, long, short)
+        return cost + self._copy(short * long) + self._product(short, long, short)
+
+    def gram_segment(self, squares: list[bool], *, in_two: bool = False) -> Cost:
+        """XXᵀ, polynomials of it, QX.
+
+        Args:
+            squares: for each step, whether c is not 0.
+            in_two: the last rows of QX are made apart, and copied over Q.
+        """
+        short, long = self.short, self.long
+        cost = self._symmetric(long, linear=False)
+        if in_two:
+            cost += self._product(short, long - short, short) + self._product(short, short, short)
+            cost += self._copy(short * short)
+        else:
+            cost += self._product(short, long, short)
+        if not squares:
+            return cost
+        plus = self._symmetric(short, linear=True)
+        if self.is_folded and all(squares):
+            # linear terms are on the diagonal of H, which is the first Q
+            diagonals = stream(self.hardware, 0).times(len(squares))
+            others = 3 * (len(squares) - 1)
+            alone = self._symmetric(short, linear=False)
+            return cost + diagonals + plus.times(len(squares)) + alone.times(others)
+        # Q = a + Z at first: a multiplication, and a is added to the diagonal. After it each step
+        # makes Q + ZQ, and but for the last one R + ZR and its product with Z
+        cost += self._copy(short * short) + stream(self.hardware, 0)
+        return cost + plus.times(sum(squares) + 3 * (len(squares) - 1))
+
+    def rows_of_squares(self, squares: list[bool], rows: int) -> Cost:
+        """``gram_segment``'s polynomials, of which ``rows`` rows are made here."""
+        products = sum(squares) + 3 * (len(squares) - 1)
+        copy = self._copy(rows * self.short)
+        one = self._product(rows, self.short, self.short) + copy
+        return copy + stream(self.hardware, 0) + one.times(products)
+
+    def _symmetric(self, inner: int, *, linear: bool) -> Cost:
+        """A product of ``(short, short)``; a library's kernel adds the linear term by itself."""
+        plain = self._product(self.short, self.short, inner)
+        if self._takes_kernel(inner):
+            least = self.hardware.kernel_us * MICRO
+            ratio = self.hardware.symmetric_ratio
+            return Cost(least + (plain.seconds - least) * ratio, 1)
+        return plain + self._copy(self.short * self.short) if linear else plain
+
+    def _takes_kernel(self, inner: int) -> bool:
+        has = self.has_kernel and self.itemsize < _FP32
+        return has and self.short >= self.hardware.symmetric_rows and fits_kernel(self.short, inner)
+
+    def _product(self, rows: int, cols: int, inner: int) -> Cost:
+        return product(self.hardware, rows, cols, inner, self.batch, self.itemsize)
+
+    def _copy(self, elements: int) -> Cost:
+        """The cost of the linear term's copy, over which ``addmm`` writes its result."""
+        return stream(self.hardware, 2 * self.itemsize * self.batch * elements)

@@ -1,0 +1,1 @@
+"""``megatron-muon routes``: which parameters are Muon's, in what matrices, and their homes."""
