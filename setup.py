@@ -50,12 +50,12 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    # patches/ stands at the top for its readers; the command `megatron-muon patch` needs it too
+    # patches/ stands at the top for its readers; a wheel has them too
     packages=[*find_packages(include=["megatron_muon*"]), "megatron_muon.patches"],
     package_dir={"megatron_muon.patches": "patches"},
     package_data={
         "megatron_muon": ["py.typed"],
-        "megatron_muon.patches": ["manifest.json", "*.patch", "README.md"],
+        "megatron_muon.patches": ["*.patch", "README.md"],
     },
     entry_points={"console_scripts": ["megatron-muon = megatron_muon.__main__:main"]},
     # No megatron-core: a Megatron-LM checkout brings its own, and pip would put a second one beside

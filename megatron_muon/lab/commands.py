@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_muon.lab.dispatch import Commands, dispatch
 from megatron_muon.lab.interrupts import run_command
@@ -22,14 +22,6 @@ COMMANDS: Commands = {
     "certify": (
         "megatron_muon.lab.certify.command",
         "an optimizer step of a model's ranks on a GPU that is not there: races, messages, memory",
-    ),
-    "scales": (
-        "megatron_muon.lab.scales",
-        "how large updates are, by scale mode, extra factor and shape",
-    ),
-    "patch": (
-        "megatron_muon.lab.patch.command",
-        "plain `pretrain_gpt.py --optimizer muon` in a Megatron-LM checkout: check, apply, revert",
     ),
     "doctor": (
         "megatron_muon.lab.doctor.command",
@@ -66,6 +58,13 @@ COMMANDS: Commands = {
 }
 
 
+# Commands that went, with what to use in their place.
+GONE: Mapping[str, str] = {
+    "patch": "use `git apply`; patches/README.md of a clone has the two lines",
+    "scales": "an update's root mean square is the table of docs/switching_and_tuning.md",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -85,6 +84,9 @@ def _run(argv: Sequence[str] | None) -> int:
     if arguments == ["--version"]:
         print(f"megatron-muon {__version__}")
         return 0
+    if arguments and arguments[0] in GONE:
+        print(f"megatron-muon {arguments[0]} is gone: {GONE[arguments[0]]}", file=sys.stderr)
+        return 2
     try:
         return dispatch("megatron-muon", COMMANDS, arguments, ends=", or --version")
     except CoreNotFoundError as error:

@@ -173,7 +173,7 @@ def test_whose_muon_a_plain_command_starts(
 ) -> None:
     text = whose_muon(version, patched, emerging)
     assert text.startswith(said)
-    assert patched or text.endswith("takes the launcher or megatron-muon patch apply")
+    assert patched or text.endswith("takes the launcher or the patch")
 
 
 def _checkout(root: Path) -> Path:

@@ -16,7 +16,6 @@ BAD = ["", "x", "nan", "inf", "-inf", "-1", "1e400", "9" * 40, "1,2"]
 # By command: what the rest of its line is.
 LINES: dict[str, list[str]] = {
     "routes": ["routes", *TINY],
-    "scales": ["scales"],
     "step": ["bench", "step", *SMALL.split(), "--rounds", "1"],
     "newton-schulz": ["bench", "newton-schulz"],
     "speeds": ["bench", "speeds"],
@@ -44,7 +43,6 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         "step": "bench.step.flags",
         "newton-schulz": "bench.newton_schulz.command",
         "speeds": "bench.speeds",
-        "scales": "scales",
     }
     name = modules.get(command, f"{command}.command")
     module = importlib.import_module(f"megatron_muon.lab.{name}")

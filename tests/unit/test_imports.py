@@ -31,9 +31,9 @@ TIERS = (
 )
 # Rooms of ``lab`` by the same rule.
 LAB_TIERS = (
-    ("dispatch", "interrupts", "pricing", "traces", "patch"),
+    ("dispatch", "interrupts", "pricing", "traces"),
     ("dry_run",),
-    ("virtual_gpu", "routes", "scales"),
+    ("virtual_gpu", "routes"),
     ("plan",),
     ("curves", "doctor", "inspect", "trace", "watch"),
     ("bench", "certify"),

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.lab.doctor.rows import Examined, examine
-from megatron_muon.lab.patch import tree as patch_tree
-from megatron_muon.lab.patch.lines import PatchError
 
 _DESCRIPTION = """\
 Print what a run with --optimizer muon would find here: versions, the hooks in Megatron, which Adam
@@ -36,10 +34,9 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     checkout: Path | None = given.checkout
     if checkout is not None:
-        try:
-            patch_tree.version_of(checkout)
-        except PatchError as error:
-            print(f"megatron-muon doctor: error: {error}", file=sys.stderr)
+        if not (checkout / "megatron" / "training").is_dir():
+            text = "is no Megatron-LM checkout: give the folder that pretrain_gpt.py is in"
+            print(f"megatron-muon doctor: error: {checkout} {text}", file=sys.stderr)
             return 1
         checkout = checkout.resolve()
     rows = examine(checkout)

@@ -16,9 +16,6 @@ from pathlib import Path
 
 import megatron_muon
 from megatron_muon.lab.dry_run.versions import has_flag
-from megatron_muon.lab.patch import tree as patch_tree
-from megatron_muon.lab.patch.command import describe
-from megatron_muon.lab.patch.lines import PatchError
 from megatron_muon.mcore.seams.row import Part
 from megatron_muon.mcore.seams.rows import (
     SeamError,
@@ -33,6 +30,7 @@ from megatron_muon.megatron_lm.launch import (
     MixedInstallationError,
     check_installation,
     older_python,
+    version_of,
 )
 from megatron_muon.presence import WAY_OUT
 
@@ -132,18 +130,21 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
 
 def _checkout(checkout: Path) -> Iterator[Examined]:
     try:
-        version = patch_tree.version_of(checkout)
         check_installation(checkout)
-    except (PatchError, MixedInstallationError) as error:
+    except MixedInstallationError as error:
         yield Examined("megatron-lm", str(checkout), str(error))
         return
+    version = version_of(checkout / "megatron" / "core")
     yield Examined("megatron-lm", f"core {version} ({checkout})")
-    try:
-        patch = patch_tree.look(checkout)
-        way = "" if patch.state == "patched" else "; use the launcher, or megatron-muon patch apply"
-        yield Examined("patch", f"{patch.state}: {describe(patch)}{way}")
-    except (PatchError, OSError) as error:
-        yield Examined("patch", f"cannot be patched, use the launcher: {error}")
+    way = "is in" if is_patched(checkout) else "is not in: use the launcher, or patches/README.md"
+    yield Examined("patch", way)
+
+
+def is_patched(checkout: Path) -> bool:
+    """Whether a checkout's ``megatron.training`` imports the plugin, as ``patches/`` has it."""
+    file = checkout / "megatron" / "training" / "__init__.py"
+    lines = file.read_text(errors="replace").splitlines() if file.is_file() else []
+    return any(line.split("#")[0].strip() == "import megatron_muon.autoload" for line in lines)
 
 
 def _core(where: Path) -> Examined:
@@ -199,9 +200,7 @@ def _hooks_on_the_cpu() -> Examined:
 
 def _plain_command(checkout: Path) -> Examined:
     """The Muon that plain `torchrun pretrain_gpt.py --optimizer muon ...` would start."""
-    patched = False
-    with contextlib.suppress(PatchError, OSError):
-        patched = patch_tree.look(checkout, any_version=True).state == "patched"
+    patched = is_patched(checkout)
     core = importlib.import_module("megatron.core.optimizer")
     emerging = getattr(core, "HAVE_EMERGING_OPTIMIZERS", False)  # since core 0.17
     return Examined("plain command", whose_muon(megatron_version()[1], patched, emerging))
@@ -217,7 +216,7 @@ def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
     """
     if patched:
         return "Distributed Muon, by the patch"
-    way = "Distributed Muon takes the launcher or megatron-muon patch apply"
+    way = "Distributed Muon takes the launcher or the patch"
     if version < (0, 16):
         return f"an error, since this Megatron-LM has no --optimizer muon; {way}"
     if version < (0, 18):

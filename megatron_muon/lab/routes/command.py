@@ -15,8 +15,6 @@ from megatron_muon.lab.dry_run.flags import not_read, split_known
 from megatron_muon.lab.dry_run.hybrid.settings import is_hybrid
 from megatron_muon.lab.dry_run.not_built import why_another_model
 from megatron_muon.lab.dry_run.numbers import MOST_RANKS, count
-from megatron_muon.lab.patch.lines import PatchError
-from megatron_muon.lab.patch.tree import version_of
 from megatron_muon.lab.routes.model_flags import (
     REFUSALS,
     add_model_flags,
@@ -93,10 +91,9 @@ def _routed(flags: Namespace) -> tuple[Any, MuonConfig, list[str]]:
 def _import_from(checkout: Path) -> None:
     """Make Python import Megatron from a checkout, as a script in it does."""
     try:
-        version_of(checkout)
         sys.path.insert(0, str(checkout.resolve()))
         check_installation(checkout)
-    except (PatchError, MixedInstallationError) as error:
+    except MixedInstallationError as error:
         stop(str(error), _PROGRAM)
 
 

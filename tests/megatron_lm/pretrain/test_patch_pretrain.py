@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from test_pretrain_cpu import of_a_gpu
 
-from megatron_muon.lab.patch import tree as patch_tree
+from megatron_muon.lab.doctor.rows import is_patched
 from support import PYTHON311, ROOT
 from support.megatron_lm.scripts import (
     CHECKOUT,
@@ -54,7 +55,9 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("patched") / "Megatron-LM"
     left_out = shutil.ignore_patterns(".git", "tests", "docs", "images", "examples")
     shutil.copytree(CHECKOUT, root, ignore=left_out)
-    assert patch_tree.apply(root)
+    patch = str(ROOT / "patches" / "megatron-training.patch")
+    subprocess.run(["git", "apply", patch], cwd=root, check=True)
+    assert is_patched(root)
     return root
 
 

@@ -1,1 +1,0 @@
-"""``megatron-muon patch``."""
