@@ -381,6 +381,9 @@ def _under_way(built: Built) -> list[Any]:
     return [handle for handle in handles if handle is not None]
 
 
+ALL_AT_ONCE = replace(DENSE, muon=(ON,))  # the only gather starts at the end
+
+
 def _copied_and_restored(case: Case, topology: Topology) -> dict[str, Any]:
     """The policy goes to the host right after a step, and comes back before a forward pass."""
     built = _stepped(case, topology)
@@ -395,8 +398,8 @@ def _copied_and_restored(case: Case, topology: Topology) -> dict[str, Any]:
 
 
 def test_by_default_a_policy_may_leave_after_a_step_and_come_back_in_any_loop() -> None:
-    late, *_ = run(_copied_and_restored, 3, plain(DENSE), IN_BUCKETS)
-    for rank in run(_copied_and_restored, 3, by_default(DENSE), IN_BUCKETS):
+    late, *_ = run(_copied_and_restored, 3, plain(ALL_AT_ONCE), IN_BUCKETS)
+    for rank in run(_copied_and_restored, 3, by_default(ALL_AT_ONCE), IN_BUCKETS):
         assert [name for name in late if not torch.equal(rank[name], late[name])] == []
 
 
@@ -451,9 +454,6 @@ def _after_a_step(case: Case, topology: Topology) -> tuple[Built, Any]:
         and module.weight.dim() == 2
     )
     return built, last
-
-
-ALL_AT_ONCE = replace(DENSE, muon=(ON,))  # the only gather starts at the end
 
 
 def _loaded_after_a_step(case: Case, topology: Topology) -> float:
