@@ -138,10 +138,11 @@ class MuonConfig:
             models that are wrapped in DDP after ``install``, and from core 0.18 on.
         early_param_gather: with Megatron's ``overlap_param_gather``, start the all-gather of a
             bucket of parameters as soon as the last of them is updated, and not in the forward
-            pass. Bits are the same. Nothing may change parameters between a step and the next
-            forward pass, since other ranks may already have them. ``auto``: it is off with clipped
-            attention logits, with Megatron's ``overlap_param_gather_with_optimizer_step`` and with
-            a CUDA graph of the full iteration, and on otherwise. ``on``: an error with these.
+            pass. Bits are the same. ``auto``: in Megatron-LM's own training loop only, and not with
+            clipped attention logits, Megatron's ``overlap_param_gather_with_optimizer_step`` or a
+            CUDA graph of the full iteration. ``on``: in any loop, and an error with these. Between
+            a step and the next forward pass such a loop must call ``start_param_sync(
+            force_sync=True)`` of each model chunk before it reads or writes parameters.
         checkpoint_digest: write sizes and checksums of a checkpoint's files into its folder. Before
             a load, check them, and that the model is the same (``files.digest``).
         log_interval: steps between two logging steps, which write what the matrices are like

@@ -127,7 +127,7 @@ def make_muons(
     lines += count_once(parts, stage)
     turn_into(optimizer, MuonChainedOptimizer)
     name_phases(model_chunks)
-    if config.early_param_gather == "on":
+    if config.early_param_gather != "off":
         wait_before_state_dicts(model_chunks)
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
@@ -164,7 +164,7 @@ def _checked(
     config, late = settled(config, parts[0].config, model_chunks)
     device = device_of(model_chunks)
     lines = agreed.description([], config, plan_device(device))
-    if config.early_param_gather == "on":
+    if config.early_param_gather != "off":
         lines.append(f"gathers one by one: {gathers_one_by_one(device)}")
     return config, late, lines
 
@@ -219,6 +219,7 @@ def _early(part: Any, stage: Stage) -> list[str]:
             len(part.muon.plan.rounds),
             stage=stage.pipeline_rank,
             experts=process_groups.has_experts(part),
+            in_any_loop=part.early_gathers.is_on,
         )
     ]
 
@@ -357,7 +358,7 @@ def _muon_of(
     phase = phases(lambda: dist_opt.config.timers)
     elementwise = elementwise_on(stage.device, config)
     muon = DistributedMuon(config, plan, own, exchange, main_params, meter, phase, elementwise)
-    if config.early_param_gather == "on":
+    if config.early_param_gather != "off":
         round_of = plan.round_of()
         rounds = {param: round_of[index] for index, param in agreed_on.mine.items()}
         dist_opt.early_gathers = early_gathers(
@@ -366,6 +367,7 @@ def _muon_of(
             last=len(plan.rounds) - 1,
             one_by_one=gathers_one_by_one(stage.device),
             is_followed=agreed_on.is_followed,
+            is_on=config.early_param_gather == "on",
         )
         if dist_opt.early_gathers is not None:
             muon.applied = dist_opt.early_gathers.applied

@@ -73,12 +73,13 @@ class MegatronTraces:
             "optimizer": optimizer.config.optimizer,
             "stage": parallel_state.get_pipeline_model_parallel_rank(),
         }
-        with replaced(_ParamAndGradBucketGroup, **marks), self._traces.step(number, facts):
-            optimizer.step = _marked(optimizer.step, OPTIMIZER)
-            try:
-                yield
-            finally:
-                del optimizer.step
+        step = _marked(optimizer.step, OPTIMIZER)
+        with (
+            replaced(_ParamAndGradBucketGroup, **marks),
+            self._traces.step(number, facts),
+            replaced(optimizer, step=step),
+        ):
+            yield
 
 
 def _marked(method: Callable[..., Any], mark: str) -> Callable[..., Any]:

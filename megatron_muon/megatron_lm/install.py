@@ -24,7 +24,7 @@ from megatron_muon.megatron_lm.flags.differences import differences
 from megatron_muon.megatron_lm.flags.parser import add_flags, mend_help, muon_backend
 from megatron_muon.megatron_lm.flags.settings import muon_config, qk_clip_alpha
 from megatron_muon.megatron_lm.flags.values import KEPT
-from megatron_muon.megatron_lm.loop import memory, step_traces
+from megatron_muon.megatron_lm.loop import early_gathers, memory, step_traces
 from megatron_muon.megatron_lm.watching import writers
 from megatron_muon.runtime.patches import Patches, around
 
@@ -341,6 +341,7 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "load_checkpoint": checkpointing.load_checkpoint,
     "get_megatron_optimizer_config": _get_megatron_optimizer_config,
     "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
+    "train": early_gathers.train,
     "train_step": step_traces.train_step,
     "report_theoretical_memory": memory.report_theoretical_memory,
 }

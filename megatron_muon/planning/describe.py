@@ -244,7 +244,12 @@ def late_gather_lines(why: str | None) -> list[str]:
 
 
 def early_gathers_line(
-    gathers: Sequence[tuple[int | None, int]], rounds: int, *, stage: int, experts: bool
+    gathers: Sequence[tuple[int | None, int]],
+    rounds: int,
+    *,
+    stage: int,
+    experts: bool,
+    in_any_loop: bool,
 ) -> str:
     """One line about the parameters that are gathered within the step (``early_param_gather``).
 
@@ -253,6 +258,7 @@ def early_gathers_line(
         rounds: the number of rounds in a step.
         stage: pipeline rank.
         experts: whether the parameters are the experts' optimizer's.
+        in_any_loop: False: in Megatron-LM's own training loop only.
     """
     first = gathers[0][0]
     begin = "the optimizer's step"
@@ -262,11 +268,12 @@ def early_gathers_line(
     total = sum(nbytes for _, nbytes in gathers)
     at_the_end = sum(after is not None for after, _ in gathers) - len(within)
     left = len(gathers) - len(within) - at_the_end
+    other_loops = "" if in_any_loop else "; in a loop other than Megatron-LM's, all do"
     return (
         f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: the first gather of "
         f"parameters starts after {begin}; of {len(gathers)} ({_amount(total)}B) {len(within)} "
         f"({_amount(sum(within))}B) start within the step, {at_the_end} at its end, {left} in the "
-        "forward pass"
+        f"forward pass{other_loops}"
     )
 
 

@@ -1,7 +1,9 @@
 """Replacement of attributes of other packages: recorded, and undone in reverse order.
 
 Every attribute that is set in Megatron or torch, for a run or within a ``with``, goes through
-``Patches``. So ``undo()`` leaves every module and class with the same objects as before.
+``Patches``. So ``undo()`` leaves every module, class and object with what it had before. What
+someone else has put over a replacement in the meantime stays, and then calls it: so it passes calls
+on by then (``around``).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 _ABSENT = object()
@@ -53,10 +56,7 @@ class Patches:
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
         self.changed.append((owner, name, before))
-        if before is _ABSENT:
-            self._stack.callback(delattr, owner, name)
-        else:
-            self._stack.callback(setattr, owner, name, before)
+        self._stack.callback(_put_back, owner, name, vars(owner).get(name, _ABSENT), before)
 
     def set_existing(self, owner: Any, name: str, value: Any) -> None:
         """Like ``set``, but does nothing where this version lacks the attribute.
@@ -85,10 +85,24 @@ class Patches:
         """Call ``callback`` on undo, for a change that is not an attribute."""
         self._stack.callback(callback)
 
+    def is_on(self) -> bool:
+        """Whether there is a change to undo."""
+        return bool(self.changed)
+
     def undo(self) -> None:
         """Put everything back; a second call does nothing."""
         self._stack.close()
         self.changed.clear()
+
+
+def _put_back(owner: Any, name: str, ours: Any, before: Any) -> None:
+    """Undo a change, unless someone has put their own wrapper over ours: theirs stays."""
+    if vars(owner).get(name, _ABSENT) is not ours:
+        return
+    if before is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
 
 
 def _swap(name: str, old: Any, new: Any, within: str) -> None:
@@ -100,14 +114,26 @@ def _swap(name: str, old: Any, new: Any, within: str) -> None:
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """A context in which a module or class has these attributes; ones that it lacks are skipped."""
+    """A context in which a module, class or object has these attributes, if it has them at all.
+
+    A function whose caller outlives the context then calls what was there before.
+    """
     patches = Patches()
     try:
         for name, value in attributes.items():
+            if isinstance(value, FunctionType) and hasattr(owner, name):
+                value = around(getattr(owner, name), _in_place_of(value), patches.is_on)
             patches.set_existing(owner, name, value)
         yield
     finally:
         patches.undo()
+
+
+def _in_place_of(value: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return value(*args, **kwargs)
+
+    return wrapper
 
 
 def around(

@@ -115,7 +115,7 @@ def planned_kinds(
                 stages=[number],
                 members=tuple(world.stage_ranks(ranks)),
                 share=share_of(list(weights(chunks)), config, sizes_of(flags, ranks)),
-                gathers_early=chosen.early_param_gather == "on",
+                gathers_early=chosen.early_param_gather != "off",
                 late_with=late_with,
                 planned=[
                     planned_optimizers(*run, ranks, here, device)

@@ -7,7 +7,8 @@ experts are orthogonalized. After the last round at most one starts (``gathers.s
 GPU with one hardware queue after any round; Megatron starts the others. Bits are the same.
 
 Other ranks read a rank's part of these parameters from then on. So nothing may change them between
-a step and the next forward pass, as QK-Clip does.
+a step and the next forward pass, as QK-Clip does. Megatron-LM's training loop does not, and forces
+a gather before it reads them; other loops may do both. So ``auto`` waits for that loop.
 """
 
 from __future__ import annotations
@@ -75,8 +76,7 @@ class EarlyGather:
 
     def finish(self) -> None:
         """Wait for it if no forward pass has."""
-        if self.group.param_gather_handle is not None:
-            self.group.start_param_sync(force_sync=True)
+        self.group.wait_for_params()
 
     def forget(self) -> None:
         """Let the next forward pass gather again: the parameters have changed outside of a step."""
@@ -90,14 +90,17 @@ class EarlyGathers:
     Args:
         gathers: one of each bucket group, in the order of the forward pass.
         last: the last round of a step.
+        is_on: whether they start within the step. Where they do not, Megatron's gathers are as
+            they are without this.
 
     Attributes:
         gathers: see above.
         last: see above.
+        is_on: see above.
     """
 
-    def __init__(self, gathers: Sequence[EarlyGather], last: int) -> None:
-        self.gathers, self.last = gathers, last
+    def __init__(self, gathers: Sequence[EarlyGather], last: int, *, is_on: bool) -> None:
+        self.gathers, self.last, self.is_on = gathers, last, is_on
         self._in_step = False
         self._started = 0  # in this step
 
@@ -106,15 +109,29 @@ class EarlyGathers:
 
         After the last round, or AdamW's part where there is none, Megatron's copies come first.
         """
-        if round >= self.last:
+        if round >= self.last or not self._in_step:
             return
         for gather in self._after(round):
             gather.copy()
             self._start(gather)
 
     @contextmanager
+    def turned_on(self) -> Iterator[None]:
+        """Within it they start in the step. All ranks leave it with none under way."""
+        before, self.is_on = self.is_on, True
+        try:
+            yield
+            if not before:
+                self.forget()
+        finally:
+            self.is_on = before
+
+    @contextmanager
     def step(self) -> Iterator[None]:
         """A step, at whose end the others start unless it failed."""
+        if not self.is_on:
+            yield
+            return
         self.finish()
         self._in_step, self._started = True, 0
         try:
@@ -158,7 +175,7 @@ class EarlyGathers:
 
     def forget(self) -> None:
         """Let the next forward pass gather again: parameters have changed outside of a step."""
-        for gather in self.gathers:
+        for gather in self.gathers if self.is_on else ():
             gather.forget()
 
     def _after(self, round: int) -> Iterator[EarlyGather]:
@@ -174,7 +191,13 @@ class EarlyGathers:
 
 
 def early_gathers(
-    dist_opt: Any, rounds: Mapping[Any, int], last: int, *, one_by_one: bool, is_followed: bool
+    dist_opt: Any,
+    rounds: Mapping[Any, int],
+    last: int,
+    *,
+    one_by_one: bool,
+    is_followed: bool,
+    is_on: bool,
 ) -> EarlyGathers | None:
     """The gathers of an optimizer's bucket groups; None where it has no parameters.
 
@@ -183,6 +206,7 @@ def early_gathers(
         rounds: the round of each of Muon's parameters.
         last: the last round of the plan.
         one_by_one, is_followed: see ``starts``.
+        is_on: see ``EarlyGathers``.
     """
     places = {
         param: (buffer.buckets[index], start, stop)
@@ -201,7 +225,7 @@ def early_gathers(
         here = [param for param in own if param in shards]
         copies = [(_own_part(group, *places[param]), shards[param]) for param in here]
         gathers.append(EarlyGather(group, own, start, copies))
-    return EarlyGathers(gathers, last) if gathers else None
+    return EarlyGathers(gathers, last, is_on=is_on) if gathers else None
 
 
 def wait_for_gathers(model_chunks: Iterable[Any]) -> None:

@@ -16,7 +16,7 @@ from megatron_muon.setting_names import named
 def settled(
     config: MuonConfig, optimizer_config: Any, model_chunks: Sequence[Any]
 ) -> tuple[MuonConfig, str | None]:
-    """The settings with ``early_param_gather`` ``on`` or ``off``.
+    """The settings with ``early_param_gather`` ``off`` where ``auto`` cannot be.
 
     Args:
         config: the settings as they are asked for.
@@ -35,9 +35,9 @@ def settled(
     found = _hindrances(config, optimizer_config, get_model_config(model_chunks[0]))
     what, error = next(found, (None, None))
     if config.early_param_gather != "on":
-        is_on = config.early_param_gather == "auto" and overlaps and error is None
-        chosen = replace(config, early_param_gather="on" if is_on else "off")
-        return chosen, what if overlaps else None
+        if not overlaps or error is not None:
+            config = replace(config, early_param_gather="off")
+        return config, what if overlaps else None
     if not overlaps:
         raise ValueError(
             f"{named('early_param_gather')} starts the gathers of overlap_param_gather "

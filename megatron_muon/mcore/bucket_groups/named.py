@@ -33,6 +33,7 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
     """
 
     is_early = False
+    param_gather_handle: Any  # Megatron's
 
     def start_grad_sync(self, *args: Any, **kwargs: Any) -> None:
         """Megatron's; raises PhaseError where a peer is lost."""
@@ -52,15 +53,26 @@ class NamedBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         """Megatron's; raises PhaseError where a peer is lost.
 
         Nothing is started where a schedule asks for what the step has started, which Megatron would
-        refuse (``param_sync_func``).
+        refuse (``param_sync_func``). By force all is gathered anew: parameters may have changed
+        since the step sent them, and Megatron would only wait for what is under way.
         """
-        if self.is_early and not force_sync and self.param_gather_handle is not None:
+        under_way = self.param_gather_handle if self.is_early else None
+        if under_way is not None and not force_sync:
             return
         self.is_early = False
         try:
+            if under_way is not None:
+                under_way.wait()
+                self.param_gather_handle = None
             super().start_param_sync(force_sync, **kwargs)
         except RuntimeError as error:
             self._raise(error, *_ALL_GATHER)
+
+    def wait_for_params(self) -> None:
+        """Wait for the parameters under way, if any; raises PhaseError where a peer is lost."""
+        self.is_early = False
+        if self.param_gather_handle is not None:  # Megatron only waits then
+            self.start_param_sync(force_sync=True)
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         """Megatron's; raises PhaseError where a peer is lost.

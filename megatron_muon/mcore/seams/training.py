@@ -102,9 +102,17 @@ SEAMS = (
     ),
     _seam(
         _LOOP,
+        "train",
+        "wrapped",
+        "the training loop; it reads and writes no parameters between a step and the next forward "
+        "pass without a forced gather, so wrapped to start gathers within its steps",
+        ("optimizer",),
+    ),
+    _seam(
+        _LOOP,
         "train_step",
         "wrapped",
-        "a step of training; wrapped to trace chosen steps",
+        "a step of training, which the loop looks up; wrapped to trace chosen steps",
         ("optimizer",),
     ),
     _seam(
@@ -228,6 +236,7 @@ UNCHECKED_ARGUMENTS = {
     "use_distributed_optimizer": "read before Megatron's checks, which without it fail on some "
     "releases",
     "dump_param_to_param_group_map": "with 0.16 and 0.17, passed on to get_megatron_optimizer",
+    "perform_rl_step": "read only if the namespace has it",
     "yaml_cfg": "read only if the namespace has it",
     "curr_iteration": "the number of steps before this one, read within the training loop",
     "use_pytorch_profiler": "read only if the namespace has it",

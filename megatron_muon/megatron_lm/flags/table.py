@@ -276,9 +276,10 @@ FLAGS = (
         "--muon-early-param-gather",
         "With --overlap-param-gather, start the all-gather of a bucket of parameters within the "
         "step, as soon as they are updated; at most one after the last round, and with "
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 after each. The result is the same. auto: unless clipped "
-        "attention logits, --overlap-param-gather-with-optimizer-step or a CUDA graph of the full "
-        "iteration forbid it. on: an error where it cannot be. off: the forward pass starts them. "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 after each. The result is the same. auto: in "
+        "Megatron-LM's own training loop, unless clipped attention logits, a CUDA graph of the "
+        "full iteration, --perform-rl-step or --overlap-param-gather-with-optimizer-step forbid "
+        "it. on: in any loop; an error where it cannot be. off: the forward pass starts them. "
         f"{_OURS} The default is {_MOONLIGHT.early_param_gather}.",
         choices=get_args(EarlyParamGather),
     ),

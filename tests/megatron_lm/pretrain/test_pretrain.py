@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_muon.runtime.step_traces import OPTIMIZER
+from megatron_muon.traces.stream import TraceFile
 from support import PYTHON311, ROOT
 from support.megatron_lm.scripts import (
     CHECKOUT,
@@ -56,6 +58,15 @@ def test_muon_trains(processes: int, layout: str) -> None:
     assert argument(text, "muon_momentum") == "0.95"
 
 
+def gathers_in_a_step(traces: Path) -> int:
+    """How many gathers of parameters rank 0 starts while the optimizer steps."""
+    events = [e for e in TraceFile(traces / "rank0.json.gz").events() if e.get("ph") == "X"]
+    steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == OPTIMIZER]
+    assert steps
+    gathers = [e["ts"] for e in events if e["name"] == "params/gather"]
+    return sum(start <= at <= end for at in gathers for start, end in steps)
+
+
 INTERLEAVED = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 
 
@@ -64,11 +75,14 @@ INTERLEAVED = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipelin
     [(2, "--ddp-num-buckets 2 --muon-round-mib 1"), (4, INTERLEAVED)],
     ids=["dp2", "pp2-vpp2-dp2"],
 )
-def test_muon_trains_with_parameters_gathered_within_the_step(processes: int, layout: str) -> None:
+def test_muon_trains_with_parameters_gathered_within_the_step(
+    processes: int, layout: str, tmp_path: Path
+) -> None:
     """With interleaved stages Megatron's schedule asks for gathers, too (--align-param-gather)."""
-    flags = MUON, "--bf16", OVERLAP, layout
-    early = pretrain(processes, *flags)
-    late = pretrain(processes, *flags, "--muon-early-param-gather off")
+    flags = MUON, "--bf16", OVERLAP, layout, "--muon-trace-steps 3 --muon-trace-dir"
+    early = pretrain(processes, *flags, str(tmp_path / "early"))
+    late = pretrain(processes, *flags, str(tmp_path / "late"), "--muon-early-param-gather off")
+    assert gathers_in_a_step(tmp_path / "early") > gathers_in_a_step(tmp_path / "late") == 0
     said = "the first gather of parameters starts after"
     assert said in early and said not in late and losses(early) == losses(late)
     assert argument(early, "muon_early_param_gather") == "auto"

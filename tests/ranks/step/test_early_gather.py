@@ -6,7 +6,7 @@ import io
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,16 @@ def plain(case: Case) -> Case:
 def by_default(case: Case) -> Case:
     """The same without the setting."""
     return replace(case, muon=tuple(pair for pair in case.muon if pair not in (ON, OFF)))
+
+
+@contextmanager
+def in_the_loop(built: Built) -> Iterator[None]:
+    """As in Megatron-LM's own training loop, where ``auto`` turns them on."""
+    with ExitStack() as stack:
+        for part in distributed_optimizers(built.optimizer):
+            if part.early_gathers is not None:
+                stack.enter_context(part.early_gathers.turned_on())
+        yield
 
 
 RUNS = {
@@ -176,6 +186,7 @@ def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
     write_grads(built, 0)
     forget()
     with (
+        in_the_loop(built),
         mock.patch.object(NamedBucketGroup, "start_param_sync", started),
         mock.patch.object(Round, "finish", finished),
         warnings.catch_warnings(record=True) as caught,
@@ -346,12 +357,11 @@ def test_training_is_the_same_where_gathers_are_aligned() -> None:
     assert early.losses == late.losses and early.norms == late.norms
 
 
-def _after_a_step(case: Case, topology: Topology) -> tuple[Built, Any]:
-    """A model of which rank 0 waits for parameters, and the last module that has some of these."""
+def _stepped(case: Case, topology: Topology) -> Built:
+    """A model after a step, whose early gathers rank 0 starts, and the others a second later."""
     from megatron_muon.mcore.bucket_groups.early import EarlyGather
 
     built = start(case, topology)
-    group = built.ddp.bucket_groups[-1]
     set_schedule(built, 0)
     write_grads(built, 0)
     begin = EarlyGather.start
@@ -362,6 +372,80 @@ def _after_a_step(case: Case, topology: Topology) -> tuple[Built, Any]:
 
     with mock.patch.object(EarlyGather, "start", late):
         built.optimizer.step()
+    return built
+
+
+def _under_way(built: Built) -> list[Any]:
+    """The handles of gathers that have started."""
+    handles = [group.param_gather_handle for group in built.ddp.bucket_groups]
+    return [handle for handle in handles if handle is not None]
+
+
+ALL_AT_ONCE = replace(DENSE, muon=(ON,))  # the only gather starts at the end
+
+
+def _copied_and_restored(case: Case, topology: Topology) -> dict[str, Any]:
+    """The policy goes to the host right after a step, and comes back before a forward pass."""
+    built = _stepped(case, topology)
+    policy = [param.data.clone() for param in built.params.values()]
+    for handle in _under_way(built):
+        handle.wait()
+    for param, copy in zip(built.params.values(), policy, strict=True):
+        param.data.copy_(copy)
+    for group in reversed(built.ddp.bucket_groups):
+        group.finish_param_sync()
+    return {name: param.data.clone() for name, param in built.params.items()}
+
+
+def test_by_default_a_policy_may_leave_after_a_step_and_come_back_in_any_loop() -> None:
+    late, *_ = run(_copied_and_restored, 3, plain(ALL_AT_ONCE), IN_BUCKETS)
+    for rank in run(_copied_and_restored, 3, by_default(ALL_AT_ONCE), IN_BUCKETS):
+        assert [name for name in late if not torch.equal(rank[name], late[name])] == []
+
+
+def _in_and_out(case: Case, topology: Topology) -> list[int]:
+    """How many gathers are under way after a step outside of the loop, in it, and after it."""
+    built = start(case, topology)
+    set_schedule(built, 0)
+    write_grads(built, 0)
+    counts = []
+
+    def step() -> None:
+        built.optimizer.step()
+        counts.append(len(_under_way(built)))
+
+    step()
+    with in_the_loop(built):
+        step()
+    counts.append(len(_under_way(built)))
+    step()
+    return counts
+
+
+def test_by_default_gathers_are_under_way_after_a_step_of_megatron_lms_loop_alone() -> None:
+    for outside, within, left, again in run(_in_and_out, 3, by_default(DENSE), IN_BUCKETS):
+        assert within > 0 and [outside, left, again] == [0, 0, 0]
+
+
+def _written_while_under_way(case: Case, topology: Topology) -> list[float]:
+    """What the first bucket has, once each rank has written its number and forced a gather."""
+    built = _stepped(case, topology)
+    (bucket,) = built.ddp.bucket_groups[-1].buckets
+    for handle in _under_way(built):
+        handle.wait()
+    bucket.param_data.fill_(torch.distributed.get_rank())
+    built.ddp.start_param_sync(force_sync=True)
+    return [float(part.mean()) for part in bucket.param_data.chunk(3)]
+
+
+def test_a_forced_gather_has_what_was_written_while_another_was_under_way() -> None:
+    assert run(_written_while_under_way, 3, DENSE, IN_BUCKETS) == [[0.0, 1.0, 2.0]] * 3
+
+
+def _after_a_step(case: Case, topology: Topology) -> tuple[Built, Any]:
+    """A model of which rank 0 waits for parameters, and the last module that has some of these."""
+    built = _stepped(case, topology)
+    group = built.ddp.bucket_groups[-1]
     assert group.param_gather_handle is not None
     (*_, last) = (
         module
@@ -370,9 +454,6 @@ def _after_a_step(case: Case, topology: Topology) -> tuple[Built, Any]:
         and module.weight.dim() == 2
     )
     return built, last
-
-
-ALL_AT_ONCE = replace(DENSE, muon=(ON,))  # the only gather starts at the end
 
 
 def _loaded_after_a_step(case: Case, topology: Topology) -> float:

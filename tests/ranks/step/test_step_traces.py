@@ -90,6 +90,27 @@ def test_an_error_in_a_traced_step_ends_the_profiler_and_writes_nothing(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def _wrapped_by_a_script(folder: str) -> tuple[int, bool]:
+    """How often the script's own wrapper was called in two steps, and whether it is still there."""
+    built = start(CASE, Topology())
+    calls, method = [], built.optimizer.step
+
+    def counted() -> Any:
+        calls.append(0)
+        return method()
+
+    built.optimizer.step = counted
+    traces = megatron_muon.step_traces("1:2", folder)
+    for number in (1, 2):
+        with traces.step(number, built.optimizer):
+            take_step(built, number - 1)
+    return len(calls), vars(built.optimizer)["step"] is counted
+
+
+def test_a_scripts_own_wrapper_of_step_outlives_a_trace(tmp_path: Path) -> None:
+    assert run(_wrapped_by_a_script, 1, str(tmp_path)) == [(2, True)]
+
+
 def _refused(folder: str) -> list[str]:
     built = start(CASE, Topology())
     said = []

@@ -1,0 +1,57 @@
+"""Gathers of parameters within the step, which ``auto`` starts in Megatron-LM's own loop only."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from megatron_muon.planning.describe import late_gather_lines
+from megatron_muon.runtime import patches
+
+
+def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Megatron's training loop, with gathers of parameters within its steps.
+
+    Others train in it, too, by a ``train_step`` of their own that generates samples first
+    (ms-swift's GRPO). They may copy parameters after a step, or move them to the host.
+    """
+    optimizer = inspect.signature(original).bind(*args, **kwargs).arguments["optimizer"]
+    parts = getattr(optimizer, "chained_optimizers", [])
+    gathers = [part.early_gathers for part in parts if getattr(part, "early_gathers", None)]
+    waiting = [each for each in gathers if not each.is_on]  # those of ``auto``
+    what = _why_not(original) if waiting else None
+    if what is not None and int(os.environ.get("RANK", "0")) == 0:
+        print(*late_gather_lines(what), flush=True)
+    with ExitStack() as stack:
+        for each in waiting if what is None else ():
+            stack.enter_context(each.turned_on())
+        return original(*args, **kwargs)
+
+
+def _why_not(train: Callable[..., Any]) -> str | None:
+    """What may read or write parameters in this loop, if anything does."""
+    if getattr(importlib.import_module("megatron.training").get_args(), "perform_rl_step", False):
+        return "--perform-rl-step"
+    loop = importlib.import_module("megatron.training.training")
+    for name, function in (("train", train), ("train_step", loop.train_step)):
+        module = _module_of(function)
+        if module != loop.__name__:
+            return f"the {name} of {module}"
+    return None
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    """The module whose code a function runs, under our own wrappers.
+
+    ``__module__`` does not say: ``functools.wraps`` copies it.
+    """
+
+    def is_others(one: Any) -> bool:
+        return getattr(one, "__globals__", None) is not vars(patches)
+
+    own = inspect.unwrap(function, stop=is_others)
+    return str(getattr(own, "__globals__", {}).get("__name__", own))
