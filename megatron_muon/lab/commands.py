@@ -35,10 +35,6 @@ COMMANDS: Commands = {
         "megatron_muon.lab.inspect.command",
         "inspect: a checkpoint's contents, and whether they are complete",
     ),
-    "watch": (
-        "megatron_muon.lab.watch.command",
-        "the numbers that a run logs by --muon-log-interval: text, a picture, warnings",
-    ),
     "trace": (
         "megatron_muon.lab.trace.command",
         "where the time of a step goes, from torch profiler's traces of any run",
@@ -61,6 +57,7 @@ COMMANDS: Commands = {
 # Commands that went, with what to use in their place.
 GONE: Mapping[str, str] = {
     "patch": "use `git apply`; patches/README.md of a clone has the two lines",
+    "watch": "a run with --muon-log-interval prints its warnings; TensorBoard and W&B show numbers",
     "scales": "an update's root mean square is the table of docs/switching_and_tuning.md",
 }
 

@@ -35,7 +35,7 @@ LAB_TIERS = (
     ("dry_run",),
     ("virtual_gpu", "routes"),
     ("plan",),
-    ("curves", "doctor", "inspect", "trace", "watch"),
+    ("curves", "doctor", "inspect", "trace"),
     ("bench", "certify"),
     ("accept", "compare"),
     ("commands",),
@@ -189,7 +189,7 @@ def test_each_room_imports_only_what_it_is_for() -> None:
                 assert module in kernels, f"{path} imports {name}"
             if root == "matplotlib":
                 drawing = {f"lab.{one}.figure" for one in ("trace", "curves")}
-                drawing |= {"lab.plan.charts", "lab.watch.picture", "lab.compare.report.figure"}
+                drawing |= {"lab.plan.charts", "lab.compare.report.figure"}
                 assert module in drawing, f"{path} imports {name}"
 
 

@@ -30,6 +30,7 @@ from megatron_muon.watching.observer import MatrixObserver
 from megatron_muon.watching.record import scalars, start_record, step_record
 from megatron_muon.watching.rows import PLACE, RecordRow, StageRows, Table, muon_rows, row_name
 from megatron_muon.watching.sums import StepSums, dot
+from megatron_muon.watching.warnings import Warnings
 
 Muons = Sequence[tuple[Any, DistributedMuon]]
 
@@ -83,7 +84,7 @@ class Watch:
         self._writes = self._rank == size - 1
         path = config.log_file
         self._lines = together(lambda: _lines(path) if self._writes else None, group, stage.device)
-        self._has_started = False
+        self._warnings: Warnings | None = None  # from the first record on
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -159,21 +160,22 @@ class Watch:
     def _write(self, totals: Sequence[float], maxima: Sequence[float], number: int) -> None:
         lines, now = self._lines, time.time()
         assert lines is not None
-        if not self._has_started:
-            lines.append(
-                start_record(
-                    self._table,
-                    version=__version__,
-                    interval=self._interval,
-                    time=now,
-                    logit_threshold=self._threshold,
-                )
+        if self._warnings is None:
+            start = start_record(
+                self._table,
+                version=__version__,
+                interval=self._interval,
+                time=now,
+                logit_threshold=self._threshold,
             )
-            self._has_started = True
+            self._warnings = Warnings(start)
+            lines.append(start)
         groups = self._first.optimizer.param_groups
         lr = float(groups[0]["lr"]) if groups else None
         record = step_record(self._table, totals, maxima, step=number, time=now, lr=lr)
         lines.append(record)
+        for text in self._warnings.of(record):
+            print(f"[megatron_muon] step {number}: warning: {text}", flush=True)
         host().write(number, dict(scalars(record)))
 
 

@@ -354,7 +354,7 @@ FLAGS = (
         "--muon-log-interval",
         "Steps from one logging step to the next. A logging step writes each matrix's update, "
         "weight, momentum and direction in a few numbers to --muon-log-file, TensorBoard and W&B. "
-        "megatron-muon watch shows them. The training stays as it is, but a GPU shares no matrices "
+        "Warnings go to the run's log. The training stays as it is, but a GPU shares no matrices "
         f"(--muon-split-matrices off). {_OURS} The default is never.",
         type=int,
         metavar="STEPS",

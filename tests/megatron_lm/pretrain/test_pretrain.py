@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron_muon.traces.stream import TraceFile
 
 from megatron_muon.runtime.step_traces import OPTIMIZER
-from megatron_muon.traces.stream import TraceFile
 from support import PYTHON311, ROOT
 from support.megatron_lm.scripts import (
     CHECKOUT,

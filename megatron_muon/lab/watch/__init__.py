@@ -1,1 +1,0 @@
-"""``megatron-muon watch``: the lines that a run logs, as text and as a picture."""

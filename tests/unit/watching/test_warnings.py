@@ -1,0 +1,79 @@
+"""Each rule of a run's warnings fires on its own sign, and none on a run that is well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_muon.watching.warnings import Warnings
+
+ROW, LAYER = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0"
+
+
+def warned(
+    change: Callable[[int], dict[str, Any]] = lambda number: {}, steps: int = 20, **begin: Any
+) -> list[str]:
+    """All warnings of a run that is well, but for ``change`` of its records and ``begin``."""
+    rows = {ROW: {"promised_rms": 0.2, "full_rank": 96.0}}
+    start = {"muon_share": 0.9, "newton_schulz_planned": 1.2, "logit_threshold": None, "rows": rows}
+    run = Warnings({**start, **begin})
+    texts = []
+    for number in range(1, steps + 1):
+        record = {
+            "step": 100 * number,
+            "muon": {ROW: {"update_rms": 0.17, "moved": 1.0, "cosine": 0.3}},
+            "layers": {LAYER: {"output_rms": 1.0 + 0.02 * number}},
+            "logits": {f"{LAYER}.self_attention": {"max_logit": 40.0}},
+            "newton_schulz_ms": {"mean": 1.0, "max": 1.4, "rank": number % 4},
+            **change(number),
+        }
+        texts += run.of(record)
+    return texts
+
+
+def muon(**numbers: float | None) -> dict[str, Any]:
+    return {"muon": {ROW: {"update_rms": 0.17, "moved": 1.0, **numbers}}}
+
+
+SIGNS: dict[str, tuple[Callable[[], list[str]], str]] = {
+    "share": (lambda: warned(muon_share=0.42), "Muon has 42.0% of the parameters"),
+    "small": (lambda: warned(lambda step: muon(update_rms=0.05)), f"promised size.* {ROW} 0.25"),
+    "large": (lambda: warned(lambda step: muon(update_rms=0.3)), f"promised size.* {ROW} 1.50"),
+    "nan": (lambda: warned(lambda step: muon(cosine=None)), f"not finite .*cosine of {ROW}"),
+    "idle": (lambda: warned(lambda step: muon(moved=0.75)), f"without a gradient .*{ROW} 25%"),
+    "growth": (
+        lambda: warned(lambda step: {"layers": {LAYER: {"output_rms": 1.3**step}}}),
+        rf"outputs of layers grow: {LAYER} \d",
+    ),
+    "logit": (
+        lambda: warned(lambda step: {"logits": {LAYER: {"max_logit": 130.0}}}),
+        f"logits above 100: {LAYER} 130",
+    ),
+    "late": (
+        lambda: warned(lambda step: {"newton_schulz_ms": {"mean": 1.0, "max": 2.0, "rank": 3}}),
+        "rank 3 is late: its Newton-Schulz takes 2 ms, the mean rank's 1 ms; planned was 1.20",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", SIGNS)
+def test_a_sign_gives_its_warning_once(which: str) -> None:
+    texts, text = SIGNS[which]
+    (only,) = texts()
+    assert re.search(text, only) and "docs/troubleshooting.md" in only, only
+
+
+def test_a_run_that_is_well_gives_none() -> None:
+    assert warned() == []
+
+
+def test_a_warning_that_was_over_is_given_again() -> None:
+    often = warned(lambda step: muon(moved=0.75 if step % 4 == 0 else 1.0))
+    assert len(often) == 5
+
+
+def test_one_record_off_its_promise_gives_none() -> None:
+    assert warned(lambda step: muon(update_rms=0.05 if step == 9 else 0.17)) == []
