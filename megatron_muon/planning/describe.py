@@ -268,7 +268,7 @@ def early_gathers_line(
     total = sum(nbytes for _, nbytes in gathers)
     at_the_end = sum(after is not None for after, _ in gathers) - len(within)
     left = len(gathers) - len(within) - at_the_end
-    other_loops = "" if in_any_loop else "; in a loop other than Megatron-LM's, all do"
+    other_loops = "" if in_any_loop else "; outside Megatron-LM's training loop all start there"
     return (
         f"{PREFIX} pipeline stage {stage}{', experts' if experts else ''}: the first gather of "
         f"parameters starts after {begin}; of {len(gathers)} ({_amount(total)}B) {len(within)} "
