@@ -5,8 +5,10 @@ The same runs hold that logging changes no bit.
 
 from __future__ import annotations
 
+import io
 import math
 from collections import defaultdict
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +18,8 @@ import pytest
 import torch
 
 from support.expected.oracle import newton_schulz, qkv_rows
-from support.models.gpt import Case, Topology, muon_weights, trained, truth
+from support.models.gpt import Case, Topology, muon_weights, train, trained, truth
+from support.ranks import run
 from support.runs.cases import whole_grad
 from support.runs.watching import records, watched
 from support.runs.whole import differences
@@ -59,6 +62,22 @@ def test_numbers_of_matrices(case: Case, topology: Topology, tmp_path: Path) -> 
                 assert numbers[name] == pytest.approx(value, rel=allowed), (step, row, name)
     promised = {row: about["promised_rms"] for row, about in start["rows"].items()}
     assert len(steps) == case.steps and promised == pytest.approx(_promised(case), rel=1e-5)
+
+
+def printed(case: Case, topology: Topology) -> str:
+    """What a rank prints."""
+    text = io.StringIO()
+    with redirect_stdout(text):
+        train(case, topology)
+    return text.getvalue()
+
+
+def test_the_rank_that_writes_warns_of_an_expert_without_tokens(tmp_path: Path) -> None:
+    case = watched(replace(MOE, zero_grads=("*.local_experts.3.*",)), tmp_path / "lines.jsonl")
+    *others, last = run(printed, 2, case, Topology(dp=2))
+    warned = [line for line in last.splitlines() if "matrices without a gradient" in line]
+    assert len(warned) == 1 and warned[0].startswith("[megatron_muon] step 1: warning: ")
+    assert not any("warning: " in text for text in others)
 
 
 DIRECTIONS = {"update_rms", "orthogonality_error", "cosine"}
