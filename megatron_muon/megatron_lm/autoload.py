@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_muon.console import say
 from megatron_muon.mcore.seams.rows import SeamError
 from megatron_muon.megatron_lm.install import asks_for_muon, install_training, wrap
 from megatron_muon.megatron_lm.launch import ON_CPU, check_installation, hide_gpus, without_gpu
@@ -33,7 +34,7 @@ def _install() -> None:
     except SeamError as error:  # must not stop a run that does not ask for Muon
         _fault = error
         if int(os.environ.get("RANK", "0")) == 0:
-            print(f"[megatron_muon] no --optimizer muon here: {error}", flush=True)
+            say(f"[megatron_muon] no --optimizer muon here: {error}")
     wrap("megatron.training.arguments", "validate_args", _validate_args)
     wrap("megatron.training.initialize", "initialize_megatron", _initialize_megatron)
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_muon.console import say
 from megatron_muon.version import __version__
 
 USAGE = (
@@ -196,4 +197,4 @@ def without_gpu(*, late: bool = False) -> None:
     importlib.import_module("megatron_muon.cpu.training").enable()
     if int(os.environ.get("RANK", "0")) == 0:
         why = ON_CPU if ON_CPU in sys.argv else "no GPU is here"
-        print(f"[megatron_muon] {why}: Megatron runs on the CPU over gloo", flush=True)
+        say(f"[megatron_muon] {why}: Megatron runs on the CPU over gloo")
