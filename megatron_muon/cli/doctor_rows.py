@@ -21,7 +21,6 @@ from megatron_muon.cli.patch_lines import PatchError
 from megatron_muon.dry_run.versions import has_flag
 from megatron_muon.mcore.seams.row import Part
 from megatron_muon.mcore.seams.rows import (
-    SeamError,
     Version,
     check_hooks,
     check_part,
@@ -34,7 +33,7 @@ from megatron_muon.megatron_lm.launch import (
     check_installation,
     older_python,
 )
-from megatron_muon.presence import WAY_OUT
+from megatron_muon.presence import WAY_OUT, SeamError, core_version, require_core
 
 _OLDEST_TORCH = (2, 4)
 
@@ -114,7 +113,13 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         return
     folder = checkout or _checkout_on_path()
     if folder is not None:
-        yield from _checkout(folder)
+        yield _checkout(folder)
+    try:
+        require_core()
+    except SeamError as error:
+        yield Examined("megatron-core", f"{core_version()} ({where})", str(error))
+    if folder is not None:
+        yield _patch(folder)
     yield _core(where)
     yield _hooks()
     yield Examined("hooks of commands", _those_there(*_OF_COMMANDS))
@@ -130,20 +135,22 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
     yield _refused()
 
 
-def _checkout(checkout: Path) -> Iterator[Examined]:
+def _checkout(checkout: Path) -> Examined:
     try:
         version = patch_tree.version_of(checkout)
         check_installation(checkout)
     except (PatchError, MixedInstallationError) as error:
-        yield Examined("megatron-lm", str(checkout), str(error))
-        return
-    yield Examined("megatron-lm", f"core {version} ({checkout})")
+        return Examined("megatron-lm", str(checkout), str(error))
+    return Examined("megatron-lm", f"core {version} ({checkout})")
+
+
+def _patch(checkout: Path) -> Examined:
     try:
         patch = patch_tree.look(checkout)
         way = "" if patch.state == "patched" else "; use the launcher, or megatron-muon patch apply"
-        yield Examined("patch", f"{patch.state}: {describe(patch)}{way}")
+        return Examined("patch", f"{patch.state}: {describe(patch)}{way}")
     except (PatchError, OSError) as error:
-        yield Examined("patch", f"cannot be patched, use the launcher: {error}")
+        return Examined("patch", f"cannot be patched, use the launcher: {error}")
 
 
 def _core(where: Path) -> Examined:
@@ -153,6 +160,8 @@ def _core(where: Path) -> Examined:
             megatron_muon.cpu.enable()
         importlib.import_module("megatron.core.optimizer")
         version, _ = megatron_version()
+    except SeamError as error:  # of a version that only the import tells
+        return Examined("megatron-core", f"({where})", str(error))
     except Exception as error:  # whatever a foreign package raises
         return Examined("megatron-core", f"({where})", _not_imported("megatron.core", where, error))
     return Examined("megatron-core", f"{version} ({where})")

@@ -15,7 +15,7 @@ from pathlib import Path
 import megatron_muon
 from megatron_muon.cli import patch_lines
 from megatron_muon.cli.patch_lines import Addition, PatchError, State
-from megatron_muon.megatron_lm.launch import version_parts
+from megatron_muon.presence import version_parts
 
 _VERSION_FILE = "megatron/core/package_info.py"
 

@@ -5,7 +5,6 @@ The checkout stays unchanged. Without a GPU the script runs on the CPU over gloo
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import importlib.util
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_muon.console import say
+from megatron_muon.presence import require_core, version_parts
 from megatron_muon.version import __version__
 
 USAGE = (
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
         SystemExit: no script is given.
         FileNotFoundError: the script, or its checkout, is not there.
         MixedInstallationError: another megatron.core than the checkout's would be imported.
-        SeamError: the plugin does not know the checkout's version.
+        SeamError: the checkout's version is not supported, whatever optimizer the run asks for.
     """
     if argv and argv[0] == ON_CPU:
         argv = [*argv[1:2], ON_CPU, *argv[2:]]
@@ -61,6 +61,7 @@ def main(argv: Sequence[str]) -> None:
     # as `python SCRIPT` does for the script's folder, and for the Megatron that the script imports
     sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
     check_installation(checkout)
+    require_core()
     if ON_CPU in argv:
         hide_gpus()
     with naming_python(checkout / "megatron" / "core"):
@@ -153,19 +154,8 @@ def older_python(core: Path) -> str | None:
 
 def version_of(core: Path) -> str:
     """The version in the package_info.py of a folder ``megatron/core``, without importing it."""
-    file = core / "package_info.py"
-    parts = version_parts(file) if file.is_file() else {}
+    parts = version_parts(core / "package_info.py")
     return ".".join(str(parts.get(name, "?")) for name in ("MAJOR", "MINOR", "PATCH"))
-
-
-def version_parts(file: Path) -> dict[str, object]:
-    """The constants of a package_info.py by name, such as MAJOR, without running it."""
-    parts: dict[str, object] = {}
-    with contextlib.suppress(SyntaxError):
-        for node in ast.parse(file.read_bytes()).body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                parts |= {ast.unparse(target): node.value.value for target in node.targets}
-    return parts
 
 
 def hide_gpus() -> None:
