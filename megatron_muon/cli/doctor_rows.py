@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import megatron_muon
 from megatron_muon.cli import patch_tree
@@ -29,9 +30,11 @@ from megatron_muon.mcore.seams.rows import (
     rows_of,
 )
 from megatron_muon.megatron_lm.launch import (
+    ON_CPU,
     MixedInstallationError,
     check_installation,
     older_python,
+    sign_of_gpu,
 )
 from megatron_muon.presence import WAY_OUT, SeamError, core_version, require_core
 
@@ -86,11 +89,7 @@ def _environment() -> Iterator[Examined]:
     yield Examined(
         "torch", version, f"torch {version} is too old: install 2.4 or newer" if old else ""
     )
-    if torch.cuda.is_available():
-        device = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
-    else:
-        device = "no GPU: the CPU runtime would be on"
-    yield Examined("device", device)
+    yield _device(torch)
     for name, distribution, module in (
         ("transformer-engine", "transformer-engine", "transformer_engine"),
         ("apex", "apex", "apex.optimizers"),  # PyPI's package of that name is another
@@ -99,6 +98,16 @@ def _environment() -> Iterator[Examined]:
         yield Examined(name, _installed(distribution, module))
     if importlib.util.find_spec("psutil") is None:
         yield Examined("psutil", "none: saves in torch_dist hang without it; pip install psutil")
+
+
+def _device(torch: Any) -> Examined:
+    if torch.cuda.is_available():
+        return Examined("device", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}")
+    sign = sign_of_gpu()
+    if sign is None:
+        return Examined("device", "no GPU: the CPU runtime would be on")
+    way_out = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or give {ON_CPU} to run on the CPU"
+    return Examined("device", "no GPU", f"torch sees no GPU, but {sign}: {way_out}")
 
 
 def _megatron(checkout: Path | None) -> Iterator[Examined]:

@@ -6,6 +6,7 @@ The checkout stays unchanged. Without a GPU the script runs on the CPU over gloo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -22,7 +23,7 @@ from megatron_muon.version import __version__
 
 USAGE = (
     "usage: torchrun ... -m megatron_muon [--muon-cpu] SCRIPT.py [its arguments, with --optimizer "
-    "muon]\n--muon-cpu runs it on the CPU over gloo, as without it where there is no GPU"
+    "muon]\n--muon-cpu runs it on the CPU over gloo, as without it on a node without GPUs"
 )
 ON_CPU = "--muon-cpu"  # before the script's path or among its arguments
 _REQUIRES_PYTHON = re.compile(
@@ -33,6 +34,10 @@ _REQUIRES_PYTHON = re.compile(
 
 class MixedInstallationError(RuntimeError):
     """megatron.core and megatron.training come from different places."""
+
+
+class LostGpuError(RuntimeError):
+    """torch sees no GPU where one is expected, and nothing asks for the CPU."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -46,6 +51,7 @@ def main(argv: Sequence[str]) -> None:
         FileNotFoundError: the script, or its checkout, is not there.
         MixedInstallationError: another megatron.core than the checkout's would be imported.
         SeamError: the checkout's version is not supported, whatever optimizer the run asks for.
+        LostGpuError: see ``without_gpu``.
     """
     if argv and argv[0] == ON_CPU:
         argv = [*argv[1:2], ON_CPU, *argv[2:]]
@@ -123,6 +129,8 @@ def naming_python(core: Path) -> Iterator[None]:
     """
     try:
         yield
+    except LostGpuError:
+        raise
     except Exception as error:  # whatever a foreign package raises
         line = older_python(core)
         if line is None:
@@ -178,13 +186,49 @@ def without_gpu(*, late: bool = False) -> None:
 
     Args:
         late: Megatron is imported already; see ``megatron_muon.cpu.enable``.
+
+    Raises:
+        LostGpuError: a GPU is expected here, and the command line has no ``--muon-cpu``.
     """
     torch = importlib.import_module("torch")
     cpu = importlib.import_module("megatron_muon.cpu")
     if torch.cuda.is_available() or cpu.enabled():
         return
+    rank = int(os.environ.get("RANK", "0"))
+    sign = None if ON_CPU in sys.argv else sign_of_gpu()
+    if sign is not None:
+        raise LostGpuError(
+            f"torch sees no GPU on rank {rank} ({platform.node()}), but {sign}. Check nvidia-smi "
+            f"and CUDA_VISIBLE_DEVICES there, or give {ON_CPU} to run on the CPU on every rank"
+        )
     cpu.enable(late=late)
     importlib.import_module("megatron_muon.cpu.training").enable()
-    if int(os.environ.get("RANK", "0")) == 0:
+    if rank == 0:
         why = ON_CPU if ON_CPU in sys.argv else "no GPU is here"
         say(f"[megatron_muon] {why}: Megatron runs on the CPU over gloo")
+
+
+def sign_of_gpu() -> str | None:
+    """The reason to expect a GPU where torch sees none, or None.
+
+    A build of torch for CUDA on a machine with NVIDIA's driver is one, and so are several nodes.
+    """
+    torch = importlib.import_module("torch")
+    if torch.version.cuda is not None and _has_driver():
+        return f"this torch is built for CUDA {torch.version.cuda} and NVIDIA's driver is installed"
+    world, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world.isdecimal() and local.isdecimal() and int(world) > int(local):
+        return f"the run has several nodes (WORLD_SIZE={world}, LOCAL_WORLD_SIZE={local})"
+    nodes = "1" if local or world in ("", "1") else os.environ.get("SLURM_NNODES") or "1"
+    return f"the run has {nodes} nodes (SLURM_NNODES)" if nodes != "1" else None
+
+
+def _has_driver() -> bool:
+    """Whether the kernel has NVIDIA's driver, or its library can be loaded."""
+    if Path("/proc/driver/nvidia/version").exists():
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

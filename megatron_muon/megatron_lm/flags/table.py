@@ -369,7 +369,7 @@ FLAGS = (
         "--muon-cpu",
         "Hide the GPUs and run on the CPU over gloo, with any optimizer. Options that need a GPU "
         f"are replaced, and each replacement is printed. {_OURS} "
-        "By default a run takes the CPU only where there is no GPU.",
+        "By default a run takes the CPU only on one node without a GPU and NVIDIA's driver.",
         **_ON,
     ),
     _flag(
