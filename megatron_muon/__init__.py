@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _require_core() -> None:
-    """Raise an error that says how to get megatron.core, where there is none."""
+    """Raise an error where there is no megatron.core of a supported version; it has the way out."""
     from megatron_muon.presence import require_core
 
     require_core()
@@ -59,8 +59,8 @@ def install(config: MuonConfig | None = None) -> None:
 
     Raises:
         ModuleNotFoundError: there is no megatron.core; says how to get one.
-        SeamError: this Megatron lacks a symbol that the plugin relies on, or has it in another
-            form; names the symbol.
+        SeamError: this Megatron's version is not supported, or it lacks a symbol that the plugin
+            relies on, or has it in another form; names the version or the symbol.
         TypeError: ``config`` is no MuonConfig.
         NotImplementedError: ``align_shards`` with a Megatron that takes no layout (before 0.18).
     """

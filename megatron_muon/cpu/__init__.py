@@ -56,6 +56,7 @@ def enable(*, allow_cuda: bool = False, late: bool = False) -> None:
         RuntimeError: ``megatron.core`` is already imported, has bound what would be replaced, and
             ``late`` is not set. Or a GPU is available and ``allow_cuda`` is not set.
         CoreNotFoundError: there is no megatron.core.
+        SeamError: its version is not supported.
     """
     global _patches
     if _patches is not None:

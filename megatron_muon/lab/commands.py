@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_muon.lab.dispatch import Commands, dispatch
 from megatron_muon.lab.interrupts import run_command
-from megatron_muon.presence import CoreNotFoundError
+from megatron_muon.presence import CoreNotFoundError, SeamError
 from megatron_muon.version import __version__
 
 COMMANDS: Commands = {
@@ -69,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command's name and its own arguments; None for the arguments of the process.
 
     Returns:
-        The exit status: the command's own; 1 where it needs a megatron.core and there is none; 2
-        where the arguments are wrong; 141 where the reader of its output is gone; 130 where a user
-        stops the command.
+        The exit status: the command's own; 1 where it needs a megatron.core and there is none, or
+        one that is not supported; 2 where the arguments are wrong; 141 where the reader of its
+        output is gone; 130 where a user stops the command.
     """
     return run_command(lambda: _run(argv))
 
@@ -86,6 +86,6 @@ def _run(argv: Sequence[str] | None) -> int:
         return 2
     try:
         return dispatch("megatron-muon", COMMANDS, arguments, ends=", or --version")
-    except CoreNotFoundError as error:
+    except (CoreNotFoundError, SeamError) as error:
         print(f"megatron-muon {arguments[0]}: error: {error}", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import sys
@@ -15,12 +16,16 @@ NO_READER, STOPPED = 141, 130
 def run_command(command: Callable[[], int]) -> int:
     """Run a command; print no traceback where its reader is gone or a user stops it.
 
+    Characters that stdout's encoding lacks are escaped.
+
     Args:
         command: returns its exit status, or raises SystemExit as argparse does.
 
     Returns:
         The command's status, or ``NO_READER`` or ``STOPPED``.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             return command()

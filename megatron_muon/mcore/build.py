@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.console import say
 from megatron_muon.mcore import process_groups
 from megatron_muon.mcore.bucket_groups.early import (
     early_gathers,
@@ -138,7 +139,7 @@ def make_muons(
         optimizer.watch = Watch(muons, model_chunks, config, stage, optimizer.voters)
     registry.remember(model_chunks, config, stage)
     for line in lines:
-        print(line, flush=True)
+        say(line)
 
 
 def _active() -> list[str]:

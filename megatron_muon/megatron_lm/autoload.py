@@ -2,40 +2,83 @@
 
 It adds Muon's flags to the parser. A run without ``--optimizer muon`` is otherwise as without the
 plugin, also where Muon could not run. For a run with it, the launcher's checks follow once the
-arguments are parsed.
+arguments are parsed. On a Megatron whose version is not supported, a run that asks for Muon ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import itertools
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_muon.mcore.seams.rows import SeamError
+from megatron_muon.console import say
 from megatron_muon.megatron_lm.install import asks_for_muon, install_training, wrap
 from megatron_muon.megatron_lm.launch import ON_CPU, check_installation, hide_gpus, without_gpu
+from megatron_muon.presence import SeamError, require_core
 
 _fault: SeamError | None = None  # the reason why Muon cannot run with this Megatron
 
 
 def _install() -> None:
-    global _fault
+    try:
+        require_core()
+    except SeamError as error:
+        _has_no_muon(error)
+        _stop_muon()
+        return
     if ON_CPU in sys.argv:
         hide_gpus()  # before this process uses one
     try:
         install_training()
     except SeamError as error:  # must not stop a run that does not ask for Muon
-        _fault = error
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"[megatron_muon] no --optimizer muon here: {error}", flush=True)
+        _has_no_muon(error)
     wrap("megatron.training.arguments", "validate_args", _validate_args)
     wrap("megatron.training.initialize", "initialize_megatron", _initialize_megatron)
+
+
+def _has_no_muon(fault: SeamError) -> None:
+    global _fault
+    _fault = fault
+    if int(os.environ.get("RANK", "0")) == 0:
+        say(f"[megatron_muon] no --optimizer muon here: {fault}")
+
+
+def _stop_muon() -> None:
+    """Let no run with ``--optimizer muon`` go on to Megatron's own; all else stays as it is.
+
+    This Megatron may be of any shape, so the command line is asked first.
+    """
+    words = [word for argument in sys.argv[1:] for word in argument.split("=", 1)]
+    if ("--optimizer", "muon") in itertools.pairwise(words):
+        _refuse(Namespace(optimizer="muon"))
+    for name, wrapper in (("parse_args", _parse_or_refuse), ("validate_args", _refuse_or_validate)):
+        with contextlib.suppress(ImportError, AttributeError):
+            wrap("megatron.training.arguments", name, wrapper)
+
+
+def _refuse(args: Any) -> None:
+    if _fault is not None and getattr(args, "optimizer", None) == "muon":
+        raise _fault
+
+
+def _parse_or_refuse(original: Callable[..., Any], *given: Any, **kwargs: Any) -> Any:
+    args = original(*given, **kwargs)
+    _refuse(args)  # of a YAML file, too
+    return args
+
+
+def _refuse_or_validate(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    _refuse(args)
+    return original(args, *rest, **kwargs)
 
 
 def _validate_args(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_muon.console import say
 from megatron_muon.megatron_lm import switching, tracker
 from megatron_muon.megatron_lm.namespace import is_on
 
@@ -308,7 +309,7 @@ def _on_rank_0(act: Callable[[], str | None]) -> None:
     def act_and_say() -> None:
         line = act() if dist.get_rank() == 0 else None
         if line is not None:
-            print(f"[megatron_muon] {line}", flush=True)
+            say(f"[megatron_muon] {line}")
 
     together(act_and_say, None, _device())
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.console import say
 from megatron_muon.mcore.seams.rows import (
     check_arguments,
     check_hooks,
@@ -160,7 +161,7 @@ def _validate_args(
 def _tell(lines: list[str]) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         for line in lines:
-            print(f"[megatron_muon] {line}", flush=True)
+            say(f"[megatron_muon] {line}")
 
 
 def _on_the_cpu(args: Any) -> list[str]:

@@ -5,8 +5,8 @@ The checkout stays unchanged. Without a GPU the script runs on the CPU over gloo
 
 from __future__ import annotations
 
-import ast
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -17,11 +17,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_muon.console import say
+from megatron_muon.presence import require_core, version_parts
 from megatron_muon.version import __version__
 
 USAGE = (
     "usage: torchrun ... -m megatron_muon [--muon-cpu] SCRIPT.py [its arguments, with --optimizer "
-    "muon]\n--muon-cpu runs it on the CPU over gloo, as without it where there is no GPU"
+    "muon]\n--muon-cpu runs it on the CPU over gloo, as without it on a node without GPUs"
 )
 ON_CPU = "--muon-cpu"  # before the script's path or among its arguments
 _REQUIRES_PYTHON = re.compile(
@@ -34,6 +36,10 @@ class MixedInstallationError(RuntimeError):
     """megatron.core and megatron.training come from different places."""
 
 
+class LostGpuError(RuntimeError):
+    """torch sees no GPU where one is expected, and nothing asks for the CPU."""
+
+
 def main(argv: Sequence[str]) -> None:
     """Run a training script of a Megatron-LM checkout in this process.
 
@@ -44,7 +50,8 @@ def main(argv: Sequence[str]) -> None:
         SystemExit: no script is given.
         FileNotFoundError: the script, or its checkout, is not there.
         MixedInstallationError: another megatron.core than the checkout's would be imported.
-        SeamError: the plugin does not know the checkout's version.
+        SeamError: the checkout's version is not supported, whatever optimizer the run asks for.
+        LostGpuError: see ``without_gpu``.
     """
     if argv and argv[0] == ON_CPU:
         argv = [*argv[1:2], ON_CPU, *argv[2:]]
@@ -60,6 +67,7 @@ def main(argv: Sequence[str]) -> None:
     # as `python SCRIPT` does for the script's folder, and for the Megatron that the script imports
     sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
     check_installation(checkout)
+    require_core()
     if ON_CPU in argv:
         hide_gpus()
     with naming_python(checkout / "megatron" / "core"):
@@ -121,6 +129,8 @@ def naming_python(core: Path) -> Iterator[None]:
     """
     try:
         yield
+    except LostGpuError:
+        raise
     except Exception as error:  # whatever a foreign package raises
         line = older_python(core)
         if line is None:
@@ -152,19 +162,8 @@ def older_python(core: Path) -> str | None:
 
 def version_of(core: Path) -> str:
     """The version in the package_info.py of a folder ``megatron/core``, without importing it."""
-    file = core / "package_info.py"
-    parts = version_parts(file) if file.is_file() else {}
+    parts = version_parts(core / "package_info.py")
     return ".".join(str(parts.get(name, "?")) for name in ("MAJOR", "MINOR", "PATCH"))
-
-
-def version_parts(file: Path) -> dict[str, object]:
-    """The constants of a package_info.py by name, such as MAJOR, without running it."""
-    parts: dict[str, object] = {}
-    with contextlib.suppress(SyntaxError):
-        for node in ast.parse(file.read_bytes()).body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                parts |= {ast.unparse(target): node.value.value for target in node.targets}
-    return parts
 
 
 def hide_gpus() -> None:
@@ -187,13 +186,49 @@ def without_gpu(*, late: bool = False) -> None:
 
     Args:
         late: Megatron is imported already; see ``megatron_muon.cpu.enable``.
+
+    Raises:
+        LostGpuError: a GPU is expected here, and the command line has no ``--muon-cpu``.
     """
     torch = importlib.import_module("torch")
     cpu = importlib.import_module("megatron_muon.cpu")
     if torch.cuda.is_available() or cpu.enabled():
         return
+    rank = int(os.environ.get("RANK", "0"))
+    sign = None if ON_CPU in sys.argv else sign_of_gpu()
+    if sign is not None:
+        raise LostGpuError(
+            f"torch sees no GPU on rank {rank} ({platform.node()}), but {sign}. Check nvidia-smi "
+            f"and CUDA_VISIBLE_DEVICES there, or give {ON_CPU} to run on the CPU on every rank"
+        )
     cpu.enable(late=late)
     importlib.import_module("megatron_muon.cpu.training").enable()
-    if int(os.environ.get("RANK", "0")) == 0:
+    if rank == 0:
         why = ON_CPU if ON_CPU in sys.argv else "no GPU is here"
-        print(f"[megatron_muon] {why}: Megatron runs on the CPU over gloo", flush=True)
+        say(f"[megatron_muon] {why}: Megatron runs on the CPU over gloo")
+
+
+def sign_of_gpu() -> str | None:
+    """The reason to expect a GPU where torch sees none, or None.
+
+    A build of torch for CUDA on a machine with NVIDIA's driver is one, and so are several nodes.
+    """
+    torch = importlib.import_module("torch")
+    if torch.version.cuda is not None and _has_driver():
+        return f"this torch is built for CUDA {torch.version.cuda} and NVIDIA's driver is installed"
+    world, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world.isdecimal() and local.isdecimal() and int(world) > int(local):
+        return f"the run has several nodes (WORLD_SIZE={world}, LOCAL_WORLD_SIZE={local})"
+    nodes = "1" if local or world in ("", "1") else os.environ.get("SLURM_NNODES") or "1"
+    return f"the run has {nodes} nodes (SLURM_NNODES)" if nodes != "1" else None
+
+
+def _has_driver() -> bool:
+    """Whether the kernel has NVIDIA's driver, or its library can be loaded."""
+    if Path("/proc/driver/nvidia/version").exists():
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

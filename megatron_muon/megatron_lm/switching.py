@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_muon.console import say
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import replaced
@@ -158,4 +159,4 @@ def _device(optimizer: Any) -> Any:
 
 def _say(line: str) -> None:
     if dist.get_rank() == 0:
-        print(f"[megatron_muon] {line}", flush=True)
+        say(f"[megatron_muon] {line}")

@@ -23,7 +23,7 @@ STRANGE = (
     "at = 'megatron.core.optimizer'; row = next(row for row in h.SEAMS if row.module == at); "
     "h.SEAMS = (*h.SEAMS, dataclasses.replace(row, name='gone', since=h.OLDEST, until=h.NEWEST))"
 )
-TOO_NEW = "import megatron_muon.mcore.seams.rows as h; h.OLDEST, h.NEWEST = (0, 97), (0, 98)"
+TOO_NEW = "import megatron_muon.presence as p; p.OLDEST, p.NEWEST = (0, 97), (0, 98)"
 
 
 def doctor(
@@ -106,7 +106,7 @@ def test_json_says_the_same(here: subprocess.CompletedProcess[str]) -> None:
     [
         (NO_MEGATRON, "there is no megatron.core: pip install megatron-muon[core], or put a Meg"),
         (STRANGE, "has no megatron.core.optimizer.gone"),
-        (TOO_NEW, f"megatron-core {megatron.core.__version__} is installed; this megatron_muon"),
+        (TOO_NEW, f"megatron-core {megatron.core.__version__} is not supported: this megatron"),
     ],
     ids=["no megatron", "missing hook", "unknown version"],
 )

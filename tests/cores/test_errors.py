@@ -358,5 +358,5 @@ def test_a_changed_megatron_is_an_error_that_names_the_symbol() -> None:
     symbol = "megatron.core.optimizer.get_megatron_optimizer"
     assert f"{symbol} of megatron-core {VERSION} has no parameter" in changed
     assert f"megatron-core {VERSION} has no {symbol}" in gone
-    assert "megatron-core 0.99.0 is installed; this megatron_muon was tested with 0.12" in version
+    assert version.startswith("megatron-core 0.99.0 is not supported: this megatron_muon was")
     assert "install takes a MuonConfig, got {'momentum': 0.9}" in wrong

@@ -267,5 +267,5 @@ def test_a_copy_of_the_core_with_another_name_is_refused(
     )
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and "accepted" not in done.stdout, done.stderr
-    assert last.startswith("megatron_muon.mcore.seams.rows.SeamError: megatron-core "), done.stderr
+    assert last.startswith("megatron_muon.presence.SeamError: megatron-core "), done.stderr
     assert f".{name}, which megatron_muon needs: " in last

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_muon.megatron_lm.launch import older_python
+import megatron_muon.cpu.training
+from megatron_muon.lab.doctor import rows as doctor_rows
+from megatron_muon.megatron_lm import launch
+from megatron_muon.megatron_lm.launch import LostGpuError, older_python, without_gpu
 from support import ROOT
 
 TOO_NEW = f">={sys.version_info[0]}.{sys.version_info[1] + 1}"
@@ -110,3 +115,79 @@ def test_muon_cpu_is_an_error_where_a_gpu_is_in_use() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 1
     assert "--muon-cpu: torch uses a GPU of this machine already" in done.stderr
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A rank without a GPU whose torch is built for CUDA, beside NVIDIA's driver."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(launch, "_has_driver", lambda: True)
+    monkeypatch.setattr(megatron_muon.cpu, "enabled", lambda: False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def turned_on(patch: pytest.MonkeyPatch) -> list[str]:
+    """What ``without_gpu`` turns on."""
+    calls: list[str] = []
+    patch.setattr(megatron_muon.cpu, "enable", lambda late: calls.append("core"))
+    patch.setattr(megatron_muon.cpu.training, "enable", lambda: calls.append("training"))
+    without_gpu()
+    return calls
+
+
+@pytest.mark.parametrize("rank", ["0", "5"])
+def test_a_rank_that_lost_its_gpu_is_refused(rank: str, lost: pytest.MonkeyPatch) -> None:
+    lost.setenv("RANK", rank)
+    with pytest.raises(LostGpuError) as caught:
+        turned_on(lost)
+    assert f"no GPU on rank {rank} (" in str(caught.value)
+    assert "built for CUDA 12.8 and NVIDIA's driver is installed" in str(caught.value)
+    assert "or give --muon-cpu" in str(caught.value)
+    fault = doctor_rows._device(torch).fault
+    assert "built for CUDA 12.8" in fault and "--muon-cpu" in fault
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "WORLD_SIZE=16, LOCAL_WORLD_SIZE=8"),
+        ({"WORLD_SIZE": "16", "SLURM_NNODES": "2"}, "2 nodes (SLURM_NNODES)"),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "SLURM_NNODES": "2"}, ""),
+        ({"WORLD_SIZE": "1", "SLURM_NNODES": "2"}, ""),
+        ({"SLURM_NNODES": "2"}, ""),
+        ({}, ""),
+    ],
+)
+@pytest.mark.parametrize("lacks", ["cuda", "driver"])
+def test_several_nodes_are_refused_and_one_without_cuda_or_a_driver_takes_the_cpu(
+    variables: dict[str, str], said: str, lacks: str, lost: pytest.MonkeyPatch
+) -> None:
+    if lacks == "cuda":
+        lost.setattr(torch.version, "cuda", None)
+    else:
+        lost.setattr(launch, "_has_driver", lambda: False)
+    for name, value in variables.items():
+        lost.setenv(name, value)
+    if said:
+        with pytest.raises(LostGpuError, match=re.escape(said)):
+            turned_on(lost)
+    else:
+        assert turned_on(lost) == ["core", "training"]
+
+
+def test_muon_cpu_takes_the_cpu_wherever_a_gpu_was_expected(lost: pytest.MonkeyPatch) -> None:
+    lost.setattr(sys, "argv", ["pretrain_gpt.py", "--muon-cpu"])
+    lost.setenv("WORLD_SIZE", "16")
+    lost.setenv("LOCAL_WORLD_SIZE", "8")
+    assert turned_on(lost) == ["core", "training"]
+
+
+def test_no_script_runs_on_a_rank_of_several_nodes_without_a_gpu(tmp_path: Path) -> None:
+    script = str(checkout(tmp_path, "", requires=TOO_NEW) / "pretrain_gpt.py")
+    done = launched(script, RANK="11", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8")
+    assert done.returncode == 1 and "the script was run" not in done.stderr
+    assert "LostGpuError: torch sees no GPU on rank 11 (" in done.stderr
+    assert "needs Python" not in done.stderr

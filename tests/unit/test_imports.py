@@ -16,7 +16,7 @@ PACKAGE = ROOT / "megatron_muon"
 # Lower rooms first. A module may import its own room and those in earlier lines, no other room of
 # its own line. "" is the facade, ``megatron_muon/__init__.py``.
 TIERS = (
-    ("version", "presence", "setting_names"),
+    ("version", "presence", "console", "setting_names"),
     ("coefficients",),
     ("config",),
     ("orthogonalize",),
@@ -47,6 +47,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 WITHOUT_TORCH = {"version", "presence", "setting_names", "coefficients", "config", "planning"}
 WITHOUT_TORCH |= {"orthogonalize.iteration", "watching.line_format"}
 WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "traces", "curves")}
+WITHOUT_TORCH |= {"console"}
 # Of a checkpoint's files, those that hold no tensor.
 WITHOUT_TORCH |= {f"files.{name}" for name in ("claim", "digest", "digest_parts", "digest_text")}
 WITHOUT_TORCH |= {f"files.{name}" for name in ("durable", "regular")}
@@ -222,6 +223,18 @@ def test_every_collective_is_called_in_one_module() -> None:
         and ast.unparse(node.func.value) in {"dist", "torch.distributed", "distributed"}
     }
     assert callers == {"runtime.collectives"}
+
+
+def test_lines_of_a_run_are_printed_by_say_which_takes_any_encoding() -> None:
+    """A command's are printed by print: ``run_command`` does the same for all of its stdout."""
+    printing = {
+        dotted(path)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+    }
+    of_runs = {each for each in printing if not in_lab(each)}
+    assert of_runs == {"console", "megatron_lm.launch"}  # the launcher's --version
 
 
 def _loaded_after(statement: str) -> set[str]:

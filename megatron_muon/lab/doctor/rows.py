@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import megatron_muon
 from megatron_muon.lab.dry_run.versions import has_flag
 from megatron_muon.mcore.seams.row import Part
 from megatron_muon.mcore.seams.rows import (
-    SeamError,
     Version,
     check_hooks,
     check_part,
@@ -27,12 +27,14 @@ from megatron_muon.mcore.seams.rows import (
     rows_of,
 )
 from megatron_muon.megatron_lm.launch import (
+    ON_CPU,
     MixedInstallationError,
     check_installation,
     older_python,
+    sign_of_gpu,
     version_of,
 )
-from megatron_muon.presence import WAY_OUT
+from megatron_muon.presence import WAY_OUT, SeamError, core_version, require_core
 
 _OLDEST_TORCH = (2, 4)
 
@@ -85,11 +87,7 @@ def _environment() -> Iterator[Examined]:
     yield Examined(
         "torch", version, f"torch {version} is too old: install 2.4 or newer" if old else ""
     )
-    if torch.cuda.is_available():
-        device = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
-    else:
-        device = "no GPU: the CPU runtime would be on"
-    yield Examined("device", device)
+    yield _device(torch)
     for name, distribution, module in (
         ("transformer-engine", "transformer-engine", "transformer_engine"),
         ("apex", "apex", "apex.optimizers"),  # PyPI's package of that name is another
@@ -98,6 +96,16 @@ def _environment() -> Iterator[Examined]:
         yield Examined(name, _installed(distribution, module))
     if importlib.util.find_spec("psutil") is None:
         yield Examined("psutil", "none: saves in torch_dist hang without it; pip install psutil")
+
+
+def _device(torch: Any) -> Examined:
+    if torch.cuda.is_available():
+        return Examined("device", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}")
+    sign = sign_of_gpu()
+    if sign is None:
+        return Examined("device", "no GPU: the CPU runtime would be on")
+    way_out = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or give {ON_CPU} to run on the CPU"
+    return Examined("device", "no GPU", f"torch sees no GPU, but {sign}: {way_out}")
 
 
 def _megatron(checkout: Path | None) -> Iterator[Examined]:
@@ -112,7 +120,13 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
         return
     folder = checkout or _checkout_on_path()
     if folder is not None:
-        yield from _checkout(folder)
+        yield _checkout(folder)
+    try:
+        require_core()
+    except SeamError as error:
+        yield Examined("megatron-core", f"{core_version()} ({where})", str(error))
+    if folder is not None:
+        yield _patch(folder)
     yield _core(where)
     yield _hooks()
     yield Examined("hooks of commands", _those_there(*_OF_COMMANDS))
@@ -128,16 +142,18 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
     yield _refused()
 
 
-def _checkout(checkout: Path) -> Iterator[Examined]:
+def _checkout(checkout: Path) -> Examined:
     try:
         check_installation(checkout)
     except MixedInstallationError as error:
-        yield Examined("megatron-lm", str(checkout), str(error))
-        return
+        return Examined("megatron-lm", str(checkout), str(error))
     version = version_of(checkout / "megatron" / "core")
-    yield Examined("megatron-lm", f"core {version} ({checkout})")
+    return Examined("megatron-lm", f"core {version} ({checkout})")
+
+
+def _patch(checkout: Path) -> Examined:
     way = "is in" if is_patched(checkout) else "is not in: use the launcher, or patches/README.md"
-    yield Examined("patch", way)
+    return Examined("patch", way)
 
 
 def is_patched(checkout: Path) -> bool:
@@ -154,6 +170,8 @@ def _core(where: Path) -> Examined:
             megatron_muon.cpu.enable()
         importlib.import_module("megatron.core.optimizer")
         version, _ = megatron_version()
+    except SeamError as error:  # of a version that only the import tells
+        return Examined("megatron-core", f"({where})", str(error))
     except Exception as error:  # whatever a foreign package raises
         return Examined("megatron-core", f"({where})", _not_imported("megatron.core", where, error))
     return Examined("megatron-core", f"{version} ({where})")

@@ -11,6 +11,7 @@ from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.coefficients import canonical
 from megatron_muon.config import MuonConfig
+from megatron_muon.console import say
 from megatron_muon.files.digest_text import printable
 from megatron_muon.mcore.params.multipliers import LR_MULTIPLIER
 from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
@@ -84,10 +85,9 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
         )
         if before != after and dist.get_rank() == 0:
             setting = named(name) if name in now else printable(name)
-            print(
+            say(
                 f"[megatron_muon] {setting} is {after!r} now; the checkpoint was saved with "
-                f"{before!r}",
-                flush=True,
+                f"{before!r}"
             )
 
 

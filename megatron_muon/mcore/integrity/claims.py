@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron_muon.console import say
 from megatron_muon.files import claim, digest
 from megatron_muon.files.claim import Save
 from megatron_muon.files.digest import TwoSavesError
@@ -231,8 +232,7 @@ def _tell_of_no_locks(lock: BinaryIO | None, folder: Path) -> None:
     global _told
     if lock is None and not _told:
         _told = True
-        print(
+        say(
             f"[megatron_muon] the file system of {folder} has no locks: if two jobs save into one "
-            "folder, they notice it only after one has written",
-            flush=True,
+            "folder, they notice it only after one has written"
         )

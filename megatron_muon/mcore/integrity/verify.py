@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_muon.console import say
 from megatron_muon.files import digest
 from megatron_muon.files.checksum import checksum
 from megatron_muon.files.digest import Digest, DigestError
@@ -96,7 +97,7 @@ def _check_model(saved: Digest, own: Whole, folder: str, exact: bool) -> None:
         raise DigestError(f"{told}. {SETTINGS_WAY_OUT}")
     if dist.get_rank() == 0:
         line = printable(f"WARNING: {told}. Its weights are loaded into this one")
-        print(f"[megatron_muon] {line}", flush=True)
+        say(f"[megatron_muon] {line}")
 
 
 def _tell_of_splits(changes: list[str], folder: str) -> None:
@@ -106,7 +107,7 @@ def _tell_of_splits(changes: list[str], folder: str) -> None:
             f"{folder} was trained with other matrices (--muon-split): {'; '.join(changes)}. "
             "Momentum goes on as it is"
         )
-        print(f"[megatron_muon] {line}", flush=True)
+        say(f"[megatron_muon] {line}")
 
 
 def check_files(folder: Path, device: torch.device) -> Digest | None:
@@ -164,10 +165,9 @@ def _all_have(saved: Digest | None, folder: Path, device: torch.device) -> bool:
             "file system that all of them share"
         )
     if saved is None and dist.get_rank() == 0:
-        print(
+        say(
             f"[megatron_muon] WARNING: {folder} has no {digest.FILE_NAME}, so it is loaded "
-            "unchecked: its files may be incomplete or damaged",
-            flush=True,
+            "unchecked: its files may be incomplete or damaged"
         )
     return saved is not None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# Minor versions of megatron-core, 0.x, that the plugin was tested with; 20 is main's.
-Version = tuple[int, int]
-OLDEST, NEWEST = (0, 12), (0, 20)
+from megatron_muon.presence import NEWEST, OLDEST, Version
+
+__all__ = ["NEWEST", "OLDEST", "Attribute", "Part", "Seam", "Use", "Version"]
 
 # How the package uses a symbol. ``uninstall()`` puts ``wrapped`` and ``replaced`` ones back; one
 # that a ``with`` replaces is put back at its end.

@@ -37,6 +37,7 @@ from megatron_muon.mcore.seams import (
 from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
 from megatron_muon.mcore.seams.row import NEWEST, OLDEST, Attribute, Part, Seam, Version
 from megatron_muon.mcore.seams.training import ARGUMENTS
+from megatron_muon.presence import SeamError, check_version
 
 __all__ = ["ATTRIBUTES", "NEWEST", "OLDEST", "SEAMS", "Seam", "SeamError", "Version"]
 
@@ -70,10 +71,6 @@ ATTRIBUTES: tuple[Attribute, ...] = (
     *bench.ATTRIBUTES,
 )
 _CORE: tuple[Part, ...] = ("core", "torch")  # the parts of every run
-
-
-class SeamError(RuntimeError):
-    """The installed Megatron lacks a symbol that the plugin hooks, or has another shape of it."""
 
 
 def check_built(dist_opt: Any) -> None:
@@ -130,13 +127,12 @@ def megatron_version() -> tuple[str, Version]:
     """The installed megatron-core's version, as text and as (major, minor).
 
     Raises:
-        SeamError: megatron-core has no version.
+        SeamError: megatron-core has no version, or one that is not supported.
     """
     text = getattr(importlib.import_module("megatron.core"), "__version__", None)
     if not isinstance(text, str):
         raise _missing(model.SEAMS[0], "of no version")
-    major, minor = text.split(".")[:2]
-    return text, (int(major), int(minor))
+    return text, check_version(text)
 
 
 def seams_of(version: Version, *parts: Part) -> list[Seam]:
@@ -171,12 +167,6 @@ def check_hooks() -> None:
         SeamError: names the version or the symbol, and the way out.
     """
     text, version = megatron_version()
-    if not OLDEST <= version <= NEWEST:
-        raise SeamError(
-            f"megatron-core {text} is installed; this megatron_muon was tested with "
-            f"{_text(OLDEST)} to {_text(NEWEST)}: install one of those, or a megatron_muon that "
-            f"knows {text}"
-        )
     for row in hooks_of(version):
         check_row(row, text)
 
@@ -199,10 +189,6 @@ def check_part(*parts: Part) -> None:
     text, version = megatron_version()
     for row in rows_of(version, *parts):
         check_row(row, text)
-
-
-def _text(version: Version) -> str:
-    return ".".join(map(str, version))
 
 
 def check_row(row: Seam | Attribute, version: str) -> None:
@@ -292,7 +278,7 @@ def _names_in_source(module: str) -> frozenset[str]:
     if spec is None or spec.origin is None:
         return frozenset()
     names = set()
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text())):
+    for node in ast.walk(ast.parse(Path(spec.origin).read_bytes())):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.alias):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.console import say
 from megatron_muon.mcore.params.param_routing import layers, weights
 from megatron_muon.mcore.params.placement import muons_of
 from megatron_muon.mcore.params.survey import share_of
@@ -144,7 +145,7 @@ class Watch:
             _, error = attempt(lambda: self._write(total.tolist(), maxima.tolist(), number))
             if error is not None:  # a full disk does not stop a run
                 text = f"{type(error).__name__}: {error}"
-                print(f"[megatron_muon] step {number} is not logged: {text}", flush=True)
+                say(f"[megatron_muon] step {number} is not logged: {text}")
 
     def _largest_logits(self) -> torch.Tensor:
         """The largest over all ranks, one for each row; -inf where an attention did not run."""
@@ -175,7 +176,7 @@ class Watch:
         record = step_record(self._table, totals, maxima, step=number, time=now, lr=lr)
         lines.append(record)
         for text in self._warnings.of(record):
-            print(f"[megatron_muon] step {number}: warning: {text}", flush=True)
+            say(f"[megatron_muon] step {number}: warning: {text}")
         host().write(number, dict(scalars(record)))
 
 

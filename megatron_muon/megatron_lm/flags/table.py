@@ -64,7 +64,7 @@ FLAGS = (
     ),
     _flag(
         "--muon-momentum",
-        f"μ in M ← μM + G ({_PAPER}, Algorithm 1), at least 0 and below 1. "
+        f"mu in M <- mu M + G ({_PAPER}, Algorithm 1), at least 0 and below 1. "
         f"The default is {_MOONLIGHT.momentum} (Megatron's own Muon: 0.9).",
         type=float,
     ),
@@ -76,7 +76,7 @@ FLAGS = (
     ),
     _flag(
         "--no-muon-nesterov",
-        f"Orthogonalize the momentum M. The default is Nesterov's form in {_PAPER}, G + μM.",
+        f"Orthogonalize the momentum M. The default is Nesterov's form in {_PAPER}, G + mu M.",
         **_ON,
     ),
     _flag(
@@ -87,7 +87,7 @@ FLAGS = (
     ),
     _flag(
         "--muon-nesterov",
-        "Orthogonalize G + μM. This is the default (Megatron's own Muon: M); --no-muon-nesterov "
+        "Orthogonalize G + mu M. This is the default (Megatron's own Muon: M); --no-muon-nesterov "
         "turns it off. Megatron's own Muon has this flag from core 0.18 on.",
         **_ON,
     ),
@@ -333,7 +333,7 @@ FLAGS = (
     _flag(
         "--muon-from-adamw",
         "How an AdamW checkpoint is loaded. momentum: Muon's momentum starts as "
-        "exp_avg / (1 - β1). fresh: it starts at zero. refuse: the load is an error. It has no "
+        "exp_avg / (1 - beta1). fresh: it starts at zero. refuse: the load is an error. It has no "
         f"effect on a Muon checkpoint, so it may stay for restarts. {_OURS} The default is refuse.",
         choices=("momentum", "fresh", "refuse"),
     ),
@@ -370,7 +370,7 @@ FLAGS = (
         "--muon-cpu",
         "Hide the GPUs and run on the CPU over gloo, with any optimizer. Options that need a GPU "
         f"are replaced, and each replacement is printed. {_OURS} "
-        "By default a run takes the CPU only where there is no GPU.",
+        "By default a run takes the CPU only on one node without a GPU and NVIDIA's driver.",
         **_ON,
     ),
     _flag(

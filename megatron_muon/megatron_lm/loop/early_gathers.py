@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from megatron_muon.console import say
 from megatron_muon.planning.describe import late_gather_lines
 from megatron_muon.runtime import patches
 
@@ -25,7 +26,8 @@ def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     waiting = [each for each in gathers if not each.is_on]  # those of ``auto``
     what = _why_not(original) if waiting else None
     if what is not None and int(os.environ.get("RANK", "0")) == 0:
-        print(*late_gather_lines(what), flush=True)
+        for line in late_gather_lines(what):
+            say(line)
     with ExitStack() as stack:
         for each in waiting if what is None else ():
             stack.enter_context(each.turned_on())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_muon.console import say
 from megatron_muon.megatron_lm.namespace import is_on
 
 # Bytes per element: an fp32 main parameter with two moments (AdamW) or one momentum (Muon).
@@ -24,7 +25,7 @@ def report_theoretical_memory(
     result = original(args, *rest, **kwargs)
     if is_on(args) and not _has_said:
         _has_said = True
-        print(f"[megatron_muon] {less_than_adamw()}", flush=True)
+        say(f"[megatron_muon] {less_than_adamw()}")
     return result
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_muon.console import say
 from megatron_muon.runtime.step_traces import StepTraces, chosen_steps
 
 if TYPE_CHECKING:
@@ -79,8 +80,7 @@ def _traces_of(steps: str, folder: str) -> MegatronTraces:
 
 def _say_if_open(traces: MegatronTraces, steps: str) -> None:
     if traces.is_open:
-        print(
+        say(
             f"[megatron_muon] --muon-trace-steps {steps}: the run ended before the last of them, "
-            "so this rank has written no trace",
-            flush=True,
+            "so this rank has written no trace"
         )

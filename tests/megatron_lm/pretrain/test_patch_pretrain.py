@@ -184,3 +184,33 @@ def test_a_megatron_of_another_shape_stops_muon_alone(patched: Path, optimizer: 
     assert f"parsed {optimizer}" in text
     assert "[megatron_muon] no --optimizer muon here: " in text
     assert ("SeamError: " in text) == (optimizer == "muon")
+
+
+@pytest.fixture(scope="module")
+def too_new(patched: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The patched checkout, under the number of a version that is not supported."""
+    root = Path(shutil.copytree(patched, tmp_path_factory.mktemp("too_new") / "Megatron-LM"))
+    file = root / "megatron" / "core" / "package_info.py"
+    file.write_text(re.sub(r"^MINOR = \d+$", "MINOR = 21", file.read_text(), flags=re.MULTILINE))
+    return root
+
+
+@pytest.mark.parametrize("start", [["-m", "megatron_muon"], []], ids=["launcher", "patch"])
+def test_no_muon_trains_on_an_unsupported_version(too_new: Path, start: list[str]) -> None:
+    """Nor Megatron's own, which --optimizer muon means without the plugin from 0.18 on."""
+    script = str(too_new / "pretrain_gpt.py")
+    text = done([*TORCHRUN, "--nproc-per-node=2", *start, script, *RUN_BF16, *words(MUON)], True)
+    assert re.search(r"SeamError: megatron-core 0\.21\.\S+ is not supported", text)
+    assert losses(text) == [] and "optimizer muon is not supported" not in text
+
+
+def test_adamw_starts_on_an_unsupported_version_with_the_patch(too_new: Path) -> None:
+    code = (
+        "import sys; from megatron.training import arguments\n"
+        "args = arguments.parse_args()\n"
+        "print('parsed', args.optimizer, hasattr(args, 'muon_backend'))\n"
+    )
+    command = [sys.executable, "-c", code, *RUN_BF16, "--optimizer", "adam"]
+    text = done(command, **path(too_new, ROOT))
+    assert "[megatron_muon] no --optimizer muon here: megatron-core 0.21." in text
+    assert "parsed adam False" in text

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron_muon.traces.stream import TraceFile
 
+from megatron_muon.lab.traces.stream import TraceFile
 from megatron_muon.runtime.step_traces import OPTIMIZER
 from support import PYTHON311, ROOT
 from support.megatron_lm.scripts import (
@@ -48,7 +48,7 @@ TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --seq
     ids=["tp2", "tp2-pp2-dp2", "ep2"],
 )
 def test_muon_trains(processes: int, layout: str) -> None:
-    text = pretrain(processes, MUON, "--bf16", layout)
+    text = pretrain(processes, MUON, "--bf16", layout, PYTHONIOENCODING="ascii")
     by_step = losses(text)
     assert len(by_step) >= 6 and by_step[5] < by_step[2] < by_step[0]
     assert "[megatron_muon] pipeline stage 0" in text
