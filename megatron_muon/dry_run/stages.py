@@ -20,6 +20,7 @@ from megatron_muon.mcore.params.multipliers import Multipliers, multipliers_of
 from megatron_muon.mcore.params.param_routing import (
     Weight,
     expert_name,
+    is_cut,
     is_matched,
     weights,
     why_adamw,
@@ -368,11 +369,10 @@ def _rows(
 
 
 def _split_by_mark(weight: Weight, tp_size: int) -> Split:
-    param: Any = weight.param
-    if not param.tensor_model_parallel:
+    if not is_cut(weight):
         return _split(None, tp_size)
     # state-space layers mark what TP ranks have a range of, and do not say along which dim
-    return _split(max(0, param.partition_dim), tp_size)
+    return _split(max(0, getattr(weight.param, "partition_dim", 0)), tp_size)
 
 
 def _split(dim: int | None, tp_size: int) -> Split:

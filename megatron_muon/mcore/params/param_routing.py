@@ -47,6 +47,9 @@ _EMBEDDING_OR_OUTPUT = re.compile(r"embed|output_layer|lm_head|binary_head", re.
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 # TP splits the outputs of an expert's first layer and the inputs of its second one.
 _EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
+# Vectors that TP cuts by heads without a mark: softmax offsets, and before core 0.16 the norm in a
+# Mamba mixer.
+_CUT_VECTOR = re.compile(r"\.(softmax_offset|mixer\.norm\.weight)$")
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
 
@@ -283,6 +286,15 @@ def partition_dim_of(weight: Weight) -> int | None:
         return None
     partition_dim = int(getattr(weight.param, "partition_dim", -1))
     return partition_dim if partition_dim >= 0 else None  # Megatron says -1 where we say None
+
+
+def is_cut(weight: Weight) -> bool:
+    """Whether TP ranks hold parts of it: by Megatron's mark, or where that is known to lack.
+
+    Marks of 2-D weights can be wrong: ``partition_dim_of`` is for those.
+    """
+    marked = bool(getattr(weight.param, "tensor_model_parallel", False))
+    return marked or _CUT_VECTOR.search(weight.name) is not None
 
 
 def _by_type(weight: Weight) -> str | None:

@@ -13,6 +13,7 @@ from megatron_muon.mcore.params.attention import is_unknown_fusion
 from megatron_muon.mcore.params.matrices import matrices_of
 from megatron_muon.mcore.params.param_routing import (
     Weight,
+    is_cut,
     is_matched,
     is_unknown,
     partition_dim_of,
@@ -145,7 +146,7 @@ def _elements(weight: Weight, sizes: Sizes, config: MuonConfig) -> int:
     if why_adamw(weight, tp_size, config) is None:
         replicated = matrices_of(weight, tp_size, config).partition_dim is None
     else:
-        replicated = not getattr(weight.param, "tensor_model_parallel", False)
+        replicated = not is_cut(weight)
         if weight.param.dim() == 2 and not weight.is_expert:
             replicated = partition_dim_of(weight) is None
     return int(weight.param.numel()) * ep_size * (1 if replicated else tp_size)
