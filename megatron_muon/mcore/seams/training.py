@@ -104,7 +104,7 @@ SEAMS = (
         _LOOP,
         "train_step",
         "wrapped",
-        "a step of training; wrapped to trace chosen steps",
+        "a step of training; wrapped to trace chosen steps, and to warn before the first one",
         ("optimizer",),
     ),
     _seam(
@@ -127,7 +127,7 @@ SEAMS = (
         "save_checkpoint",
         "wrapped",
         "writes a checkpoint, then the tracker that names it; wrapped to enforce that order",
-        ("iteration", "model"),
+        ("iteration", "model", "optimizer"),
     ),
     _seam(
         _CHECKPOINTING,
