@@ -41,6 +41,8 @@ MATRIX_MODULES = frozenset(
         "Router",
     }
 )
+EMBEDDING_OR_OUTPUT = "embedding or output layer"  # reasons of ``why_adamw``
+NOT_IN_TABLE = "not in Muon's table"
 _ADAPTER = re.compile(r"lora|adapter", re.IGNORECASE)
 _EMBEDDING_OR_OUTPUT = re.compile(r"embed|output_layer|lm_head|binary_head", re.IGNORECASE)
 # Names of a tied embedding's copies, on the first and on the last pipeline stage.
@@ -216,7 +218,7 @@ def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
     if param.dim() != 2:
         return f"{param.dim()}-D"
     if _is_embedding_or_output(weight):
-        return "embedding or output layer"
+        return EMBEDDING_OR_OUTPUT
     if _is_vector(weight, tp_size):
         return "a vector"
     if getattr(param, "use_muon", True) is False:  # Megatron's own mark on fused projections
@@ -300,7 +302,7 @@ def is_cut(weight: Weight) -> bool:
 def _by_type(weight: Weight) -> str | None:
     if weight.is_module(*MATRIX_MODULES):
         return None
-    return f"module type {type(weight.module).__name__} is not in Muon's table"
+    return f"module type {type(weight.module).__name__} is {NOT_IN_TABLE}"
 
 
 def _is_embedding_or_output(weight: Weight) -> bool:
