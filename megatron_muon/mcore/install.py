@@ -17,7 +17,12 @@ from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
 from megatron_muon.mcore.integrity import save_load
 from megatron_muon.mcore.params import bucket_layout
 from megatron_muon.mcore.params.multipliers import with_multipliers
-from megatron_muon.mcore.params.validate import frozen_too_late, refuse_groups, refuse_unsupported
+from megatron_muon.mcore.params.validate import (
+    frozen_too_late,
+    refuse_groups,
+    refuse_overrides,
+    refuse_unsupported,
+)
 from megatron_muon.mcore.seams.rows import SeamError, check_hooks, megatron_version, seams_of
 from megatron_muon.mcore.shards import device_of
 from megatron_muon.runtime.consensus import together
@@ -187,6 +192,7 @@ def _refuse(config: Any, model_chunks: list[Any], given: inspect.BoundArguments)
             "nothing is clipped; give a clip (--clip-grad), or leave the scope out"
         )
     refuse_groups(given.arguments)
+    refuse_overrides(given.arguments)
     frozen = frozen_too_late(model_chunks)
     if frozen is not None:
         raise frozen

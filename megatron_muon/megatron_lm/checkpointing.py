@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.console import say
-from megatron_muon.megatron_lm import switching, tracker
+from megatron_muon.megatron_lm import shifted, switching, tracker
 from megatron_muon.megatron_lm.namespace import is_on
 
 # The optimizer's name in a checkpoint's arguments. The saver of tools/checkpoint hands them to
@@ -50,7 +50,10 @@ def save_checkpoint(
     """
     given = importlib.import_module("megatron.training").get_args()
     named = inspect.signature(original).bind(iteration, model, *args, **kwargs).arguments
-    folder = _saved_into(given, named) if is_on(given) else None
+    if not is_on(given):
+        shifted.warn_of_save(given, named["optimizer"])
+        return original(iteration, model, *args, **kwargs)
+    folder = _saved_into(given, named)
     if folder is None:
         return original(iteration, model, *args, **kwargs)
     from megatron_muon.mcore.integrity.recorded import voting
@@ -155,7 +158,9 @@ def load_checkpoint(
     load_dir = getattr(given, kwargs.get("load_arg", args[0] if args else "load"))
     if not muon and not getattr(given, "adamw_from_muon", False):
         with _explained_to_adamw(load_dir, _step(given)):
-            return original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+            result = original(ddp_model, optimizer, opt_param_scheduler, *args, **kwargs)
+        shifted.warn_of_loaded(given, optimizer)
+        return result
     folder = _loaded_from(given, load_dir)
     groups = optimizer.param_groups if optimizer is not None and muon else []
     rates = [{key: group[key] for key in SCHEDULE if key in group} for group in groups]

@@ -20,7 +20,7 @@ from megatron_muon.mcore.seams.rows import (
     megatron_version,
     training_hooks_of,
 )
-from megatron_muon.megatron_lm import bucketing, checkpointing, namespace, tracker
+from megatron_muon.megatron_lm import bucketing, checkpointing, namespace, shifted, tracker
 from megatron_muon.megatron_lm.flags.differences import differences
 from megatron_muon.megatron_lm.flags.parser import add_flags, mend_help, muon_backend
 from megatron_muon.megatron_lm.flags.settings import muon_config, qk_clip_alpha
@@ -81,6 +81,7 @@ def uninstall_training() -> None:
     tracker.take_out()
     writers.disconnect()
     step_traces.forget()
+    shifted.forget()
     _patches.undo()
     _is_on = False
 

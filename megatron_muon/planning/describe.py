@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from math import prod
 
@@ -46,6 +47,11 @@ class Share:
         """The inverse of ``numbers``."""
         return Share(*numbers)
 
+    @property
+    def is_small(self) -> bool:
+        """Whether less than half is Muon's, of all or of what a token activates."""
+        return min(_ratio(self.muon, self.total), _ratio(self.active_muon, self.active)) < 0.5
+
     def __add__(self, other: Share) -> Share:
         return Share(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
@@ -71,26 +77,61 @@ UNSPLIT = {
 }
 
 
-def share_lines(stages: Sequence[Share], unsplit: Sequence[str]) -> list[str]:
+def share_lines(
+    stages: Sequence[Share], unsplit: Sequence[str], kept: Sequence[Mapping[str, int]]
+) -> list[str]:
     """A line with Muon's share of the model, and a warning where that is less than half.
 
     Args:
         stages: the share of each pipeline stage.
         unsplit: the keys of ``UNSPLIT`` that the model has.
+        kept: for each stage the elements of AdamW's 2-D weights, by what they are.
+
+    Raises:
+        ValueError: the share is zero.
     """
     share = sum(stages, start=Share())
+    require_muons(share, kept)
     all_of_it, activated = _ratio(share.muon, share.total), _ratio(share.active_muon, share.active)
     lines = [
         f"{PREFIX} Muon has {all_of_it:.1%} of the model's {_count(share.total)} parameters and "
         f"{activated:.1%} of the {_count(share.active)} that a token activates, AdamW the rest"
         + "".join(f"; {UNSPLIT[leaf]} are one matrix each, not split" for leaf in unsplit)
     ]
-    if min(all_of_it, activated) < 0.5:
+    if share.is_small:
         lines.append(
-            f"{PREFIX} warning: less than half is Muon's, since embeddings and the output layer "
-            f"dominate or {named('muon_exclude')} takes much: expect little difference from AdamW"
+            f"{PREFIX} warning: less than half is Muon's; {_kept(kept, share)}: expect little "
+            "difference from AdamW"
         )
     return lines
+
+
+def require_muons(share: Share, kept: Sequence[Mapping[str, int]]) -> None:
+    """Refuse a model of which Muon has nothing.
+
+    Args:
+        share: that of the whole model.
+        kept: see ``share_lines``.
+
+    Raises:
+        ValueError: see above; names what AdamW has.
+    """
+    if share.total and not share.muon:
+        raise ValueError(
+            f"Muon has none of the model's {_count(share.total)} parameters; {_kept(kept, share)}: "
+            f"change {named('muon_include')} or {named('muon_exclude')} of MuonConfig so that "
+            "Muon has some of these, or choose optimizer='adam'"
+        )
+
+
+def _kept(kept: Sequence[Mapping[str, int]], share: Share) -> str:
+    """What AdamW's 2-D weights are, by their part of the model, the largest first."""
+    total: Counter[str] = Counter()
+    for stage in kept:
+        total.update(stage)
+    parts = [f"{what}, {_ratio(size, share.total):.1%}" for what, size in total.most_common(5)]
+    more = f"; and {len(total) - 5} more kinds" if len(total) > 5 else ""
+    return f"AdamW has the 2-D weights of {'; '.join(parts)}{more}" if parts else "none is 2-D"
 
 
 def fused_lines(names: Sequence[str]) -> list[str]:

@@ -58,8 +58,9 @@ def momentum_kernel(
     grad_at = tl.load(rows + 4 * runs + run)
     into_at = tl.load(rows + 5 * runs + run)
     buffer = buffer_at.to(tl.pointer_type(tl.float32))
-    grad = grad_at.to(tl.pointer_type(GRAD))
-    into = into_at.to(tl.pointer_type(INTO))
+    # triton 3.0 and 3.1 take the constant's value alone
+    grad = grad_at.to(tl.pointer_type(GRAD.value))
+    into = into_at.to(tl.pointer_type(INTO.value))
     if (start + BLOCK <= size) & ((buffer_at | grad_at | into_at) % 16 == 0):
         buffer = tl.multiple_of(buffer, 16)
         grad = tl.multiple_of(grad, 16)
@@ -137,7 +138,7 @@ def update_kernel(
     factor = tl.load(factors + run)
     keep = tl.load(factors + runs + run)
     param = param_at.to(tl.pointer_type(tl.float32))
-    direction = direction_at.to(tl.pointer_type(DIRECTION))
+    direction = direction_at.to(tl.pointer_type(DIRECTION.value))
     if (start + BLOCK <= size) & ((param_at | direction_at) % 16 == 0):
         param = tl.multiple_of(param, 16)
         direction = tl.multiple_of(direction, 16)

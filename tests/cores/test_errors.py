@@ -11,6 +11,7 @@ import torch
 from megatron.core import __version__ as VERSION
 from megatron.core.optimizer import OptimizerConfig
 
+from support.installed import VERSION as MINOR
 from support.models.gpt import Case, Topology, build, error_of_optimizer, start
 from support.ranks import run
 
@@ -59,7 +60,7 @@ def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) 
     try:
         for name in names:
             setattr(dist, name, forbidden(name))
-        mcore_optimizer.get_megatron_optimizer(config, [built.ddp])
+        mcore_optimizer.get_megatron_optimizer(config, [built.ddp], **_overrides(changes))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -67,6 +68,15 @@ def _error_of_building(case: Case, topology: Topology, changes: dict[str, Any]) 
             setattr(dist, name, original)
         megatron_muon.uninstall()
     return "no error"
+
+
+def _overrides(changes: dict[str, Any]) -> dict[str, Any]:
+    """The argument of core 0.16 and later that asks for the optimizer of some weights."""
+    if "override" not in changes:
+        return {}
+    from megatron.core.optimizer.optimizer_config import ParamKey
+
+    return {"config_overrides": {ParamKey(name="*.linear_fc1.*"): changes["override"]}}
 
 
 UNSUPPORTED = {
@@ -136,6 +146,14 @@ UNSUPPORTED = {
         {"optimizer": {"muon_momentum": 0.5}},
         "ValueError: OptimizerConfig.muon_momentum=0.5 configures Megatron's own Muon",
     ),
+    "AdamW by an override": (
+        {"override": {"optimizer": "adam"}},
+        "has no effect here: name these weights in muon_exclude (--muon-exclude) of MuonConfig",
+    ),
+    "Muon by an override": (
+        {"override": {"optimizer": "muon"}},
+        "has no effect here: name these weights in muon_include (--muon-include) of MuonConfig",
+    ),
 }
 
 
@@ -145,6 +163,8 @@ def test_an_unsupported_mode_is_refused_before_any_collective(name: str) -> None
     new = changes.get("optimizer", {}).keys() - OptimizerConfig.__dataclass_fields__.keys()
     if new:
         pytest.skip(f"OptimizerConfig of megatron-core {VERSION} has no {', '.join(new)}")
+    if "override" in changes and MINOR < (0, 16):
+        pytest.skip("config_overrides came with core 0.16")
     for text in run(_error_of_building, 2, CASE, Topology(dp=2), changes):
         assert message in text, text
 

@@ -20,6 +20,9 @@ from support.ranks import run
 
 GROUPED = Case(steps=1, moe=True, grouped="te", gated=True)
 MLA = Case(steps=1, mla="duplicated")
+# Vectors alone have gradients: beside those of matrices a wrong count of them would not be seen.
+SINKS = Case(steps=1, sinks=True, zero_grads=("*[!e]?",))  # all but softmax_offset
+MIXER = Case(steps=1, mixer="mamba", groups=6, vocab=144, zero_grads=("*[!m].weight", "*[!t]"))
 SP = {"sequence_parallel": True}
 ETP1 = Topology(tp=2, ep=2, etp=1, **SP)
 ETP2 = Topology(tp=2, dp=2, ep=2, **SP)
@@ -51,14 +54,17 @@ def _norms(case: Case, topology: Topology, corrected: bool = True) -> NormAndTex
 
 
 def _is_wrong(case: Case, topology: Topology) -> bool:
-    """In Megatron: MLA's duplicates before core 0.17, experts without marks before 0.19."""
+    """In Megatron: MLA's duplicates before core 0.17, experts without marks before 0.19, softmax
+    offsets on every core, a mixer's norm before 0.16."""
     te = te_on_cpu.TE
     marks_experts = te is None or te < (2, 13) or VERSION >= (0, 19)
     marks_duplicates = VERSION < (0, 17) if te is not None else True  # and always the stand-in
     if VERSION < (0, 13) and te is not None:
         marks_duplicates = False  # they are cut there
     mla = case.mla == "duplicated" and marks_duplicates
-    return topology.tp > 1 and (mla or (case.grouped == "te" and not marks_experts))
+    experts = case.grouped == "te" and not marks_experts
+    vectors = case.sinks or (bool(case.mixer) and VERSION < (0, 16))
+    return topology.tp > 1 and (mla or experts or vectors)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +76,8 @@ def _is_wrong(case: Case, topology: Topology) -> bool:
         pytest.param(replace(GROUPED, grouped=""), ETP2, id="sequential"),
         pytest.param(MLA, Topology(2, 1, 2, **SP), id="mla"),
         pytest.param(Case(steps=1), Topology(2, 2, 1, **SP), id="dense"),
+        pytest.param(SINKS, Topology(tp=2), id="sinks"),
+        pytest.param(MIXER, Topology(tp=2), id="mamba"),
     ],
 )
 def test_the_norm_is_that_of_one_process(case: Case, topology: Topology) -> None:
@@ -81,5 +89,13 @@ def test_the_norm_is_that_of_one_process(case: Case, topology: Topology) -> None
     assert (of_megatron == pytest.approx(one, rel=1e-5)) is not wrong
     assert ("Megatron's gradient norm would count" in said) is wrong
     if wrong:
-        name = "linear_fc1.weight*" if case.grouped else "linear_kv_down_proj.weight"
-        assert f"layers.*.mlp.experts.{name}" in said or f"self_attention.{name}" in said
+        assert f"layers.*.{_wrongly_marked(case)}" in said
+
+
+def _wrongly_marked(case: Case) -> str:
+    if case.grouped:
+        return "mlp.experts.linear_fc1.weight*"
+    if case.mixer:
+        return "mixer.norm.weight"
+    of_attention = "core_attention.softmax_offset" if case.sinks else "linear_kv_down_proj.weight"
+    return f"self_attention.{of_attention}"

@@ -18,7 +18,7 @@ from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from support.models import gpt
 from support.models.gpt import Case, Topology, muon_weights, start, truth
-from support.ranks import run
+from support.ranks import error_of, run
 
 
 def _start_line(case: Case, topology: Topology) -> dict[str, Any]:
@@ -153,9 +153,39 @@ def test_the_share_of_all_and_of_activated_parameters_is_the_models(
 
 def test_a_model_of_embeddings_gets_a_warning() -> None:
     share = Share(total=100, muon=60, active=80, active_muon=39)
-    assert len(share_lines([share], [])) == 2
-    assert "warning: less than half" in share_lines([share], [])[1]
-    assert len(share_lines([share, Share(10, 10, 10, 10)], [])) == 1
+    kept = [{"embeddings and the output layer": 25}, {"Fork (unknown)": 5}, {"Fork (unknown)": 6}]
+    _, warning = share_lines([share], [], kept)
+    assert "warning: less than half" in warning
+    assert "of embeddings and the output layer, 25.0%; Fork (unknown), 11.0%: expect" in warning
+    assert len(share_lines([share, Share(10, 10, 10, 10)], [], kept)) == 1
+
+
+@pytest.mark.parametrize("mixer", [False, True])
+def test_the_warning_names_the_classes_whose_weights_stayed(mixer: bool) -> None:
+    """On the last rank's stage the exclusion, on the first one's the unknown class."""
+    case = Case(muon=(("muon_exclude", ("*.linear_fc*",)),))
+    (warning,) = [
+        x
+        for x in run(_printed, 2, case, Topology(pp=2), mixer)[0].splitlines()
+        if "warning: less than half" in x
+    ]
+    by_pattern = "(muon_exclude (--muon-exclude) '*.linear_fc*'), "
+    assert f"ColumnParallelLinear {by_pattern}" in warning or "TELayerNorm" in warning
+    assert by_pattern in warning and "embeddings and the output layer, " in warning
+    assert ("; Mixer (not in Muon's table), " in warning) is mixer
+
+
+def _error(case: Case, topology: Topology) -> str:
+    return error_of(lambda: start(case, topology))
+
+
+def test_a_run_of_which_muon_has_nothing_is_an_error_on_every_rank() -> None:
+    of_nothing = Case(muon=(("muon_exclude", ("*",)),))
+    for text in run(_error, 2, of_nothing, Topology(pp=2)):
+        assert text.startswith("ValueError: Muon has none of the model's "), text
+        assert "(muon_exclude (--muon-exclude) '*')" in text and "choose optimizer='adam'" in text
+    of_one_stage = Case(muon=(("muon_exclude", ("*.layers.0.*",)),))
+    assert run(_error, 2, of_one_stage, Topology(pp=2)) == ["no error", "no error"]
 
 
 def test_a_matrix_of_an_unknown_module_is_named_once_by_its_stage() -> None:

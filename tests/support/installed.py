@@ -30,6 +30,8 @@ def lacks(case: Case, topology: Topology) -> str | None:
         return f"megatron-core {NAME} builds MTP with Transformer Engine only"
     if (topology.tp > case.groups or case.output_gate) and not case.mla and VERSION < (0, 16):
         return f"megatron-core {NAME} has no query groups on several TP ranks, and no output gate"
+    if case.sinks and VERSION < (0, 15):
+        return f"megatron-core {NAME} has no learnable softmax offsets"
     whole = (topology.tp, topology.pp, topology.dp, topology.overlap) == (2, 2, 2, False)
     if case.tied and whole and VERSION < (0, 13):
         return f"megatron-core {NAME} cannot build this model's DistributedOptimizer, AdamW's too"

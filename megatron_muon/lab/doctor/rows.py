@@ -283,22 +283,23 @@ def _grad_norm() -> Examined:
 
 
 def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
-    """Transformer Engine's weights that are marked as cut over TP and are not, or the reverse.
+    """Weights that are marked as cut over TP and are not, or the reverse: every core has some.
 
     Args:
         core: version of megatron-core.
         te: version of Transformer Engine, major and minor; empty without it.
     """
-    wrong = []
-    if te and (0, 13) <= core < (0, 17):
-        wrong.append("MLA's down projections once a TP rank")
+    first = ["learnable softmax offsets"] if core >= (0, 15) else []
+    if core < (0, 16):
+        first.append("norms in Mamba mixers")
     if te >= (2, 13) and core < (0, 19):
-        wrong.append("grouped experts on the first TP rank alone")
-    if not wrong:
-        return "Megatron's counts each weight once"
+        first.append("Transformer Engine's grouped experts")
+    wrong = [f"{' and '.join(first)} on the first TP rank alone"]
+    if te and (0, 13) <= core < (0, 17):
+        wrong.append("Transformer Engine's MLA down projections once a TP rank")
     return (
-        f"Megatron's counts Transformer Engine's {' and '.join(wrong)} with TP > 1, so that its "
-        "clip is wrong there; a run of Muon counts each weight once, AdamW's is Megatron's"
+        f"Megatron's counts {', '.join(wrong)} with TP > 1, so that its clip is wrong there; "
+        "a run of Muon counts each weight once, AdamW's is Megatron's"
     )
 
 

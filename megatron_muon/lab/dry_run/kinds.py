@@ -13,14 +13,21 @@ from megatron_muon.cpu.fused_adam import scratch_bytes
 from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.chunks import optimizer_config
 from megatron_muon.lab.dry_run.model import Ranks
-from megatron_muon.lab.dry_run.stages import Planned, built, planned_optimizers, sizes_of
+from megatron_muon.lab.dry_run.stages import (
+    Planned,
+    built,
+    matched_by,
+    planned_optimizers,
+    require_matched,
+    sizes_of,
+)
 from megatron_muon.lab.pricing.memory import Buffers
 from megatron_muon.lab.pricing.step import Optimizer
 from megatron_muon.mcore.bucket_groups.early_setting import settled
 from megatron_muon.mcore.params.param_routing import weights, why_adamw
-from megatron_muon.mcore.params.survey import share_of
+from megatron_muon.mcore.params.survey import kept_by, share_of
 from megatron_muon.orthogonalize.iteration import Device
-from megatron_muon.planning.describe import Share
+from megatron_muon.planning.describe import Share, require_muons
 from megatron_muon.planning.grid import held_pieces, neighbours_of
 from megatron_muon.planning.layout import Parameter, Span
 
@@ -101,14 +108,18 @@ def planned_kinds(
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``.
     """
     alike: dict[tuple[object, ...], PlannedKind] = {}
+    matched: set[str] = set()
+    kept: list[dict[str, int]] = []
+    flags, config = runs[0]
     for number in numbers:
         with world.as_rank(world.first_ranks(ranks)[number], ranks):
-            flags, config = runs[0]
             chunks = built(flags, config, ranks)
+            matched |= matched_by(chunks, ranks, config)
             makeup = _makeup(flags, config, ranks, chunks)
             if makeup in alike:
                 alike[makeup].stages.append(number)
                 continue
+            kept.append(kept_by(list(weights(chunks)), config, sizes_of(flags, ranks)))
             chosen, late_with = settled(config, optimizer_config(flags), chunks)
             every = [chunks, *(built(*run, ranks) for run in runs[1:])]
             alike[makeup] = PlannedKind(
@@ -122,6 +133,14 @@ def planned_kinds(
                     for run, here in zip(runs, every, strict=True)
                 ],
             )
+    for number in sorted(set(range(ranks.pp)) - set(numbers)):
+        if matched.issuperset(config.patterns):
+            break
+        with world.as_rank(world.first_ranks(ranks)[number], ranks):
+            matched |= matched_by(built(flags, config, ranks), ranks, config)
+    require_matched(matched, config)
+    if len(numbers) == ranks.pp:
+        require_muons(sum((kind.share for kind in alike.values()), start=Share()), kept)
     return list(alike.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,12 +20,14 @@ from megatron_muon.mcore.params.multipliers import Multipliers, multipliers_of
 from megatron_muon.mcore.params.param_routing import (
     Weight,
     expert_name,
+    is_cut,
     is_matched,
     weights,
     why_adamw,
 )
 from megatron_muon.mcore.params.placement import local_experts, muon_parameters, on_every_ep_rank
 from megatron_muon.mcore.params.survey import (
+    kept_by,
     share_of,
     unknown_fusions,
     unknown_lines,
@@ -100,6 +102,7 @@ class RoutedStage:
             those of the first one.
         rows: every parameter, those of an expert's on every EP rank.
         share: elements.
+        kept: elements of AdamW's 2-D weights, by what they are.
         unsplit: the keys of ``describe.UNSPLIT`` that it has.
         unknown_fusions: fused projections that are not split, since their rows are not known.
         lines: those that a run prints about the stage at its start.
@@ -110,6 +113,7 @@ class RoutedStage:
     ranks: tuple[int, ...]
     rows: tuple[RoutedParameter, ...]
     share: Share
+    kept: Mapping[str, int]
     unsplit: tuple[str, ...]
     unknown_fusions: tuple[str, ...]
     lines: tuple[str, ...]
@@ -173,20 +177,31 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
         with world.as_rank(rank, ranks):
             chunks = built(flags, config, ranks)
             stages.append(_stage(flags, config, ranks, number, chunks))
-            matched |= _matched(chunks, ranks, config)
+            matched |= matched_by(chunks, ranks, config)
+    require_matched(matched, config)
+    named = [leaf for leaf in UNSPLIT if any(leaf in stage.unsplit for stage in stages)]
+    fused = dict.fromkeys(name for stage in stages for name in stage.unknown_fusions)
+    kept = [stage.kept for stage in stages]
+    lines = share_lines([stage.share for stage in stages], named, kept) + fused_lines(list(fused))
+    return Routes(tuple(stages), tuple(lines), ranks)
+
+
+def require_matched(matched: Collection[str], config: MuonConfig) -> None:
+    """Refuse a pattern without effect, as a run does.
+
+    Raises:
+        ValueError: one of ``config.patterns`` is not among those that matched on any stage.
+    """
     for pattern in config.patterns:
         if pattern not in matched:
             raise ValueError(
                 f"{pattern!r} in {config.setting_of(pattern)} matches no parameter of "
                 f"{whose(pattern, config)}"
             )
-    named = [leaf for leaf in UNSPLIT if any(leaf in stage.unsplit for stage in stages)]
-    fused = dict.fromkeys(name for stage in stages for name in stage.unknown_fusions)
-    lines = share_lines([stage.share for stage in stages], named) + fused_lines(list(fused))
-    return Routes(tuple(stages), tuple(lines), ranks)
 
 
-def _matched(chunks: Sequence[Any], ranks: Ranks, config: MuonConfig) -> set[str]:
+def matched_by(chunks: Sequence[Any], ranks: Ranks, config: MuonConfig) -> set[str]:
+    """Those of ``config.patterns`` that have an effect on these chunks."""
     sizes = Sizes(ranks.tp, ranks.expert_tp, ranks.ep)
     return {
         pattern
@@ -266,6 +281,7 @@ def _stage(
             row for weight in here for row in _rows(weight, planned_here, config, sizes, chunks)
         ),
         share=share_of(here, config, sizes),
+        kept=kept_by(here, config, sizes),
         unsplit=tuple(unsplit(here, config, sizes)),
         unknown_fusions=tuple(unknown_fusions(here, config, sizes)),
         lines=(*unknown_lines(here, config, sizes), *planned_here.lines),
@@ -368,11 +384,10 @@ def _rows(
 
 
 def _split_by_mark(weight: Weight, tp_size: int) -> Split:
-    param: Any = weight.param
-    if not param.tensor_model_parallel:
+    if not is_cut(weight):
         return _split(None, tp_size)
     # state-space layers mark what TP ranks have a range of, and do not say along which dim
-    return _split(max(0, param.partition_dim), tp_size)
+    return _split(max(0, getattr(weight.param, "partition_dim", 0)), tp_size)
 
 
 def _split(dim: int | None, tp_size: int) -> Split:

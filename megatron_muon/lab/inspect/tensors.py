@@ -84,6 +84,7 @@ class Contents:
         stored: entries by kind, key, name and part.
         faults: reasons why the checkpoint is not complete.
         keys: keys of tensors and objects in torch_dist.
+        shifted: weights whose main parameters are those of others.
     """
 
     format: Literal["torch", "torch_dist"]
@@ -93,6 +94,7 @@ class Contents:
     stored: dict[tuple[Kind, str, str | None, str], Stored] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     keys: frozenset[str] = frozenset()
+    shifted: list[str] = field(default_factory=list)
 
     def at(
         self, kind: Kind, key: str, name: str | None, part: str, shape: Any, dtype: torch.dtype

@@ -34,6 +34,7 @@ from megatron_muon.lab.inspect.tensors import (
     state_dicts,
     within,
 )
+from megatron_muon.mcore.checkpoint.shifted import FAULT, is_elsewheres
 
 _CHAINED = r"(?:(?P<chained>chained_\d+)\.)?optimizer\."
 _BY_NAME = re.compile(_CHAINED + r"distributed\.(?P<group>dp_group_idx_\d+)\.megatron_muon\.(.*)$")
@@ -76,6 +77,12 @@ def read_torch_dist(folder: Path) -> Contents:
             _tensor(contents, reader, key, described)
         elif at := _OBJECT.match(key):
             _optimizer_object(contents, reader, key, at)
+    if contents.shifted:
+        names = ", ".join(contents.shifted[:3]) + ", …" * (len(contents.shifted) > 3)
+        contents.faults.append(
+            f"main parameters are not those of the model's weights: {names}. {FAULT}: load the "
+            "model alone (--no-load-optim)"
+        )
     for state in contents.states:
         kind = state.get("param_state_sharding_type")
         contents.sharding |= {kind} if isinstance(kind, str) else set()
@@ -115,6 +122,17 @@ class _Reader:
             return value, place.file
         return None
 
+    def is_of_another(self, name: str, chunk: Chunk, main: torch.Tensor) -> bool:
+        """Whether a piece of a main parameter is not that of the model's weight, if it is there."""
+        if (name, chunk.offsets) not in self.shards.metadata.places:
+            return False
+        try:
+            weight = self.shards.read(name, chunk.offsets)
+        except DAMAGE:  # noted where the weight itself is read
+            return False
+        alike = isinstance(weight, torch.Tensor) and weight.shape == main.shape
+        return alike and is_elsewheres(main, weight)
+
     def note(self, file: str, fault: str) -> None:
         """Add a file's first fault; later ones are dropped."""
         if file not in self.broken:
@@ -147,7 +165,7 @@ def _tensor(contents: Contents, reader: _Reader, key: str, described: Tensor) ->
     kind, what, name, part = place
     size = described.size
     axes = _stack_axes(name, size) if name is not None else 0
-    seen = 0
+    seen, strange = 0, False
     for chunk in described.chunks:
         got = reader.read(key, chunk.offsets)
         if got is None:
@@ -156,6 +174,8 @@ def _tensor(contents: Contents, reader: _Reader, key: str, described: Tensor) ->
         if wrong := _other_piece(tensor, chunk, described):
             reader.note(file, f"{file} is not what {METADATA} says: at {key} it has {wrong}")
             continue
+        if what == "param" and name is not None and reader.is_of_another(name, chunk, tensor):
+            strange = True
         seen += tensor.numel()
         if seen > prod(size):
             contents.faults.append(f"{key} has {prod(size)} elements, more are in the files")
@@ -168,6 +188,8 @@ def _tensor(contents: Contents, reader: _Reader, key: str, described: Tensor) ->
             numbers = [at + offset for at, offset in zip(index, chunk.offsets, strict=False)]
             one = _unstacked(str(name), numbers)
             contents.at(kind, what, one, part, size[axes:], tensor.dtype).add(tensor[index], file)
+    if strange:
+        contents.shifted.append(str(name))
     if seen < prod(size) and not reader.broken:
         contents.faults.append(f"{key} has {prod(size)} elements, only {seen} are in the files")
     if not described.chunks:

@@ -3,9 +3,10 @@
 Megatron counts a gradient on every TP rank if its parameter is marked ``tensor_model_parallel``,
 else on the first one. Before core 0.17 Transformer Engine marks weights that are duplicated over TP
 (MLA's down projections). Their gradients then count once a rank. From 2.13 on it marks no grouped
-expert of cores before 0.19. Their gradients then count on the first TP rank alone. The norm, and
-with it the clip, would depend on the topology. Main parameters have marks of their own, which only
-the norm and the count of zeros read, so correcting those changes nothing else.
+expert of cores before 0.19; Megatron marks no learnable softmax offset and, before core 0.16, no
+norm in a Mamba mixer. Their gradients then count on the first TP rank alone. The norm, and with it
+the clip, would depend on the topology. Main parameters have marks of their own, which only the norm
+and the count of zeros read, so correcting those changes nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
-from megatron_muon.mcore.params.param_routing import Weight, partition_dim_of, weights
+from megatron_muon.mcore.params.param_routing import Weight, is_cut, partition_dim_of, weights
 from megatron_muon.mcore.process_groups import Stage
 from megatron_muon.mcore.shards import owned_shards
 from megatron_muon.runtime import collectives
@@ -88,8 +89,10 @@ def counts_here(weight: Weight, stage: Stage) -> bool | None:
         stage: this rank's.
     """
     if not weight.is_expert:
-        if weight.param.dim() != 2 or stage.tp.size() == 1:
-            return None  # biases and norms are marked as they are
+        if stage.tp.size() == 1:
+            return None
+        if weight.param.dim() != 2:
+            return is_cut(weight) or None  # other biases and norms are marked as they are
         return partition_dim_of(weight) is not None or stage.tp.rank() == 0
     if stage.expert_tp is None or stage.expert_tp.size() == 1:
         return True  # EP spreads experts over TP ranks too: nobody else has this one

@@ -41,12 +41,17 @@ MATRIX_MODULES = frozenset(
         "Router",
     }
 )
+EMBEDDING_OR_OUTPUT = "embedding or output layer"  # reasons of ``why_adamw``
+NOT_IN_TABLE = "not in Muon's table"
 _ADAPTER = re.compile(r"lora|adapter", re.IGNORECASE)
 _EMBEDDING_OR_OUTPUT = re.compile(r"embed|output_layer|lm_head|binary_head", re.IGNORECASE)
 # Names of a tied embedding's copies, on the first and on the last pipeline stage.
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
 # TP splits the outputs of an expert's first layer and the inputs of its second one.
 _EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
+# Vectors that TP cuts by heads without a mark: softmax offsets, and before core 0.16 the norm in a
+# Mamba mixer.
+_CUT_VECTOR = re.compile(r"\.(softmax_offset|mixer\.norm\.weight)$")
 _LAYER = re.compile(r"(.*\blayers\.)\d+$")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
 
@@ -213,7 +218,7 @@ def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
     if param.dim() != 2:
         return f"{param.dim()}-D"
     if _is_embedding_or_output(weight):
-        return "embedding or output layer"
+        return EMBEDDING_OR_OUTPUT
     if _is_vector(weight, tp_size):
         return "a vector"
     if getattr(param, "use_muon", True) is False:  # Megatron's own mark on fused projections
@@ -285,10 +290,19 @@ def partition_dim_of(weight: Weight) -> int | None:
     return partition_dim if partition_dim >= 0 else None  # Megatron says -1 where we say None
 
 
+def is_cut(weight: Weight) -> bool:
+    """Whether TP ranks hold parts of it: by Megatron's mark, or where that is known to lack.
+
+    Marks of 2-D weights can be wrong: ``partition_dim_of`` is for those.
+    """
+    marked = bool(getattr(weight.param, "tensor_model_parallel", False))
+    return marked or _CUT_VECTOR.search(weight.name) is not None
+
+
 def _by_type(weight: Weight) -> str | None:
     if weight.is_module(*MATRIX_MODULES):
         return None
-    return f"module type {type(weight.module).__name__} is not in Muon's table"
+    return f"module type {type(weight.module).__name__} is {NOT_IN_TABLE}"
 
 
 def _is_embedding_or_output(weight: Weight) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +14,10 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.params.attention import is_unknown_fusion
 from megatron_muon.mcore.params.matrices import matrices_of
 from megatron_muon.mcore.params.param_routing import (
+    EMBEDDING_OR_OUTPUT,
+    NOT_IN_TABLE,
     Weight,
+    is_cut,
     is_matched,
     is_unknown,
     partition_dim_of,
@@ -42,7 +47,7 @@ def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> lis
         stage about the stage's weights of unknown modules.
 
     Raises:
-        ValueError: a pattern matches no parameter of any stage.
+        ValueError: a pattern matches no parameter of any stage, or Muon has none of the model.
     """
     patterns = config.patterns
 
@@ -71,13 +76,37 @@ def survey(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> lis
     lines = unknown_lines(held, config, stage.sizes) if stage.speaks else []
     at = 2 + len(counts) - 1
     fused = _of_all_stages(fused) if any(numbers[at] for numbers in every) else []
-    if dist.get_rank() == 0:
-        stages = {key: numbers for instance, key, *numbers in every if instance == 0}
-        shares = [Share.of(numbers[:4]) for numbers in stages.values()]
-        anywhere = [any(flags) for flags in zip(*(n[4:] for n in stages.values()), strict=True)]
-        whole = [leaf for leaf, found_ in zip(UNSPLIT, anywhere, strict=False) if found_]
-        lines = [*share_lines(shares, whole), *fused_lines(fused), *lines]
-    return lines
+    stages = {key: numbers for instance, key, *numbers in every if instance == 0}
+    shares = [Share.of(numbers[:4]) for numbers in stages.values()]
+    anywhere = [any(flags) for flags in zip(*(n[4:] for n in stages.values()), strict=True)]
+    whole = [leaf for leaf, found_ in zip(UNSPLIT, anywhere, strict=False) if found_]
+    kept: list[dict[str, int]] = []
+    if sum(shares, start=Share()).is_small:
+        kept = _of_all_ranks(kept_by(held, config, stage.sizes) if stage.speaks else {})
+    of_model = share_lines(shares, whole, kept)  # on every rank: it may raise
+    return [*of_model, *fused_lines(fused), *lines] if dist.get_rank() == 0 else lines
+
+
+def _of_all_ranks(sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """The sizes by name of each rank of the world, all of which call."""
+    texts = collectives.all_gather_texts(json.dumps(sizes), None)
+    return [json.loads(text) for text in texts]
+
+
+def kept_by(every: Sequence[Weight], config: MuonConfig, sizes: Sizes) -> dict[str, int]:
+    """Elements of a stage's 2-D weights that AdamW has, by class of module and why."""
+    kept: Counter[str] = Counter()
+    for weight in every:
+        if weight.is_tied_copy or not weight.param.requires_grad or weight.param.dim() != 2:
+            continue
+        reason = why_adamw(weight, sizes.tp_of(weight), config)
+        if reason is not None:
+            known = not is_unknown(weight, sizes.tp_of(weight), config)
+            kind = f"{type(weight.module).__name__} ({reason if known else NOT_IN_TABLE})"
+            if reason == EMBEDDING_OR_OUTPUT:
+                kind = "embeddings and the output layer"
+            kept[kind] += _elements(weight, sizes, config)
+    return dict(kept)
 
 
 def whose(pattern: str, config: MuonConfig) -> str:
@@ -145,7 +174,7 @@ def _elements(weight: Weight, sizes: Sizes, config: MuonConfig) -> int:
     if why_adamw(weight, tp_size, config) is None:
         replicated = matrices_of(weight, tp_size, config).partition_dim is None
     else:
-        replicated = not getattr(weight.param, "tensor_model_parallel", False)
+        replicated = not is_cut(weight)
         if weight.param.dim() == 2 and not weight.is_expert:
             replicated = partition_dim_of(weight) is None
     return int(weight.param.numel()) * ep_size * (1 if replicated else tp_size)

@@ -11,6 +11,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_muon.mcore.params.param_routing import weights
 from megatron_muon.mcore.seams.rows import megatron_version
+from megatron_muon.setting_names import named
 
 
 def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
@@ -69,6 +70,21 @@ def refuse_groups(arguments: Mapping[str, Any]) -> None:
             raise NotImplementedError(
                 f"optimizer='muon' does not support {name}: leave it out to use Megatron's global "
                 "groups, or take a Megatron from 0.15 on and pass pg_collection"
+            )
+
+
+def refuse_overrides(arguments: Mapping[str, Any]) -> None:
+    """Check the ``config_overrides`` of ``get_megatron_optimizer``, which core 0.16 brought.
+
+    Raises:
+        ValueError: one of them names an optimizer, which nothing would read.
+    """
+    for key, override in (arguments.get("config_overrides") or {}).items():
+        if "optimizer" in override:
+            other = "muon_include" if override["optimizer"] == "muon" else "muon_exclude"
+            raise ValueError(
+                f"config_overrides asks for the optimizer {override['optimizer']!r} of {key}, "
+                f"which has no effect here: name these weights in {named(other)} of MuonConfig"
             )
 
 

@@ -112,7 +112,8 @@ SEAMS = (
         _LOOP,
         "train_step",
         "wrapped",
-        "a step of training, which the loop looks up; wrapped to trace chosen steps",
+        "a step of training, which the loop looks up; wrapped to trace chosen steps, and to warn "
+        "before the first one",
         ("optimizer",),
     ),
     _seam(
@@ -135,7 +136,7 @@ SEAMS = (
         "save_checkpoint",
         "wrapped",
         "writes a checkpoint, then the tracker that names it; wrapped to enforce that order",
-        ("iteration", "model"),
+        ("iteration", "model", "optimizer"),
     ),
     _seam(
         _CHECKPOINTING,

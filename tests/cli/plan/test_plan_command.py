@@ -75,6 +75,43 @@ def test_ranks_of_another_node_cost_more() -> None:
     assert one == two  # the plan is a function of its arguments
 
 
+@pytest.mark.parametrize("command", ["plan", "routes"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--muon-include nothing*", "--muon-exclude nothing*", "--muon-split nothing*=whole"),
+        *("--muon-lr-mult nothing*=2", "--muon-wd-mult nothing*=2"),
+        "--muon-split *.final_layernorm.*=whole",  # which is not Muon's
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_an_error_as_in_a_run(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, *TINY_WORDS, "--world-size", "1", *flag.split()])
+    name, pattern = flag.split("=")[0].split()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert f"'{pattern}' in " in said.err and f"({name}) matches no parameter of " in said.err
+
+
+@pytest.mark.parametrize("command", ["plan", "routes"])
+def test_a_model_of_which_muon_has_nothing_is_an_error_as_in_a_run(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, *TINY_WORDS, "--world-size", "1", "--muon-exclude", "*"])
+    assert ended.value.code == 2
+    assert "Muon has none of the model's" in capsys.readouterr().err
+
+
+def test_a_pattern_may_match_on_a_stage_that_is_not_planned() -> None:
+    words = f"{TINY} --pipeline-model-parallel-size 2 --world-size 2 --stage 0 --muon-exclude"
+    assert planned(f"{words} *.layers.1.*").kinds[0].stages == (0,)
+    with pytest.raises(ValueError, match="matches no parameter of the model"):
+        planned(f"{words} *.layers.2.*")
+
+
 def test_pipeline_stages_that_are_alike_are_planned_once() -> None:
     words = f"{TINY} --num-layers 8 --pipeline-model-parallel-size 4 --world-size 8"
     kinds = planned(words).kinds

@@ -103,6 +103,8 @@ def bits(x: Tensor) -> Tensor:
 
 def main() -> None:
     interpreter._convert_float = as_torch_casts
+    of_torch = fused_kernels.OF_TORCH  # the compiler makes them constants, the interpreter does not
+    fused_kernels.OF_TORCH = {key: tl.constexpr(value) for key, value in of_torch.items()}
     dtypes = (torch.float32, torch.bfloat16)
     cases = 0
     for grad, travels, nesterov in itertools.product(dtypes, dtypes, (True, False)):

@@ -139,6 +139,8 @@ def transformer_config(case: Case, topology: Topology) -> Any:
     if case.recompute:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform"}
         options |= {"recompute_num_layers": 1}
+    if case.sinks:
+        options |= {"softmax_type": "learnable"}
     if case.mixer == "mamba":
         options |= {**MAMBA, "is_hybrid_model": True, "add_bias_linear": False}
     if case.mixer == "delta":
@@ -360,6 +362,8 @@ def _split_dim(name: str, param: torch.nn.Parameter, case: Case) -> int | None:
     cut_by_te = takes_te(case) and VERSION < (0, 13)  # Megatron has them column-parallel there
     if case.mla == "duplicated" and name.endswith(DOWN_PROJECTIONS) and not cut_by_te:
         return None
+    if name.endswith((".softmax_offset", ".mixer.norm.weight")):
+        return 0  # marked nowhere, or only by later cores
     if not getattr(param, "tensor_model_parallel", False):
         return None
     return int(getattr(param, "partition_dim", 0))  # Mamba mixers do not mark the dim

@@ -101,6 +101,7 @@ class Case:
     net in place of attention; no forward pass of theirs is run. ``qk_clip`` are
     Megatron's threshold and alpha. ``rms_norm``, ``shared`` (experts), ``recompute`` and
     ``dropout`` are the model's, ``loss_scale``, ``scale_window`` and ``adam_eps`` the optimizer's.
+    With ``sinks`` the softmax of each head has a learnable offset.
     Without ``te_attention`` a model of Transformer Engine's layers has Megatron's own attention.
     """
 
@@ -136,6 +137,7 @@ class Case:
     fp8: str = ""
     qk_clip: tuple[float, float] | None = None
     te_attention: bool = True
+    sinks: bool = False
     rms_norm: bool = False
     shared: bool = True
     recompute: bool = False
