@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_muon.console import say
+
 # Whether this run's first step has warned, or found nothing to warn of.
 _looked = False
 
@@ -33,8 +35,7 @@ def warn_of_save(args: Namespace, optimizer: Any) -> None:
         args: Megatron's arguments of a run without Muon.
         optimizer: the run's, or None.
     """
-    from megatron_muon.console import say
-from megatron_muon.mcore.checkpoint.shifted import FAULT, will_shift
+    from megatron_muon.mcore.checkpoint.shifted import FAULT, will_shift
     from megatron_muon.mcore.seams.rows import megatron_version
 
     whole = getattr(args, "dist_ckpt_optim_fully_reshardable", False)  # since core 0.15
