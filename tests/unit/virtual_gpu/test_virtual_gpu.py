@@ -345,8 +345,10 @@ def test_state_is_main_parameter_gradient_and_momentum() -> None:
     plan = small_plan(config)
     rounded = sum(-(-piece.size * 4 // 512) * 512 for piece in plan.for_rank(0).pieces.values())
     tables = round_tables(plan.for_rank(0), plan.matrices)
-    places = [places for t in tables for places in (t.places, t.sent_flags, t.received_flags)]
-    held = 512 * sum(map(bool, places))  # of runs and their flags, by round
+    tuples = ("places", "sent_flags", "received_flags", "staged_sizes", "staged_places")
+    places = [getattr(table, name) for table in tables for name in tuples]
+    homes = [table for table in tables if table.homes]
+    held = 512 * sum(map(bool, [*places, homes]))  # of runs, by round; and counts
     assert recorded("some", "foreach")[0].peak.state == 3 * rounded + held
     rows = [len(table.matrices) for table in tables]
     sizes = [size for count in rows for size in _bytes_of_tables(count)]
