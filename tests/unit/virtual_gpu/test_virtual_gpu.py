@@ -16,7 +16,9 @@ from megatron_muon import MuonConfig
 from megatron_muon.cli.certify.messages import compare_with_plan, planned_messages
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import round_tables
+from megatron_muon.runtime.exchange.pieces import RoundExchange
 from megatron_muon.runtime.fused import Fused
+from megatron_muon.runtime.nonfinite import Nonfinite
 from megatron_muon.virtual_gpu.device.nccl import Handle, Launcher, Operation
 from megatron_muon.virtual_gpu.races import MEMORY, Memory, races
 from megatron_muon.virtual_gpu.recording import Recording
@@ -293,6 +295,26 @@ def test_a_round_has_one_launch_for_its_momentum_and_one_for_its_update(
         assert names["advance_momentum"] == names["apply_updates"] == with_runs > 0
         assert not any(name.startswith("_foreach_mul") for name in names)
         assert "_foreach_norm" not in names
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_tells_whether_directions_are_finite_is_launched_by_round(
+    size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six operations mark a round's directions, whatever their number, and each batch has its line.
+
+    A step ends with three that count, and a copy that the host does not wait for.
+    """
+    config = MuonConfig(round_bytes=SIZES[size])
+    plan, before = small_plan(config), recorded(size, "default")[0]
+    homes = sum(bool(t.homes) for t in round_tables(plan.for_rank(0), plan.matrices))
+    monkeypatch.setattr(RoundExchange, "mark", lambda *_: None)
+    monkeypatch.setattr(Nonfinite, "add", lambda *_: None)
+    without = record_step(plan, 0, config, steps=2)
+    assert before.launches - without.launches == 4 * homes + 4
+    assert (before.host_syncs, before.peak_bytes) == ([], without.peak_bytes)
+    names = before.launches_by_name
+    assert names["linalg_vector_norm"] == names["divide"]  # a batch is divided by its norms once
 
 
 def test_a_fused_kernel_is_seen_to_touch_all_of_its_tensors() -> None:
