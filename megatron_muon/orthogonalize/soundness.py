@@ -5,8 +5,8 @@ second is the largest entry of one line of the direction along its short side. A
 an iterate X and a polynomial Q of its short side's square. If an entry of X is not finite, a row of
 the square is not, and then nor is one of Q. If an entry of Q is not finite, each such line of QX
 has one that is not, since 0 × NaN and 0 × Inf are NaN. So one line shows all but an overflow of the
-last product alone, of finite Q and X: in 16 bits of fp16 this takes singular values from 8 to 13
-one step before, in bf16 and fp32 from 5e7 on.
+last product alone, of finite Q and X, that leaves out the line. One step before, singular values
+are then above about 8 in fp16, and 5e7 in bf16 and fp32.
 """
 
 from __future__ import annotations
