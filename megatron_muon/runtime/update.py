@@ -107,13 +107,14 @@ class Foreach:
         if not params:
             return
         stays = torch.stack([direction[0] for direction in directions]).isfinite().logical_not_()
+        keeps = {decay: torch.where(stays, 1.0, 1.0 - decay) for decay in {*decays} - {0.0}}
         for numbers, (weights, moved) in _at_once(params, directions):
             updates = _in_fp32(moved)
             torch._foreach_mul_(updates, [factors[number] for number in numbers])
             for number, weight, update in zip(numbers, weights, updates, strict=True):
                 update.masked_fill_(stays[number], 0.0)  # a product with 0 would not remove NaN
                 if decays[number] != 0.0:
-                    weight.mul_(torch.where(stays[number], 1.0, 1.0 - decays[number]))
+                    weight.mul_(keeps[decays[number]][number])
             torch._foreach_sub_(weights, updates)
 
 
