@@ -145,6 +145,10 @@ class MuonConfig:
             force_sync=True)`` of each model chunk before it reads or writes parameters.
         checkpoint_digest: write sizes and checksums of a checkpoint's files into its folder. Before
             a load, check them, and that the model is the same (``files.digest``).
+        nonfinite_limit: a matrix whose direction is not finite is left where it was by that step,
+            without decay, and the next line of the log names it. After so many lines in a row that
+            name it, the run ends. One line may be a freak of the data; three mean that it does not
+            learn, with Megatron's 100 steps between lines for 200 steps at least.
         log_interval: steps between two logging steps, which write what the matrices are like
             (module ``watching``) to ``log_file``; None: no step does. Shared matrices cannot be
             logged yet, so ``split_matrices`` must then be None or ``off``.
@@ -185,6 +189,7 @@ class MuonConfig:
     align_shards: bool = False
     early_param_gather: EarlyParamGather = "auto"
     checkpoint_digest: bool = True
+    nonfinite_limit: int = 3
     log_interval: int | None = None
     log_file: str | None = None
 
@@ -217,7 +222,8 @@ class MuonConfig:
             _require_multipliers(name, getattr(self, name))
         _require_choice("clip_scope", self.clip_scope, get_args(ClipScope))
         _require_choice("homes", self.homes, ("balanced", "local"))
-        _require_count("node_ranks", self.node_ranks)
+        for name in ("node_ranks", "nonfinite_limit"):
+            _require_count(name, getattr(self, name))
         for name in ("ns_batch", "round_bytes", "log_interval"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))

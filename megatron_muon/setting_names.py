@@ -32,6 +32,7 @@ FLAG_OF = {
     "align_shards": "--muon-dp-layout",
     "early_param_gather": "--muon-early-param-gather",
     "checkpoint_digest": "--no-muon-checkpoint-digest",
+    "nonfinite_limit": "--muon-nonfinite-limit",
     "log_interval": "--muon-log-interval",
     "log_file": "--muon-log-file",
 }

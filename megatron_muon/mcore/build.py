@@ -32,6 +32,7 @@ from megatron_muon.mcore.distributed_optimizer import (
 )
 from megatron_muon.mcore.integrity import registry
 from megatron_muon.mcore.loss_scale import share_loss_scale
+from megatron_muon.mcore.nonfinite import NonfiniteReport
 from megatron_muon.mcore.params.bucket_layout import require_ordered
 from megatron_muon.mcore.params.counted_once import count_once
 from megatron_muon.mcore.params.placement import (
@@ -135,6 +136,9 @@ def make_muons(
     lines += together(lambda: _completed(parts, muons, config, stage), None, device)
     lines += _connected(muons, stage)
     lines += _nodes(muons, config, stage)
+    if muons:
+        each = [muon for _, muon in muons]
+        optimizer.nonfinite = NonfiniteReport(each, config, optimizer.voters, device)
     if config.log_interval is not None and muons:
         optimizer.watch = Watch(muons, model_chunks, config, stage, optimizer.voters)
     registry.remember(model_chunks, config, stage)

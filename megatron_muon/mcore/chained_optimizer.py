@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.late_norm import LateNorm
+from megatron_muon.mcore.nonfinite import NonfiniteReport
 from megatron_muon.mcore.params.param_routing import expert_name, weights
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.mcore.watching.watch import Watch
@@ -23,6 +25,7 @@ class MuonChainedOptimizer(CheckpointChain):
     """A ChainedOptimizer of MuonDistributedOptimizers."""
 
     _late_norm: LateNorm | None = None
+    nonfinite: NonfiniteReport | None = None  # where this rank has an optimizer with Muon
     watch: Watch | None = None  # with ``log_interval`` only
 
     @torch.no_grad()
@@ -35,11 +38,18 @@ class MuonChainedOptimizer(CheckpointChain):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Megatron's step of each optimizer; every ``log_interval`` steps it is watched."""
-        if self.watch is None:
-            return bool(super().step_with_ready_grads())
-        with self.watch.step():
-            return bool(super().step_with_ready_grads())
+        """Megatron's step of each optimizer; every ``log_interval`` steps it is watched.
+
+        Raises:
+            FloatingPointError: see ``NonfiniteReport.after_step``.
+        """
+        if self.nonfinite is not None:
+            self.nonfinite.before_step()
+        with nullcontext() if self.watch is None else self.watch.step():
+            is_successful = bool(super().step_with_ready_grads())
+        if self.nonfinite is not None:
+            self.nonfinite.after_step()
+        return is_successful
 
     @torch.no_grad()
     def get_grad_norm(self) -> Any:

@@ -254,8 +254,7 @@ def _turn_on(args: Any) -> list[str]:
         config = dataclasses.replace(config, align_shards=True)
     told = differences(args)
     install(config)
-    if config.log_interval is not None:
-        writers.connect()
+    writers.connect()
     namespace.put_in_force(args, config)
     args.megatron_muon = True
     return told

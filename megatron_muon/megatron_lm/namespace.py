@@ -120,6 +120,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
         "muon_ns_batch": config.ns_batch or 0,
         "muon_elementwise": config.elementwise,
         "no_muon_checkpoint_digest": not config.checkpoint_digest,
+        "muon_nonfinite_limit": config.nonfinite_limit,
         "muon_log_interval": config.log_interval,
         "muon_log_file": config.log_file,
         "muon_defaults": getattr(args, "muon_defaults", None) or "moonlight",

@@ -34,6 +34,7 @@ from megatron_muon.orthogonalize.matmul import (
     products_on,
 )
 from megatron_muon.orthogonalize.normalization import enter
+from megatron_muon.orthogonalize.soundness import Soundness, largest_of
 
 
 def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:
@@ -91,6 +92,7 @@ def orthogonalize_staged(
     column_blocks: int = 1,
     apart: bool = False,
     is_tight: bool = False,
+    soundness: Soundness | None = None,
 ) -> Tensor:
     """Turn matrices of one shape in staging order into their directions, in place.
 
@@ -105,6 +107,7 @@ def orthogonalize_staged(
         rows, cols, column_parts, column_blocks: layout of each matrix (``segments.Matrix``).
         apart: each column block is orthogonalized as a matrix of its own.
         is_tight: memory counts more than a copy of a square (``gram``).
+        soundness: takes the numbers of the matrices.
 
     Returns:
         ``staged``'s memory in ``matmul.direction_dtype``, whose elements are of the same size.
@@ -114,13 +117,25 @@ def orthogonalize_staged(
     in_rows = cut.permute(0, 2, 3, 1, 4)
     directions = staged.view(direction_dtype(config, staged.device))
     out = directions.view(cut.shape).permute(0, 2, 3, 1, 4)
+    soundness = soundness or Soundness()
     if apart:
+        units = Soundness()
         for block in range(column_blocks):
-            _orthogonalize_into(out[:, :, block], in_rows[:, :, block], config, moves)
+            _orthogonalize_into(
+                out[:, :, block], in_rows[:, :, block], config, moves, soundness=units
+            )
+        soundness.of_units(units)
         return directions
     is_direct = column_parts == 1
     _orthogonalize_into(
-        out, in_rows, config, moves, memory=staged, is_direct=is_direct, is_tight=is_tight
+        out,
+        in_rows,
+        config,
+        moves,
+        memory=staged,
+        is_direct=is_direct,
+        is_tight=is_tight,
+        soundness=soundness,
     )
     return directions
 
@@ -159,6 +174,7 @@ def _orthogonalize_into(
     memory: Tensor | None = None,
     is_direct: bool = False,
     is_tight: bool = False,
+    soundness: Soundness | None = None,
 ) -> None:
     """Write the directions of k matrices.
 
@@ -169,7 +185,7 @@ def _orthogonalize_into(
         moves: see ``orthogonalize_staged``.
         memory: flat memory that may be overwritten once ``source`` is read.
         is_direct: whether ``memory`` is that of ``source``, which is row-major.
-        is_tight: see ``orthogonalize_staged``.
+        is_tight, soundness: see ``orthogonalize_staged``.
     """
     kind = plan_device(source.device)
     products = products_on(source.device, dtype_of(config, kind))
@@ -192,8 +208,12 @@ def _orthogonalize_into(
     if starts_in_memory and second is not None:
         first, second = second, first
     into = source.view(products.held) if starts_in_memory else like_source(first)
-    enter(first, into, source, moves, products, config)
+    norms = enter(first, into, source, moves, products, config)
     x = _iterated(first, second, config, is_tight)
+    if soundness is not None:
+        soundness.norms.append(norms)
+        is_tall = x.size(1) > x.size(2)
+        soundness.lines.append(largest_of(x[:, 0] if is_tall else x[:, :, 0]))
     if is_direct:  # x is in the memory of source, which is that of out
         return
     if second is not None and iterates % 2 == 1:

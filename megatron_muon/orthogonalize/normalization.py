@@ -34,7 +34,7 @@ def enter(
     moves: Tensor | None,
     products: Products,
     config: MuonConfig,
-) -> None:
+) -> Tensor:
     """Fill ``x`` with the matrices of ``source``, each divided by its norm, as products hold them.
 
     Where ``moves`` is False the norm is taken as infinite, so the matrix becomes zero.
@@ -46,49 +46,61 @@ def enter(
         moves: ``(k,)`` bool, or None.
         products: products of x's device.
         config: says whether kernels are used.
+
+    Returns:
+        ``(k,)``, NaN for each matrix with an entry that is not finite.
     """
     if _is_cpu(source.device):
         whole = torch.empty_like(x, dtype=torch.float32)
         torch.as_strided(whole, into.shape, into.stride()).copy_(source)
-        for number, matrix in enumerate(whole):
+        norms = [
             normalize_(matrix, None if moves is None else moves[number])
+            for number, matrix in enumerate(whole)
+        ]
         x.copy_(products.enter(whole))
-        return
+        return torch.stack(norms)
     if source.dtype in _KERNEL_DTYPES and takes_kernels(source.device, config):
-        enter_by_kernels(into, source, moves, products.scale)
+        norm = enter_by_kernels(into, source, moves, products.scale)
     else:
-        enter_by_torch(into, source, moves, products.scale)
+        norm = enter_by_torch(into, source, moves, products.scale)
     products.rounded(x)
+    return norm
 
 
-def enter_by_torch(into: Tensor, source: Tensor, moves: Tensor | None, scale: float) -> None:
+def enter_by_torch(into: Tensor, source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
     """``enter`` by torch's operations; ``source`` is overwritten.
 
     Args:
         into, source, moves: see ``enter``.
         scale: the norm of what is written.
+
+    Returns:
+        See ``enter``.
     """
     dims = tuple(range(1, source.dim()))
     largest = torch.linalg.vector_norm(source, math.inf, dim=dims, keepdim=True).float()
     source.div_(power_of_two(largest))
     dtype = torch.promote_types(source.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(source, dim=dims, keepdim=True, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(source, dim=dims, keepdim=True, dtype=dtype)
     if scale != 1.0:
         norm.div_(scale)
     moving = norm > 0
     if moves is not None:
         moving &= moves.view(norm.shape)
     torch.div(source, torch.where(moving, norm, math.inf), out=into)
+    return norm.view(-1)
 
 
-def enter_by_kernels(into: Tensor, source: Tensor, moves: Tensor | None, scale: float) -> None:
+def enter_by_kernels(into: Tensor, source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
     """``enter`` by triton's kernels; see ``enter_by_torch``.
 
-    Each row of the divisors, ``(k, 2)`` fp32, has a power of two and the norm in units of it.
+    Each row of the divisors, ``(k, 2)`` fp32, has a power of two and the norm in units of it. The
+    norm is infinite where the matrix is zero or does not move, NaN where an entry is not finite.
     """
     source, into = _in_five_dims(source), _in_five_dims(into)
-    divisors = torch.ops.megatron_muon.divisors(source, moves, 1.0 / scale)
+    divisors: Tensor = torch.ops.megatron_muon.divisors(source, moves, 1.0 / scale)
     torch.ops.megatron_muon.divide(source, into, divisors)
+    return divisors[:, 1]
 
 
 def _in_five_dims(x: Tensor) -> Tensor:
@@ -105,7 +117,9 @@ def power_of_two(largest: Tensor) -> Tensor:
 
 def normalize(x: Tensor) -> Tensor:
     """A new fp32 matrix: ``x`` divided by its Frobenius norm; zero stays zero."""
-    return normalize_(x.to(torch.float32, copy=True))
+    made = x.to(torch.float32, copy=True)
+    normalize_(made)
+    return made
 
 
 def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
@@ -117,14 +131,16 @@ def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:
     Args:
         x: ``(m, n)``.
         moves: bool scalar; where it is False ``x`` becomes zero.
+
+    Returns:
+        The norm in units of the largest entry, a scalar, at least 1; NaN if an entry is not finite.
     """
     smallest, largest = torch.aminmax(x)
     largest = torch.maximum(-smallest, largest)
     x.div_(torch.where(largest == 0, torch.ones_like(largest), largest))
     norm: Tensor = torch.linalg.vector_norm(x).clamp_min(1.0)
-    if moves is not None:
-        norm = torch.where(moves, norm, torch.inf)
-    return x.div_(norm)
+    x.div_(norm if moves is None else torch.where(moves, norm, torch.inf))
+    return norm
 
 
 def _is_cpu(device: torch.device) -> bool:

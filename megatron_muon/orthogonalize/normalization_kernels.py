@@ -91,7 +91,8 @@ def norm_kernel(
 ):
     """Two divisors of each matrix: a power of two, and its norm in units of it over ``scale``.
 
-    The second is infinite where the matrix is zero or does not move.
+    The second is infinite where the matrix is zero or does not move, NaN where an entry is not
+    finite.
     """
     matrix = tl.program_id(0)
     first = tiles + 2 * matrix.to(tl.int64) * per_matrix
@@ -114,7 +115,9 @@ def norm_kernel(
     if HAS_MOVES:
         moving = moving & (tl.load(moves + matrix) != 0)
     tl.store(made + 2 * matrix, power)
-    tl.store(made + 2 * matrix + 1, tl.where(moving, norm, float("inf")))
+    by = tl.where(moving, norm, float("inf"))
+    is_finite = (norm.to(tl.int32, bitcast=True) & EXPONENT) != EXPONENT
+    tl.store(made + 2 * matrix + 1, tl.where(is_finite, by, float("nan")))
 
 
 @triton.jit

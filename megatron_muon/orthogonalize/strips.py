@@ -35,6 +35,7 @@ from megatron_muon.orthogonalize.matmul import (
     products_on,
 )
 from megatron_muon.orthogonalize.normalization import power_of_two
+from megatron_muon.orthogonalize.soundness import Soundness, largest_of
 
 
 class Sharing(Protocol):
@@ -82,6 +83,7 @@ def orthogonalize_strips(
     moves: Tensor,
     config: MuonConfig,
     sharing: Sharing,
+    soundness: Soundness | None = None,
 ) -> None:
     """Turn the strips that are here into those of the matrix's direction, in place.
 
@@ -94,12 +96,13 @@ def orthogonalize_strips(
             is zero.
         config: the settings whose names begin with ``ns_`` are read.
         sharing: the matrix's other homes.
+        soundness: takes the matrix's numbers for each of these strips, the same at all homes.
     """
     device = strips[0].device
     kind = plan_device(device)
     products = products_on(device, dtype_of(config, kind))
     is_tall = whole[0] >= whole[1]  # strips of a square one are ranges of rows, too
-    entered = _entered(strips, moves, products, sharing)
+    entered, norm = _entered(strips, moves, products, sharing)
     # (m, n) with the short side first; a tall strip is a view, and stays as it is in memory
     x = [one.mT if is_tall else one for one in entered]
     del entered
@@ -109,6 +112,12 @@ def orthogonalize_strips(
             _gram(x, config, products, sharing, by_rows=by_rows)
         else:
             _standard(x, config, products.plain(), sharing)
+    # every home's line shows what is wrong with Q, and only its own what its product overflows
+    lines = torch.stack([largest_of(one[:, 0]) for one in x]).float()
+    line = sharing.all_numbers(lines[:, None]).amax()
+    if soundness is not None:
+        soundness.norms.append(norm.expand(len(strips)))
+        soundness.lines.append(line.expand(len(strips)))
     for strip, direction in zip(strips, x, strict=True):
         made = (direction.mT if is_tall else direction).reshape(strip.shape)
         strip.view(direction_dtype(config, device)).copy_(made)
@@ -116,8 +125,10 @@ def orthogonalize_strips(
 
 def _entered(
     strips: Sequence[Tensor], moves: Tensor, products: Products, sharing: Sharing
-) -> list[Tensor]:
+) -> tuple[list[Tensor], Tensor]:
     """New ``(rows, columns)`` of the strips, divided by the whole matrix's norm, for products.
+
+    With them comes the norm, which is NaN if an entry is not finite.
 
     The power of two below the matrix's largest entry is divided out first, which rounds nothing.
     """
@@ -130,7 +141,7 @@ def _entered(
     norm = sharing.all_numbers(squares[:, None]).sum().sqrt()
     moving = (norm > 0) & (every[:, 1].sum() > 0)
     by = torch.where(moving, norm, math.inf) / products.scale
-    return [products.enter(one.div_(by), is_scaled=True) for one in made]
+    return [products.enter(one.div_(by), is_scaled=True) for one in made], norm
 
 
 def _gram(

@@ -47,6 +47,11 @@ class Matrix:
         return self.unit if self.strip is None else (self.strip.rows, self.strip.cols)
 
     @property
+    def whole_name(self) -> str:
+        """``name``, or that of the matrix that it is a strip of."""
+        return self.name if self.strip is None else self.name.rpartition("[strip ")[0]
+
+    @property
     def is_turned(self) -> bool:
         """It is a strip whose homes turn its matrix (``layout.Strip``)."""
         return self.strip is not None and self.strip.is_turned

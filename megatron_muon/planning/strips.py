@@ -201,6 +201,7 @@ class SharedMatrix:
         - two numbers for each of its strips, then one;
         - for each sum of squares, the rows that others add, then the rows that it has added;
         - where homes make rows of squares, its rows, each time that these are put together;
+        - one number more for each strip, whether its direction is finite;
         - where strips are turned, the other homes' rows of its columns.
         """
         ranks, short = sorted(set(self.homes)), min(self.rows, self.cols)
@@ -214,8 +215,9 @@ class SharedMatrix:
         there = self._turned(pairs)
         if there:
             yield SharedMessages("elements", there)
-        yield SharedMessages("numbers", {pair: 2 * _NUMBER * strips[pair[0]] for pair in pairs})
-        yield SharedMessages("numbers", {pair: _NUMBER * strips[pair[0]] for pair in pairs})
+        one = {pair: _NUMBER * strips[pair[0]] for pair in pairs}
+        yield SharedMessages("numbers", {pair: 2 * size for pair, size in one.items()})
+        yield SharedMessages("numbers", one)
         made: dict[int, int] = defaultdict(int)
         for number, home in enumerate(self.homes):
             made[home] += range_of(short, number, len(self.homes)).size * row
@@ -224,6 +226,7 @@ class SharedMatrix:
             yield SharedMessages("squares", {(a, b): rows[a] for a, b in pairs})
             for _ in range(gathers):
                 yield SharedMessages("squares", {(a, b): made[a] for a, b in pairs})
+        yield SharedMessages("numbers", one)
         if there:
             yield SharedMessages("elements", {(a, b): there[b, a] for a, b in pairs})
 

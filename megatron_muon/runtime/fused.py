@@ -258,8 +258,8 @@ def try_elementwise(device: torch.device, config: MuonConfig) -> None:
 def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[Tensor]:
     """All results of two steps, with runs at odd offsets, whole blocks and a gradient of zeros.
 
-    Directions are in the dtype of pieces in the first and in fp16 in the second. The last results
-    are those of ``normalization.trial``.
+    Directions are in the dtype of pieces in the first and in fp16 in the second, in which that of a
+    run is not finite. The last results are those of ``normalization.trial``.
     """
     sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
     elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)
@@ -280,6 +280,8 @@ def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[T
             nesterov=config.nesterov,
         )
         directions = list(split_with_sizes(sent.to(dtype, copy=True), sizes))
+        if dtype == torch.float16:
+            directions[1][0] = math.inf
         kind.apply_updates(params, directions, [0.3, 0.007, 0.1, 1e-4], [0.0, 1e-3, 0.1, 0.0])
     by_kernels = isinstance(kind, Fused)
     return [

@@ -24,6 +24,7 @@ from torch import Tensor
 # Elements of a block, and its warps: 16 elements a thread.
 BLOCK, WARPS = 2048, 4
 LAUNCH: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
+EXPONENT = tl.constexpr(0x7F800000)  # exponent bits of an fp32 number: all set in NaN and Inf
 OF_TORCH = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -124,7 +125,7 @@ def update_kernel(
     DIRECTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """W ← keep·W - factor·direction.
+    """W ← keep·W - factor·direction; nothing where the run's direction begins with NaN or Inf.
 
     ``rows`` has rows of ``runs`` numbers: sizes, first blocks, addresses of main parameters and of
     directions. ``factors`` has a factor for each run, then a ``keep`` for each: 1 - lr·λ.
@@ -139,19 +140,21 @@ def update_kernel(
     keep = tl.load(factors + runs + run)
     param = param_at.to(tl.pointer_type(tl.float32))
     direction = direction_at.to(tl.pointer_type(DIRECTION.value))
-    if (start + BLOCK <= size) & ((param_at | direction_at) % 16 == 0):
-        param = tl.multiple_of(param, 16)
-        direction = tl.multiple_of(direction, 16)
-        at = start + tl.arange(0, BLOCK)
-        d = tl.load(direction + at).to(tl.float32)
-        w = tl.load(param + at)
-        tl.store(param + at, w * keep - d * factor)
-    else:
-        at = start + tl.arange(0, BLOCK)
-        here = at < size
-        d = tl.load(direction + at, mask=here, other=0.0).to(tl.float32)
-        w = tl.load(param + at, mask=here, other=0.0)
-        tl.store(param + at, w * keep - d * factor, mask=here)
+    first = tl.load(direction).to(tl.float32).to(tl.int32, bitcast=True)
+    if (first & EXPONENT) != EXPONENT:
+        if (start + BLOCK <= size) & ((param_at | direction_at) % 16 == 0):
+            param = tl.multiple_of(param, 16)
+            direction = tl.multiple_of(direction, 16)
+            at = start + tl.arange(0, BLOCK)
+            d = tl.load(direction + at).to(tl.float32)
+            w = tl.load(param + at)
+            tl.store(param + at, w * keep - d * factor)
+        else:
+            at = start + tl.arange(0, BLOCK)
+            here = at < size
+            d = tl.load(direction + at, mask=here, other=0.0).to(tl.float32)
+            w = tl.load(param + at, mask=here, other=0.0)
+            tl.store(param + at, w * keep - d * factor, mask=here)
 
 
 def launch_momentum(

@@ -15,6 +15,7 @@ from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.planning.rounds.gathers import ADAMW
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.pieces import Exchange, Staged
+from megatron_muon.runtime.nonfinite import Nonfinite
 from megatron_muon.runtime.round import Observer, Round, Shard, Shards, StepTools
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, Foreach
@@ -46,6 +47,7 @@ class DistributedMuon:
     Attributes:
         elementwise: see above.
         exchange: see above.
+        nonfinite: counts the steps that left a matrix of this home where it was.
         rounds: the rounds of a step, in order.
         start_next: starts the next optimizer's step while the last directions travel (``start`` or
             ``begin``); None where there is no next one.
@@ -78,6 +80,8 @@ class DistributedMuon:
         self.elementwise = elementwise
         self._work = StepTools.of(plan.matrices, config, meter, phase)
         self.rounds = [Round(each, self._work, elementwise()) for each in exchange.rounds]
+        homes = [plan.matrices[index] for each in self.rounds for index in each.homes]
+        self.nonfinite = Nonfinite([matrix.whole_name for matrix in homes], exchange.device)
         self.start_next: Callable[[], None] | None = None
         self.applied: Callable[[int], None] = lambda round: None
         self._turns = _turns(self.rounds)
@@ -120,6 +124,8 @@ class DistributedMuon:
     def step(self, groups: ParamGroups, state: State, step_adamw: Callable[[], None]) -> None:
         """Update Muon's parameters and AdamW's. Every rank of the stage calls it.
 
+        A matrix whose direction is not finite stays as it is on all ranks, without decay.
+
         While a round is orthogonalized, the next one is gathered, and the directions of the one
         before go back. A round with no message on this rank starts and finishes in its own turn, so
         that it takes no memory before.
@@ -152,6 +158,8 @@ class DistributedMuon:
             self.start_next()
         for last in _travelling(self.rounds[-1:]):
             last.finish(shards)
+        with self._phase("muon/update"):
+            self.nonfinite.add([each.taken_numbers() for each in self.rounds if each.homes])
 
     def _orthogonalized(self, turn: _Turn, shards: Shards) -> Staged:
         """The directions of a round; the next one's pieces are on their way then."""

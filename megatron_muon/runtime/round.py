@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from torch import Tensor, split_with_sizes
+from torch import Tensor, cat, split_with_sizes
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import is_tight, ns_flops, repeated_flops
 from megatron_muon.orthogonalize.matmul import direction_dtype, plan_device
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
+from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.plan import flops_of_matrix
 from megatron_muon.planning.rounds.cut import scratch_limit
@@ -102,8 +103,14 @@ class Round:
         self._exchange, self._work, self._elementwise = exchange, work, elementwise
         self._table = exchange.table
         self.observer: Observer | None = None
+        self._numbers: tuple[list[Tensor], Tensor] | None = None
         self._gathering: Gathering | None = None
         self._scattering: Scattering | None = None
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """The matrices whose home this rank is."""
+        return self._table.homes
 
     @property
     def travels(self) -> bool:
@@ -126,22 +133,35 @@ class Round:
             return self._exchange.finish_gather(gathering)
 
     def orthogonalize(self, staged: Staged) -> None:
-        """Turn matrices into directions, in place."""
+        """Turn matrices into directions, in place; those that are not finite are marked."""
         if self.observer is not None:
             self.observer.before_newton_schulz(staged)
         with self._work.phase("muon/newton_schulz"):
-            first = 0
+            first, found = 0, Soundness()
             for alike in staged.alike:
                 stop = first + len(alike.matrices)
                 orthogonalize = self._orthogonalize_alike
                 if alike.strips:
                     orthogonalize = self._orthogonalize_shared
-                orthogonalize(alike, staged.elements, staged.moves[first:stop])
+                orthogonalize(alike, staged.elements, staged.moves[first:stop], found)
                 first = stop
             dtype = direction_dtype(self._work.config, staged.elements.device)
             staged.elements = staged.elements.view(dtype)
+            if staged.alike:
+                marks = cat(found.lines).mul_(-0.0)
+                self._numbers = found.norms, marks
+                self._exchange.mark(staged, marks)
         if self.observer is not None:
             self.observer.after_newton_schulz(staged)
+
+    def taken_numbers(self) -> tuple[list[Tensor], Tensor]:
+        """Norms, in parts, and marks of this step's ``homes``, which are then forgotten here.
+
+        A norm is NaN if its matrix is not finite, a mark if its direction is not.
+        """
+        numbers, self._numbers = self._numbers, None
+        assert numbers is not None, "a round that was not orthogonalized"
+        return numbers
 
     def start_scatter(self, staged: Staged) -> None:
         """Send the directions to the ranks that hold pieces of their matrices."""
@@ -170,7 +190,9 @@ class Round:
             nesterov=self._work.config.nesterov,
         )
 
-    def _orthogonalize_alike(self, alike: Alike, elements: Tensor, moves: Tensor) -> None:
+    def _orthogonalize_alike(
+        self, alike: Alike, elements: Tensor, moves: Tensor, found: Soundness
+    ) -> None:
         """Orthogonalize matrices of one layout in batches; one without a gradient becomes zero.
 
         Newton-Schulz removes the momentum's scale. So without this, momentum alone would move such
@@ -191,12 +213,15 @@ class Round:
                 column_blocks=like.column_blocks,
                 apart=like.units > 1,
                 is_tight=is_tight(like.numel, elements.numel()),
+                soundness=found,
             )
         kind = plan_device(elements.device)
         work.meter.matrices += count * like.units
         work.meter.ns_flops += count * like.units * ns_flops(*like.unit, work.config, kind)
 
-    def _orthogonalize_shared(self, alike: Alike, elements: Tensor, moves: Tensor) -> None:
+    def _orthogonalize_shared(
+        self, alike: Alike, elements: Tensor, moves: Tensor, found: Soundness
+    ) -> None:
         """Orthogonalize the strips of a matrix that this rank has, with its other homes."""
         work, start = self._work, alike.start
         kind = plan_device(elements.device)
@@ -213,7 +238,7 @@ class Round:
         work.meter.matrices += len(strips)
         sharing, is_turned = self._exchange.sharing(alike), alike.strips[0].is_turned
         held = sharing.turned(strips) if is_turned else strips
-        orthogonalize_strips(held, alike.like.whole, moves, work.config, sharing)
+        orthogonalize_strips(held, alike.like.whole, moves, work.config, sharing, found)
         if is_turned:  # both still have the dtype of pieces; their memory has directions
             sharing.turn_back(held, strips)
 

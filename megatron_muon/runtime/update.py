@@ -55,6 +55,8 @@ class Elementwise(Protocol):
     ) -> None:
         """W ← (1 - lr·λ)W - update, in place (eq. 4; the decay is decoupled and unscaled).
 
+        A run whose direction begins with NaN or Inf stays as it is (``RoundExchange.mark``).
+
         Args:
             params: main parameters of each run, ``(n,)`` fp32.
             directions: of each run, ``(n,)`` in the dtype that travels; in fp32 they may be
@@ -102,11 +104,17 @@ class Foreach:
         decays: Sequence[float],
     ) -> None:
         """See ``Elementwise``; directions in fp32 are overwritten."""
+        if not params:
+            return
+        stays = torch.stack([direction[0] for direction in directions]).isfinite().logical_not_()
+        keeps = {decay: torch.where(stays, 1.0, 1.0 - decay) for decay in {*decays} - {0.0}}
         for numbers, (weights, moved) in _at_once(params, directions):
             updates = _in_fp32(moved)
             torch._foreach_mul_(updates, [factors[number] for number in numbers])
-            if any(decays[number] != 0.0 for number in numbers):
-                torch._foreach_mul_(weights, [1.0 - decays[number] for number in numbers])
+            for number, weight, update in zip(numbers, weights, updates, strict=True):
+                update.masked_fill_(stays[number], 0.0)  # a product with 0 would not remove NaN
+                if decays[number] != 0.0:
+                    weight.mul_(keeps[decays[number]][number])
             torch._foreach_sub_(weights, updates)
 
 

@@ -186,7 +186,7 @@ def newton_schulz_strip(
     work = _Products.of(hardware, whole, long, 1, config, device)
     add = _added(hardware, short * short * itemsize, homes)
     cost = stream(hardware, _STRIP_BYTES * short * long, _STRIP)
-    cost += _numbers(hardware, homes).times(2)
+    cost += _numbers(hardware, homes).times(3)
     if strips_take_gram(*whole, count, config, device):
         gathers = gathers_of_rows(*whole, count, config, device)
         for part, rows in zip(segments(config, device), gathers, strict=True):

@@ -27,9 +27,10 @@ FORMAT = 1
 _REQUIRED = ("is_expert_parallel", "is_decoupled_lr", "lr_mult")
 _PREFERRED = (LR_MULTIPLIER, "wd_mult", "max_lr", "min_lr")
 
-# Settings of what is written beside a run: no bit of it, nor of its checkpoint, depends on them.
-# Only the default of split_matrices does, which the record has as what was taken.
-_WATCHING = ("log_interval", "log_file")
+# Settings of what is logged of a run, and of when that ends it: no bit of it, nor of its
+# checkpoint, depends on them. Only the default of split_matrices does, which the record has as what
+# was taken.
+_WATCHING = ("nonfinite_limit", "log_interval", "log_file")
 
 # Keys of a group that overrule a schedule's own values.
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")

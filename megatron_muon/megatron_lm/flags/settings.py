@@ -45,6 +45,7 @@ def muon_config(args: Namespace) -> MuonConfig:
     refuse_what_has_no_meaning(args)
     scale_mode = value_chosen(args, "muon_scale_mode", _MOONLIGHT.scale_mode)
     node_ranks = value_given(args, "muon_node_ranks")
+    nonfinite_limit = value_given(args, "muon_nonfinite_limit")
     return MuonConfig(
         matched_adamw_rms=_factor(args, scale_mode),
         scale_mode=scale_mode,
@@ -76,6 +77,9 @@ def muon_config(args: Namespace) -> MuonConfig:
             value_given(args, "muon_early_param_gather") or _MOONLIGHT.early_param_gather
         ),
         checkpoint_digest=not value_given(args, "no_muon_checkpoint_digest"),
+        nonfinite_limit=(
+            _MOONLIGHT.nonfinite_limit if nonfinite_limit is None else nonfinite_limit
+        ),
         log_interval=value_given(args, "muon_log_interval"),
         log_file=_log_file(args),
     )

@@ -351,6 +351,14 @@ FLAGS = (
         **_ON,
     ),
     _flag(
+        "--muon-nonfinite-limit",
+        "End the run once so many lines of the log in a row (--log-interval) name a matrix whose "
+        "direction was not finite. A step leaves such a matrix where it was, without decay. "
+        f"{_OURS} The default is {_MOONLIGHT.nonfinite_limit}.",
+        type=int,
+        metavar="LINES",
+    ),
+    _flag(
         "--muon-log-interval",
         "Steps from one logging step to the next. A logging step writes each matrix's update, "
         "weight, momentum and direction in a few numbers to --muon-log-file, TensorBoard and W&B. "

@@ -1,4 +1,4 @@
-"""Steps of Megatron-LM's loop for a logging step, and its TensorBoard and W&B writers."""
+"""Steps and lines of Megatron-LM's loop, and its TensorBoard and W&B writers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _HOST = "megatron_muon.mcore.watching.host"
 
 
 def connect() -> None:
-    """Number logging steps by Megatron-LM's iterations, and write their scalars where it writes."""
+    """Number steps by Megatron-LM's iterations, log when it logs, write scalars where it writes."""
     host = importlib.import_module(_HOST)
-    host.set_host(host.Host(_iteration, _write))
+    host.set_host(host.Host(_iteration, _write, _log_interval))
 
 
 def disconnect() -> None:
@@ -27,6 +27,13 @@ def _iteration() -> int | None:
     args = importlib.import_module("megatron.training").get_args()
     before: int | None = getattr(args, "curr_iteration", None)
     return None if before is None else before + 1
+
+
+def _log_interval() -> int | None:
+    """``--log-interval``."""
+    args = importlib.import_module("megatron.training").get_args()
+    interval: int | None = getattr(args, "log_interval", None)
+    return interval
 
 
 def _write(step: int, scalars: Mapping[str, float]) -> None:

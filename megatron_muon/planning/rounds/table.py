@@ -76,6 +76,7 @@ class RoundTable:
         homes: the matrices whose home this rank is, in staged order.
         alike: the same matrices, grouped by layout.
         staged_sizes: sizes of the staged buffer's parts.
+        staged_places: for each of these parts, the place of its matrix in ``homes``.
         staged_from: for each staged part, its number among the kept runs and, after them, the parts
             of ``received_sizes``.
         places: for each kept run and each one that arrives, the place of its matrix in ``homes``.
@@ -103,6 +104,7 @@ class RoundTable:
     homes: tuple[int, ...]
     alike: tuple[Alike, ...]
     staged_sizes: tuple[int, ...]
+    staged_places: tuple[int, ...]
     staged_from: tuple[int, ...]
     places: tuple[int, ...]
     kept_parts: tuple[int, ...]
@@ -180,6 +182,7 @@ def _table(routes: RankRound, matrices: Sequence[Matrix]) -> RoundTable:
         homes=tuple(homes),
         alike=tuple(alike),
         staged_sizes=_sizes(parts),
+        staged_places=tuple(place[segment.matrix] for segment in parts),
         staged_from=tuple(source[id(segment)] for segment in parts),
         places=tuple(place[segment.matrix] for segment in (*kept, *arriving)),
         kept_parts=tuple(part_of[s.matrix, s.start] for s in kept),

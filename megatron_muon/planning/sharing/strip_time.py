@@ -63,7 +63,7 @@ def strip_time(
     travels = (2 * sums + rows) * square
     passes = _STRIP_BYTES * own // itemsize_of(config)
     passes += _SUM_HALVES * sums * square // 2 + _ROW_PASSES * rows * square // homes
-    messages = 2 + 2 * sums + rows  # two of numbers
+    messages = 3 + 2 * sums + rows  # three of numbers
     if strip.is_turned:
         travels += 2 * own
         passes += _TURN_PASSES * own

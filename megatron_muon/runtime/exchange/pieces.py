@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, split_with_sizes
@@ -99,6 +100,7 @@ class Exchange:
         meter: counts the bytes sent.
 
     Attributes:
+        device: see above.
         rounds: this rank's part of each round, in order.
     """
 
@@ -112,7 +114,7 @@ class Exchange:
         meter: Meter,
     ) -> None:
         self._world = collectives.world_ranks(group)
-        self._rank, self._group = plan.rank, group
+        self._rank, self._group, self.device = plan.rank, group, device
         self._like = torch.empty(0, dtype=dtype, device=device)
         self.rounds = [
             RoundExchange(
@@ -188,6 +190,8 @@ class RoundExchange:
             index(table.received_flags),
         )
         self._places = index(table.places)
+        self._firsts = index([0, *accumulate(table.staged_sizes)][:-1])
+        self._of_firsts = index(table.staged_places)
         own = len(table.kept_sizes) if table.in_place else 0  # these are in their place
         self._copied = [at for at, part in enumerate(table.staged_from) if part >= own]
         self._like, self._meter, self._sharers = like, meter, sharers
@@ -252,6 +256,20 @@ class RoundExchange:
         sources = [parts[table.staged_from[at]] for at in self._copied]
         _copy([places[at] for at in self._copied], sources)
         return staged
+
+    def mark(self, staged: Staged, marks: Tensor) -> None:
+        """Make the first element of each run of some directions NaN.
+
+        By it every rank that holds a run knows that the direction is not to be applied
+        (``update.Elementwise``): so all of them do the same, and nothing more travels.
+
+        Args:
+            staged: directions.
+            marks: for each of its matrices NaN, or -0.0, which changes no element.
+        """
+        elements, of_runs = staged.elements, marks.index_select(0, self._of_firsts)
+        marked = elements.index_select(0, self._firsts).add_(of_runs)
+        elements.index_copy_(0, self._firsts, marked)
 
     def start_scatter(self, staged: Staged) -> Scattering:
         """Start to send the round's directions to the ranks that hold pieces of its matrices.

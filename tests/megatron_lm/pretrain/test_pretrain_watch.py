@@ -6,12 +6,23 @@ MEGATRON_LM_PATH=... pytest tests/megatron_lm/pretrain/test_pretrain_watch.py
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.megatron_lm.scripts import MUON, argument, needs_checkout, pretrain, steps
+from support import PYTHON311, ROOT
+from support.megatron_lm.scripts import (
+    CHECKOUT,
+    HERE,
+    MUON,
+    argument,
+    losses,
+    needs_checkout,
+    pretrain,
+    steps,
+)
 from support.runs.watching import records
 
 needs_tensorboard = pytest.mark.skipif(
@@ -68,3 +79,21 @@ def test_a_run_that_goes_on_counts_iterations_as_megatron_does(tmp_path: Path) -
 def test_a_log_without_a_place_is_refused() -> None:
     text = pretrain(1, MUON, "--muon-log-interval 2", fails=True)
     assert "give --muon-log-file, --tensorboard-dir or --save" in text
+
+
+def test_a_run_with_an_infinite_momentum_ends_after_lines_of_megatrons_log() -> None:
+    """Of steps 2, 4 and 6. It trains on until then, with finite losses."""
+    script = HERE / "infinite_momentum_pretrain.py"
+    flags = "--log-interval 2 --train-iters 9 --muon-nonfinite-limit 3"
+    text = pretrain(
+        2, MUON, flags, script=script, fails=True, PYTHONPATH=f"{ROOT}:{PYTHON311}:{CHECKOUT}"
+    )
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    said = [line for line in text.splitlines() if f"{name} was left where it was in" in line]
+    assert [line.split(":")[0] for line in said] == [
+        f"[megatron_muon] step {at}" for at in (2, 4, 6)
+    ]
+    assert f"[megatron_muon] step 2: the momentum of {name} is not finite" in text
+    assert text.count(f"FloatingPointError: {name}: left out of steps") == 2  # on both ranks
+    assert {2, 4} <= steps(text).keys() and 6 not in steps(text)
+    assert all(map(math.isfinite, losses(text)))

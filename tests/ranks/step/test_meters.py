@@ -132,7 +132,7 @@ def _step_counted(case: Case, topology: Topology) -> dict[str, Any]:
         "stage_matrices": sum(len(plan.matrices) for plan in plans),
         "state": tuple(map(sum, zip(*states, strict=True))),
         "shared": sum(
-            2 * bool(one.turns) + 2 + 2 * len(one.gathers) + sum(one.gathers)
+            2 * bool(one.turns) + 3 + 2 * len(one.gathers) + sum(one.gathers)
             for plan in plans
             for one in plan.shared
         ),
@@ -232,7 +232,7 @@ def test_the_inner_step_calls_nothing_but_the_exchange(counted: list[dict[str, A
         names = [name for name, _, _ in rank["calls"]]
         assert set(names) <= SENDS
         others = max((size for _, _, size in rank["calls"]), default=1) - 1
-        shared = rank["shared"]  # two to turn it, two of numbers, two for each sum, and gathers
+        shared = rank["shared"]  # two to turn it, three of numbers, two for each sum, gathers
         assert names.count("isend") <= (2 * rank["optimizers"] + shared) * others
     if len(counted) > 2:
         assert any(rank["calls"] for rank in counted)

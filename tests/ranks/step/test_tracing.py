@@ -17,7 +17,7 @@ STEP = [
     *("grads/norm/collective", "muon/momentum"),
     *("muon/gather", "muon/gather/collective", "muon/adamw", "muon/gather", "muon/gather/wait"),
     *("muon/newton_schulz", "muon/scatter", "muon/scatter/collective"),
-    *("muon/scatter", "muon/scatter/wait", "muon/update"),
+    *("muon/scatter", "muon/scatter/wait", "muon/update", "muon/update"),  # and what it left
 ]
 
 

@@ -66,6 +66,8 @@ class Runs:
         self.grads, self.directions = flat(grad, 1e-4), flat(travels, 0.1)
         self.into: list[Tensor | None] = list(flat(travels, 7.0))
         for run in range(count):
+            if chance.random() < 0.2:  # its direction is not applied
+                self.directions[run][0] = chance.choice((torch.nan, torch.inf, -torch.inf))
             if chance.random() < 0.3:
                 self.grads[run].zero_()
                 if chance.random() < 0.5:  # one element that is not

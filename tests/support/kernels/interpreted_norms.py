@@ -58,6 +58,10 @@ def case(shape: tuple[int, ...], exponent: int, kinds: tuple[torch.dtype, torch.
     enter_by_kernels(alone, source[:1].contiguous(), None, scale)
     if shape[3] == 1:  # the same tiles
         assert alone[0].equal(into[0])
+    bad = source.clone(memory_format=torch.preserve_format)
+    bad[0, 0, 0, 0, 0] = torch.inf if exponent else torch.nan
+    norms = enter_by_kernels(torch.empty_like(into), bad, None, scale)
+    assert norms.isnan().tolist() == [True] + [False] * (shape[0] - 1), (shape, exponent, kinds)
     if kinds[0].itemsize == kinds[1].itemsize and shape[2:4] == (1, 1):  # in place
         enter_by_kernels(source.view(kinds[1]), source, moves, scale)
         assert source.view(kinds[1]).equal(into)

@@ -129,6 +129,7 @@ MEANINGS: dict[str, tuple[Sequence[str], dict[str, object]]] = {
     "auto-dtype": (["--muon-ns-dtype", "auto"], {"ns_dtype": None}),
     "ns-dtype": (["--muon-ns-dtype", "fp32"], {"ns_dtype": "fp32"}),
     "no-digest": (["--no-muon-checkpoint-digest"], {"checkpoint_digest": False}),
+    "nonfinite-limit": (["--muon-nonfinite-limit", "1"], {"nonfinite_limit": 1}),
     "log-interval": (
         ["--muon-log-interval", "100", "--muon-log-file", "lines.jsonl"],
         {"log_interval": 100, "log_file": "lines.jsonl"},

@@ -164,7 +164,7 @@ def test_homes_that_turn_a_matrix_send_their_own_strip_at_most() -> None:
         {(a, b): 2 * cols[a] * rows[b] for a, b in pairs},
     ]
     kinds = [message.kind for message in shared.messages()]
-    assert (kinds[0], kinds[-1], len(kinds)) == ("elements", "elements", 2 + 2 + 2)
+    assert (kinds[0], kinds[-1], len(kinds)) == ("elements", "elements", 2 + 3 + 2)
 
 
 def test_shapes_are_cut_as_long_as_that_gains() -> None:

@@ -22,7 +22,9 @@ from megatron_muon.lab.virtual_gpu.step import record_step
 from megatron_muon.lab.virtual_gpu.trace import Kernel
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import round_tables
+from megatron_muon.runtime.exchange.pieces import RoundExchange
 from megatron_muon.runtime.fused import Fused
+from megatron_muon.runtime.nonfinite import Nonfinite
 from support.small_squares import rows_of_small_squares
 from support.virtual_gpu.mutants import Launch, early_free, early_read, with_launch
 from support.virtual_gpu.plans import small_plan
@@ -295,6 +297,26 @@ def test_a_round_has_one_launch_for_its_momentum_and_one_for_its_update(
         assert "_foreach_norm" not in names
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_what_tells_whether_directions_are_finite_is_launched_by_round(
+    size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six operations mark a round's directions, whatever their number, and each batch has its line.
+
+    A step ends with three that count, and a copy that the host does not wait for.
+    """
+    config = MuonConfig(round_bytes=SIZES[size])
+    plan, before = small_plan(config), recorded(size, "default")[0]
+    homes = sum(bool(t.homes) for t in round_tables(plan.for_rank(0), plan.matrices))
+    monkeypatch.setattr(RoundExchange, "mark", lambda *_: None)
+    monkeypatch.setattr(Nonfinite, "add", lambda *_: None)
+    without = record_step(plan, 0, config, steps=2)
+    assert before.launches - without.launches == 4 * homes + 4
+    assert (before.host_syncs, before.peak_bytes) == ([], without.peak_bytes)
+    names = before.launches_by_name
+    assert names["linalg_vector_norm"] == names["divide"]  # a batch is divided by its norms once
+
+
 def test_a_fused_kernel_is_seen_to_touch_all_of_its_tensors() -> None:
     """So that races see them: every element of momentum and weights, every gradient's."""
     config = MuonConfig(round_bytes=SIZES["some"])
@@ -345,8 +367,10 @@ def test_state_is_main_parameter_gradient_and_momentum() -> None:
     plan = small_plan(config)
     rounded = sum(-(-piece.size * 4 // 512) * 512 for piece in plan.for_rank(0).pieces.values())
     tables = round_tables(plan.for_rank(0), plan.matrices)
-    places = [places for t in tables for places in (t.places, t.sent_flags, t.received_flags)]
-    held = 512 * sum(map(bool, places))  # of runs and their flags, by round
+    tuples = ("places", "sent_flags", "received_flags", "staged_sizes", "staged_places")
+    places = [getattr(table, name) for table in tables for name in tuples]
+    homes = [table for table in tables if table.homes]
+    held = 512 * sum(map(bool, [*places, homes]))  # of runs, by round; and counts
     assert recorded("some", "foreach")[0].peak.state == 3 * rounded + held
     rows = [len(table.matrices) for table in tables]
     sizes = [size for count in rows for size in _bytes_of_tables(count)]

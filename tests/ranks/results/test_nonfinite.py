@@ -1,0 +1,262 @@
+"""A matrix whose direction is not finite stays where it was on every rank, and the run says so.
+
+Every other element of the model is that of a run without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_muon.mcore import nonfinite
+from megatron_muon.mcore.chained_optimizer import MuonChainedOptimizer
+from megatron_muon.orthogonalize import newton_schulz, strips
+from support.models import gpt
+from support.models.gpt import Case, Topology, start, take_step, trained, truth
+from support.ranks import error_of, run
+from support.runs.whole import Whole
+
+Tensor = torch.Tensor
+FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
+FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+BF16 = Case(layers=2, steps=2)
+FP32 = replace(BF16, bf16=False, muon=(("ns_dtype", "fp32"),))
+HEADS = replace(BF16, muon=(("splits", (("*.linear_qkv.*", "heads"),)),))
+MOE = replace(BF16, moe=True)
+SHARED = replace(BF16, ffn=264, muon=(("split_matrices", 4),))
+GRAM = replace(SHARED, muon=(*SHARED.muon, ("ns_iteration", "gram")))
+
+
+def said(value: Any) -> str:
+    """Of a case, what is not the default's."""
+    if isinstance(value, Case):
+        value = (
+            "-".join(str(x) for pair in value.muon for x in pair) or "moe" * value.moe or "dense"
+        )
+    return str(value)
+
+
+@contextmanager
+def _changed(name: str, change: Callable[[Tensor, int], object]) -> Iterator[None]:
+    """Change a whole gradient, and leave Megatron's norm out, which would raise before the step.
+
+    On a GPU with Transformer Engine it does so in the next step only.
+    """
+    of_case = gpt.whole_grad
+
+    def grad(case: Case, of: str, shape: tuple[int, ...], step: int) -> Tensor:
+        made = of_case(case, of, shape, step)
+        if of == name:
+            change(made, step)
+        return made
+
+    with (
+        mock.patch.object(gpt, "whole_grad", grad),
+        mock.patch.object(MuonChainedOptimizer, "get_grad_norm", lambda self: 0.0),
+    ):
+        yield
+
+
+def _plant(bad: float, place: tuple[int, int], grad: Tensor, step: int) -> None:
+    if step:
+        grad.view(-1, grad.size(-1))[place] = bad
+
+
+def _planted(name: str, bad: float, place: tuple[int, int] = (3, 5)) -> Any:
+    """One element of a gradient, from step 1 on: it is on one rank's shard."""
+    return partial(_changed, name, partial(_plant, bad, place))
+
+
+def _stays(after: Whole, case: Case, name: str, rows: slice = slice(None)) -> None:
+    """Rows of a weight are those of the step before, all else is of a run without the fault."""
+    before, plain = truth(replace(case, steps=1)), truth(case)
+    for kind in ("main", "params"):
+        for other, value in after[kind].items():
+            expected = plain[kind][other].clone()
+            if other == name:
+                assert not torch.equal(expected, before[kind][other])
+                expected[rows] = before[kind][other][rows]
+            assert torch.equal(value, expected), (kind, other)
+    for other, value in after["exp_avg"].items():
+        assert torch.equal(value, plain["exp_avg"][other]) == (other != name)
+
+
+EXPERT = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
+ROUTER = "decoder.layers.0.mlp.router.weight"
+EXPERTS = Topology(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "topology", "name", "bad"),
+    [
+        (BF16, Topology(dp=2), FC1, math.nan),
+        (FP32, Topology(dp=2, overlap=True), FC2, -math.inf),
+        (FP32, Topology(tp=2, pp=2), FC2, math.nan),  # columns of both TP ranks
+        (BF16, Topology(dp=4, instances=2), FC1, math.inf),
+        (MOE, EXPERTS, ROUTER, math.nan),  # TP ranks have replicas
+        (MOE, EXPERTS, EXPERT, math.inf),
+        (SHARED, Topology(dp=4), FC1, math.nan),
+        (SHARED, Topology(tp=2, dp=2), FC2, math.inf),  # turned
+        (GRAM, Topology(dp=3), FC1, math.nan),  # two strips on one of three homes
+    ],
+    ids=said,
+)
+def test_a_gradient_that_is_not_finite_leaves_its_matrix(
+    case: Case, topology: Topology, name: str, bad: float
+) -> None:
+    _stays(trained(case, topology, _planted(name, bad)), case, name)
+
+
+def test_one_head_stays_and_the_others_of_its_weight_move() -> None:
+    """Rows of a group: its heads' Q, K, V, of 16 rows each."""
+    after = trained(HEADS, Topology(tp=2), _planted(QKV, math.nan, (16 * 5 + 20, 7)))
+    _stays(after, HEADS, QKV, slice(16 * 6, 16 * 7))
+
+
+def test_an_expert_of_a_batch_stays_and_the_others_move() -> None:
+    case = replace(MOE, grouped="legacy")
+    name = "decoder.layers.0.mlp.experts.weight2"
+    after = trained(case, Topology(dp=2, ep=2), _planted(name, math.nan, (3, 5)))
+    before, plain = truth(replace(case, steps=1))["main"][name], truth(case)["main"][name]
+    stayed = (after["main"][name] == before).view(4, -1).all(dim=1)
+    assert stayed.tolist() == [True, False, False, False]
+    others = after["main"][name].view(4, -1)[1:]
+    assert torch.equal(others, plain.view(4, -1)[1:])
+    assert all(
+        torch.equal(after["main"][k], v) for k, v in truth(case)["main"].items() if k != name
+    )
+
+
+# --- a finite matrix whose direction is not ------------------------------------------------------
+
+
+@contextmanager
+def _overflowing(name: str, *, is_so: bool, steps: Sequence[int] = range(8)) -> Iterator[None]:
+    """In some steps a gradient's entries are all alike, and the iteration of such a matrix
+    overflows along one line; of a shared one only in the first strip."""
+
+    def alike(grad: Tensor, step: int) -> None:
+        if step in steps:
+            grad.fill_(1e-3)
+
+    of_whole, of_strips = newton_schulz.standard_iteration, strips._standard
+
+    def whole(x: Tensor, *rest: Any) -> Tensor:
+        overflows = is_so and x.amin() == x.amax()
+        made = of_whole(x, *rest)
+        if overflows:
+            made[..., 1, :] = torch.inf
+        return made
+
+    def some(x: list[Tensor], config: Any, products: Any, sharing: Any) -> None:
+        overflows = is_so and x[0].amin() == x[0].amax() and 0 in sharing.numbers
+        of_strips(x, config, products, sharing)
+        if overflows:
+            x[0][1] = torch.inf
+
+    with (
+        _changed(name, alike),
+        mock.patch.object(newton_schulz, "standard_iteration", whole),
+        mock.patch.object(strips, "_standard", some),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("case", "topology", "name"),
+    [
+        (BF16, Topology(dp=2), FC1),
+        (FP32, Topology(tp=2, dp=2), FC2),
+        (SHARED, Topology(dp=4), FC1),
+        (SHARED, Topology(tp=2, dp=2), FC2),  # turned
+    ],
+    ids=said,
+)
+def test_an_iteration_that_overflows_leaves_its_matrix(
+    case: Case, topology: Topology, name: str
+) -> None:
+    case = replace(case, steps=1)
+    plain, after = (
+        trained(case, topology, partial(_overflowing, name, is_so=is_so)) for is_so in (False, True)
+    )
+    for kind in ("main", "exp_avg"):
+        for other, value in after[kind].items():
+            same = torch.equal(value, plain[kind][other])
+            assert same == (kind == "exp_avg" or other != name), (kind, other)
+    assert torch.equal(after["main"][name], truth(replace(case, steps=0))["main"][name])
+
+
+# --- what the run says ----------------------------------------------------------------------------
+
+
+def _until_it_ends(case: Case, topology: Topology, fault: Callable[[], Any]) -> dict[str, Any]:
+    """Lines come every second step; at most eight steps."""
+    said = io.StringIO()
+    with (
+        fault(),
+        mock.patch.object(nonfinite, "_INTERVAL", 2),
+        contextlib.redirect_stdout(said),
+    ):
+        built = start(case, topology)
+        said.truncate(0)
+        steps = 0
+        while steps < 8:
+            error = error_of(partial(take_step, built, steps))
+            steps += 1
+            if error != "no error":
+                break
+    muons = [part.muon for part in gpt.distributed_optimizers(built.optimizer) if part.muon]
+    left = {k: v for muon in muons for k, v in muon.nonfinite.left(waits=True).items()}
+    lines = [line.strip("\0") for line in said.getvalue().splitlines()]
+    return {"steps": steps, "error": error, "lines": lines, "left": left}
+
+
+def test_a_run_ends_on_every_rank_once_lines_in_a_row_name_a_matrix() -> None:
+    """Planted from the second step on: lines of steps 2, 4 and 6 name it."""
+    for limit, steps in ((3, 6), (1, 2)):
+        case = replace(BF16, muon=(("nonfinite_limit", limit),))
+        topology = Topology(tp=2, pp=2)
+        ranks = run(_until_it_ends, 4, case, topology, _planted(FC1, math.nan))
+        for rank in ranks:
+            assert rank["steps"] == steps
+            assert rank["error"].startswith(f"FloatingPointError: {FC1}: left out of steps before")
+            assert "go on from a checkpoint" in rank["error"]
+        last = [line for line in ranks[-1]["lines"] if "was left where it was" in line]
+        assert last[0].startswith(f"[megatron_muon] step 2: {FC1} was left where it was in 1 steps")
+        assert len(last) == limit and all("nor its momentum" in line for line in last)
+        # its home says so at once, and once
+        momenta = [line for rank in ranks for line in rank["lines"] if "the momentum of" in line]
+        assert len(momenta) == 1 and momenta[0].startswith("[megatron_muon] step 2: ")
+        assert [FC1] == [name for rank in ranks for name in rank["left"]]
+
+
+def test_a_run_whose_iteration_overflows_ends_with_another_way_out() -> None:
+    case = replace(SHARED, muon=(*SHARED.muon, ("nonfinite_limit", 2)))
+    fault = partial(_overflowing, FC1, is_so=True)
+    for rank in run(_until_it_ends, 2, case, Topology(dp=2), fault):
+        assert rank["steps"] == 4 and "ns_iteration (--muon-ns-iteration)" in rank["error"]
+        assert rank["error"].startswith(f"FloatingPointError: {FC1}: ")
+        assert not any("momentum" in line for line in rank["lines"])
+
+
+def test_a_line_without_the_matrix_begins_anew_and_a_skipped_step_does_not_count() -> None:
+    """Lines of steps 2 and 6 name it, that of 4 does not; Megatron's loss scaler skips one step."""
+    settings = (("nonfinite_limit", 2), ("momentum", 0.0))
+    case = replace(BF16, bf16=False, fp16=True, overflow=((2, "*"),), muon=settings)
+    fault = partial(_overflowing, FC1, is_so=True, steps=(0, 5))
+    (rank,) = run(_until_it_ends, 1, case, Topology(), fault)
+    assert (rank["steps"], rank["error"], rank["left"]) == (8, "no error", {FC1: (2, 0)})
+    assert [line[:22] for line in rank["lines"]] == [
+        f"[megatron_muon] step {number}" for number in (2, 6)
+    ]
