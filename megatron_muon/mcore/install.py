@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core import optimizer as mcore_optimizer
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.mcore.agreement import agree
 from megatron_muon.mcore.attention_logits import attach
 from megatron_muon.mcore.build import make_muons
 from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
@@ -100,6 +101,11 @@ def installed(config: MuonConfig) -> Iterator[None]:
             install(before)
 
 
+def settings() -> MuonConfig | None:
+    """The settings in force; None while not installed."""
+    return _config
+
+
 def _is_installed() -> bool:
     return _config is not None
 
@@ -139,8 +145,12 @@ def _get_megatron_optimizer(
     """
     assert _config is not None
     given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
-    build = _build_muon if config.optimizer.lower() == "muon" else _build_other
-    if not attach.is_wanted(config, model_chunks, _config):
+    is_muon = config.optimizer.lower() == "muon"
+    watches = attach.is_wanted(config, model_chunks, _config)
+    asks = is_muon or watches or _decays_everything(config)
+    agree(_config, config, model_chunks, asks=asks)
+    build = _build_muon if is_muon else _build_other
+    if not watches:
         return build(original, given, config, model_chunks)
     prepared = together(
         lambda: attach.prepare(config, model_chunks, _config, given.arguments.get("pg_collection")),
@@ -152,14 +162,18 @@ def _get_megatron_optimizer(
     return optimizer
 
 
+def _decays_everything(config: Any) -> bool:
+    assert _config is not None
+    return bool(config.optimizer == "adam" and _config.weight_decay_all_params)
+
+
 def _build_other(
     original: Callable[..., Any],
     given: inspect.BoundArguments,
     config: Any,
     model_chunks: list[Any],
 ) -> Any:
-    assert _config is not None
-    if config.optimizer == "adam" and _config.weight_decay_all_params:
+    if _decays_everything(config):
         _decay_everything(given, config)
     return original(*given.args, **given.kwargs)
 

@@ -27,6 +27,8 @@ from megatron_muon.megatron_lm.flags.settings import muon_config, qk_clip_alpha
 from megatron_muon.megatron_lm.flags.values import KEPT
 from megatron_muon.megatron_lm.loop import early_gathers, memory, step_traces
 from megatron_muon.megatron_lm.watching import writers
+from megatron_muon.planning import agreed
+from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around
 
 _patches = Patches()
@@ -332,8 +334,40 @@ def _get_megatron_muon_optimizer(
     )
 
 
-# The wrappers of the seam table's rows, by name; ``autoload`` wraps ``initialize_megatron``.
+def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Megatron's; then all ranks compare what their flags ask of the plugin.
+
+    Raises:
+        PlanMismatchError: names the first setting that differs.
+    """
+    result = original(*args, **kwargs)
+    core = sys.modules.get("megatron_muon.mcore.install")  # imported where anything is asked
+    config = None if core is None else core.settings()
+    given = importlib.import_module("megatron.training").get_args()
+    flags = {dest: getattr(given, dest, None) or None for dest in _AGREED}
+    flags |= {dest: bool(getattr(given, dest, None)) for dest in ("load", "save")}
+    agree_on_settings(
+        [
+            *agreed.of_run(config or MuonConfig(), given.optimizer, megatron_version()[0]),
+            *(f"--{dest.replace('_', '-')}: {value!r}" for dest, value in flags.items()),
+        ],
+        asks=bool(config or flags["adamw_from_muon"] or flags["muon_trace_steps"]),
+        device=lambda: importlib.import_module("megatron_muon.mcore.shards").device_of([]),
+    )
+    return result
+
+
+# Flags that votes of the plugin depend on, and that are no settings of MuonConfig.
+_AGREED = (
+    *("muon_backend", "muon_from_adamw", "adamw_from_muon", "no_muon_checkpoint_digest"),
+    *("muon_trace_steps", "finetune", "no_load_optim", "override_opt_param_scheduler"),
+    *("ckpt_step", "use_dist_ckpt", "non_persistent_ckpt_type"),
+)
+
+
+# The wrappers of the seam table's rows, by name; ``autoload`` wraps ``initialize_megatron``, too.
 _WRAPPERS: dict[str, Callable[..., Any]] = {
+    "initialize_megatron": _initialize_megatron,
     "parse_args": _parse_args,
     "validate_args": _validate_args,
     "_print_args": _print_args,

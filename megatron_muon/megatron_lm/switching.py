@@ -56,12 +56,8 @@ def from_other(
             if not getattr(args, "no_muon_checkpoint_digest", False):
                 check_files(folder, device)
             _say(f"{folder} is Muon's: Adam's moments of what Muon had start at zero")
-
-            def read_as_muons() -> None:
-                settings = record_of(folder)["settings"]
-                reading.enter_context(reading_muon(optimizer, settings))
-
-            together(read_as_muons, None, device)
+            settings = together(lambda: record_of(folder)["settings"], None, device)
+            reading.enter_context(reading_muon(optimizer, settings))
         elif how == "after muon":
             from megatron_muon.mcore.interop.adamw_after_muon import YOUNG, go_on_after_muon
             from megatron_muon.mcore.interop.switch import record_of

@@ -10,6 +10,7 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device, costs_follow_device
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.version import __version__
 
 
 def description(
@@ -27,10 +28,30 @@ def description(
     depend on, there is a fingerprint; of the work that comes ``later``, its flops.
     """
     devices = [f"kind of device: {device}"] if costs_follow_device(config, device) else []
-    settings = [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]
     before = [f"homes of optimizer {at}: {_homes(plan)}" for at, plan in enumerate(earlier)]
     after = [f"flops of later optimizers: {later}"] if later else []
-    return [*settings, *devices, *before, *after, *map(_describe, parameters)]
+    return [*settings(config), *devices, *before, *after, *map(_describe, parameters)]
+
+
+def settings(config: MuonConfig) -> list[str]:
+    """All settings, one per line."""
+    return [f"setting {f.name}: {getattr(config, f.name)!r}" for f in fields(config)]
+
+
+def of_run(config: MuonConfig, optimizer: str, core: str) -> list[str]:
+    """What all ranks of a run must have, one per line.
+
+    Args:
+        config: the settings.
+        optimizer: the optimizer's name, as Megatron has it.
+        core: the version of megatron-core.
+    """
+    return [
+        f"version of megatron-muon: {__version__}",
+        f"version of megatron-core: {core}",
+        f"optimizer: {optimizer!r}",
+        *settings(config),
+    ]
 
 
 def _homes(plan: ExchangePlan) -> str:

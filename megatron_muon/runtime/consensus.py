@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,11 +38,91 @@ class Coordinates:
     node: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What ranks compare, for the error about a difference.
+
+    Attributes:
+        name: of what they compare.
+        whose: what the ranks are of.
+        way_out: what to do.
+    """
+
+    name: str
+    whose: str
+    way_out: str
+
+
+_ALIKE = (
+    "All ranks of a stage need the same model, the same trainable parameters and the same "
+    f"MuonConfig; unless {named('ns_iteration')} is 'standard', the same kind of device, and on "
+    "GPUs quack-kernels on all of them or on none, too."
+)
+PLAN = Subject("the exchange plan", "the run", _ALIKE)
+PLAN_OF_STAGE = Subject("the exchange plan", "one pipeline stage", _ALIKE)
+SETTINGS = Subject(
+    "its settings",
+    "the run",
+    "All ranks need the same flags (MuonConfig, OptimizerConfig and "
+    "DistributedDataParallelConfig), and one version of each package.",
+)
 _LINE = 120  # characters of an error up to which two values share a line
+_ASKS = "asks"  # what the first rank to come leaves in the store if it asks the plugin for anything
 
 
 class PlanMismatchError(RuntimeError):
-    """Ranks of a stage would not make the same exchange plan."""
+    """Ranks have different settings, or those of a stage would not make the same exchange plan."""
+
+
+# How many times this process has compared settings, by the world in which it did.
+_compared: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
+
+
+def agree_on_settings(
+    settings: Sequence[str], *, asks: bool, device: Callable[[], torch.device]
+) -> None:
+    """Raise an error on every rank of the world if two ranks have different settings.
+
+    A rank that asks nothing of the plugin neither waits nor communicates, unless one that asks has
+    come before it: AdamW's runs stay Megatron's. The first rank to come leaves in torch's store
+    whether it asks. A rank that asks, and finds one that did not, raises alone; its end ends those.
+
+    Args:
+        settings: one per line.
+        asks: whether this rank asks anything of the plugin.
+        device: returns the device that the world communicates from.
+
+    Raises:
+        PlanMismatchError: names the first setting that differs, with the values and ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return  # nobody else is there
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    settings = [
+        *settings,
+        f"torch's deterministic mode: {deterministic}",
+        f"asks anything of megatron-muon: {asks}",
+    ]
+    text, rank = "\n".join(settings), dist.get_rank()
+    first = _first_to_come(_ASKS if asks else f"{rank}\n{text}")
+    if first == _ASKS:
+        agree_everywhere(settings, device(), SETTINGS)
+    elif asks:
+        other, _, theirs = first.partition("\n")
+        raise PlanMismatchError(_first_difference({int(other): theirs, rank: text}, SETTINGS))
+
+
+def _first_to_come(mine: str) -> str:
+    """What the first rank to come here left; ``mine``, which is left there, if this is the first.
+
+    It is no collective, and waits for no other rank.
+    """
+    world: Any = dist.group.WORLD
+    _compared[world] = number = _compared.get(world, 0) + 1
+    store: Any = dist.distributed_c10d._get_default_store()
+    if store is None:  # as over MPI
+        return mine
+    return str(store.compare_set(f"megatron_muon/settings/{number}", "", mine).decode())
 
 
 def agree_on_grid(
@@ -65,16 +146,19 @@ def agree_on_grid(
     every = collectives.all_gather_numbers(mine, group, device)
     if any(numbers[-4:] != every[0][-4:] for numbers in every):
         texts = collectives.all_gather_texts("\n".join(description), group)
-        raise PlanMismatchError(_first_difference(texts, "one pipeline stage"))
+        raise PlanMismatchError(_first_difference(dict(enumerate(texts)), PLAN_OF_STAGE))
     return grid_of([Coordinates(*numbers[:-4]) for numbers in every])
 
 
-def agree_everywhere(description: Sequence[str], device: torch.device) -> None:
+def agree_everywhere(
+    description: Sequence[str], device: torch.device, subject: Subject = PLAN
+) -> None:
     """Raise an error on every rank of the world if two ranks have different descriptions.
 
     Args:
         description: the lines that must be the same on all ranks.
         device: the device that the world communicates from.
+        subject: what the lines are about.
 
     Raises:
         PlanMismatchError: on every rank; names the first line that differs.
@@ -82,7 +166,7 @@ def agree_everywhere(description: Sequence[str], device: torch.device) -> None:
     every = collectives.all_gather_numbers(_words(description), None, device)
     if any(words != every[0] for words in every):
         texts = collectives.all_gather_texts("\n".join(description), None)
-        raise PlanMismatchError(_first_difference(texts, "the run"))
+        raise PlanMismatchError(_first_difference(dict(enumerate(texts)), subject))
 
 
 def attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -103,7 +187,7 @@ def together(act: Callable[[], T], group: Group | None, device: torch.device) ->
     """The result of ``act`` on every rank of the group; an error on one rank stops all of them.
 
     Args:
-        act: does not communicate, or begins with a vote of its own.
+        act: does not communicate: the other ranks may be at the vote already.
         group: all its ranks call this together; None for the world.
         device: the device that the group communicates from.
 
@@ -129,8 +213,14 @@ def raise_together(error: BaseException | None, group: Group | None, device: tor
         if error is not None:
             raise error
         return
-    if collectives.any_rank("muon/agree", torch.tensor(error is not None, device=device), group):
-        raise_quoting(error, group)
+    flag = torch.tensor(error is not None, device=device)
+    try:
+        if collectives.any_rank("muon/agree", flag, group):
+            raise_quoting(error, group)
+    except collectives.PhaseError as lost:
+        if error is None:
+            raise
+        raise error from lost  # it says more than that others do not answer
 
 
 def raise_quoting(error: BaseException | None, group: Group | None) -> NoReturn:
@@ -189,34 +279,31 @@ def _words(description: Sequence[str]) -> list[int]:
     return [int.from_bytes(whole[i : i + 8], "big", signed=True) for i in (0, 8, 16, 24)]
 
 
-def _first_difference(texts: Sequence[str], whose: str) -> str:
-    """The error's text about descriptions that are not all alike, the same on every rank."""
-    reference = texts[0].split("\n")
-    for rank, text in enumerate(texts):
-        for theirs, ours in itertools.zip_longest(text.split("\n"), reference):
+def _first_difference(texts: Mapping[int, str], subject: Subject) -> str:
+    """The error's text about descriptions by rank that are not all alike, the same everywhere."""
+    (first, reference), *others = texts.items()
+    for rank, text in others:
+        for theirs, ours in itertools.zip_longest(text.split("\n"), reference.split("\n")):
             if theirs != ours:
                 return (
-                    f"ranks of {whose} disagree about the exchange plan, first at "
-                    f"{_both(theirs, ours, rank, whose)}\nAll ranks of a stage need the same "
-                    "model, the same trainable parameters and the same MuonConfig; unless "
-                    f"{named('ns_iteration')} is 'standard', the same kind of device, and on GPUs "
-                    "quack-kernels on all of them or on none, too."
+                    f"ranks of {subject.whose} disagree about {subject.name}, first at "
+                    f"{_both((rank, theirs), (first, ours), subject.whose)}\n{subject.way_out}"
                 )
     raise AssertionError("fingerprints differ but descriptions do not")
 
 
-def _both(theirs: str | None, ours: str | None, rank: int, whose: str) -> str:
+def _both(theirs: tuple[int, str | None], ours: tuple[int, str | None], whose: str) -> str:
     """``setting momentum: rank 1 of the run has 0.9 where rank 0 has 0.95``.
 
     Args:
-        theirs, ours: a line of rank ``rank`` and of rank 0; None where a description has ended.
+        theirs, ours: a rank, and its line; None where a description has ended.
+        whose: what the ranks are of.
     """
-    name = (ours or theirs or "").split(": ", 1)[0]
-    values = [_value(line, name) for line in (theirs, ours)]
-    text = f"{name}: rank {rank} of {whose} has {values[0]} where rank 0 has {values[1]}"
-    if len(text) <= _LINE:
-        return text
-    return f"{name}: rank {rank} of {whose} has\n  {values[0]}\nwhere rank 0 has\n  {values[1]}"
+    name = (ours[1] or theirs[1] or "").split(": ", 1)[0]
+    values = [_value(line, name) for _, line in (theirs, ours)]
+    one, other = f"{name}: rank {theirs[0]} of {whose} has", f"where rank {ours[0]} has"
+    text = f"{one} {values[0]} {other} {values[1]}"
+    return text if len(text) <= _LINE else f"{one}\n  {values[0]}\n{other}\n  {values[1]}"
 
 
 def _value(line: str | None, name: str) -> str:

@@ -163,6 +163,7 @@ def _work(pipe: connection.Connection, stacks: str) -> None:
     for name in CPU:  # a no-op if the fork server has done it
         importlib.import_module(name)
 
+    importlib.import_module("support.acts").hold_acts()
     while True:
         try:
             task = pickle.loads(pipe.recv_bytes())

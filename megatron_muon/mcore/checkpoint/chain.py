@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -28,6 +29,7 @@ WHOLE_WEIGHTS = (
     if hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable")
     else "fully_sharded_model_space"  # before core 0.15
 )
+_GATHERED = ("fully_reshardable", "dp_zero_gather_scatter")  # Megatron communicates to save them
 
 
 class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
@@ -55,8 +57,15 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state dict into each optimizer; ``formats`` checks what it holds."""
-        given = self._together(self._given, state_dict)  # errors come before one of them scatters
+        given = self._together(self._given, state_dict)
         self._together(super().load_state_dict, given)
+        self._scatter()
+
+    def _scatter(self) -> None:
+        """Scatter what the optimizers have read and checked, as dp_zero_gather_scatter asks."""
+        with self._without_stubs():
+            for part in self.chained_optimizers:
+                part.scatter()
 
     def _given(self, state_dict: Any) -> Any:
         if self.source is not None:
@@ -64,21 +73,33 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             state_dict = _of_any(converted(state_dict, self.source, config, WHOLE_WEIGHTS))
         return _for_parts(state_dict, len(self.chained_optimizers))
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+    ) -> Any:
         """Megatron's sharded state dict: to be saved, or to be filled with ``is_loading``.
 
         Raises:
             NotImplementedError: a tensor on disk would hold weights of Muon's and of AdamW's.
             ValueError: a checkpoint of Megatron's own Muon lacks something; names what.
         """
-        state = self._together(self._sharded_state_dict, *args, **kwargs)
+        given = (model_sharded_state_dict, is_loading)
+        if is_loading or _format(kwargs) not in _GATHERED:
+            state = self._together(self._sharded_state_dict, *given, **kwargs)
+        else:
+            self._together(self._make_ready)
+            with self._without_stubs():
+                state = self._sharded_state_dict(*given, **kwargs)
         if self.decided_by_name:  # a setting, so all ranks take the same branch
             parts = [part for part in self.chained_optimizers if not part.is_stub_optimizer]
             _refuse_mixed({tensor for part in parts for tensor in part.tensors}, self.voters)
         return state
 
+    def _make_ready(self) -> None:
+        for part in self.chained_optimizers:
+            part.make_ready()
+
     def _sharded_state_dict(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+        self, model_sharded_state_dict: Any, is_loading: bool, **kwargs: Any
     ) -> Any:
         if self.source is None or not is_loading:
             return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
@@ -89,8 +110,17 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         return state
 
     def save_parameter_state(self, filename: str) -> None:
-        """Save parameters' state in the format ``torch``."""
-        self._together(super().save_parameter_state, filename)
+        """Save parameters' state in the format ``torch``, in Megatron's layout."""
+        self._together(self._make_ready)
+        with self._without_stubs():
+            states = [part.get_parameter_state_dp_zero() for part in self.chained_optimizers]
+        self._together(self._write, states, filename)
+
+    def _write(self, states: list[Any], filename: str) -> None:
+        writes = [part.data_parallel_group.rank() == 0 for part in self.chained_optimizers]
+        kept = [state if here else None for state, here in zip(states, writes, strict=True)]
+        if any(writes):
+            torch.save(kept if len(kept) > 1 else kept[0], filename)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
         """Load parameters' state in the format ``torch``.
@@ -98,10 +128,11 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
         Raises:
             FileNotFoundError, ValueError: a rank's file is missing or cut off.
         """
-        self._together(self._check_file, filename)  # DP rank 0 reads while the others wait for it
+        self._together(self._check_file, filename)
         self._together(
             super().load_parameter_state, filename, update_legacy_format=update_legacy_format
         )
+        self._scatter()
 
     def _check_file(self, filename: str) -> None:
         if not any(part.data_parallel_group.rank() == 0 for part in self.chained_optimizers):
@@ -115,6 +146,10 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             raise ValueError(f"{filename} is cut off, or is no file of torch.save")
 
     def _together(self, act: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """``consensus.together``. What gathers or scatters has a vote before it and none after.
+
+        An error there is this rank's alone: others wait in a collective, and no vote reaches them.
+        """
         device = device_of(self.chained_optimizers[0].model_chunks)
 
         def without_stubs() -> T:
@@ -131,6 +166,12 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             yield
         finally:
             self.chained_optimizers = every
+
+
+def _format(kwargs: dict[str, Any]) -> str | None:
+    """The format that arguments of ``sharded_state_dict`` ask for; up to core 0.12 by its name."""
+    metadata = kwargs.get("metadata") or {}
+    return kwargs.get("sharding_type") or metadata.get("distrib_optim_sharding_type")
 
 
 def _in_whole_weights(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,6 @@ cannot load Muon's checkpoint: it asks for ``exp_avg`` of Muon's parameters, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,11 +51,12 @@ from megatron_muon.mcore.checkpoint.param_groups import (
 from megatron_muon.mcore.checkpoint.sharded import ShardedState, StateDict
 from megatron_muon.mcore.shards import device_of
 from megatron_muon.orthogonalize.matmul import plan_device
-from megatron_muon.runtime.consensus import together
 
 
 class MuonCheckpoint(ShardedState):
     """The checkpoint part of a MuonDistributedOptimizer."""
+
+    _to_scatter: tuple[StateDict | None] | None = None  # of this rank, between check and scatter
 
     def state_dict(self) -> StateDict:
         """Megatron's state dict, without parameters' state, plus the record of Muon's settings."""
@@ -69,36 +69,33 @@ class MuonCheckpoint(ShardedState):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Check the state dict, pair its groups with ours, and load it by Megatron's method.
 
+        It does not communicate: what dp_zero_gather_scatter scatters waits for ``scatter``.
+
         Raises:
             ValueError: the state dict is not Muon's or lacks something; names what.
-            RuntimeError: with dp_zero_gather_scatter, only another rank of the stage has an error.
         """
-        given: StateDict = {}
-        loaded: list[Any] = []
-
-        def prepare() -> None:
-            if self.from_adamw is None:
-                kind = plan_device(device_of(self.model_chunks))
-                check_record(state_dict, self._muon.config, kind)
-            elif "param_state_sharding_type" in state_dict:
-                self._refuse_other_order(state_dict["param_state_sharding_type"])
-            saved = state_dict["optimizer"]
-            if self.from_adamw == "sum":
-                saved = as_ours([state_dict], self._muon.config)["optimizer"]
-            own = self.optimizer.param_groups
-            loaded.extend(loaded_groups(own, saved["param_groups"]))
-            groups = as_megatron_pairs(own, loaded)
-            given.update({**state_dict, "optimizer": {**saved, "param_groups": groups}})
-            self._fill_state()
-
-        if state_dict.get("param_state_sharding_type") == "dp_zero_gather_scatter":
-            self._together(prepare)  # errors come before the ranks scatter
-        else:
-            prepare()
-        super().load_state_dict(given)
+        self._to_scatter = None
+        if self.from_adamw is None:
+            kind = plan_device(device_of(self.model_chunks))
+            check_record(state_dict, self._muon.config, kind)
+        elif "param_state_sharding_type" in state_dict:
+            self._refuse_other_order(state_dict["param_state_sharding_type"])
+        saved = state_dict["optimizer"]
+        if self.from_adamw == "sum":
+            saved = as_ours([state_dict], self._muon.config)["optimizer"]
+        own = self.optimizer.param_groups
+        loaded = loaded_groups(own, saved["param_groups"])
+        groups = as_megatron_pairs(own, loaded)
+        self._fill_state()
+        super().load_state_dict({**state_dict, "optimizer": {**saved, "param_groups": groups}})
         for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
             group.update(values)  # Megatron confuses groups that look alike
         self._part_steps()
+
+    def make_ready(self) -> None:
+        """Do what may fail on one rank alone before Megatron gathers."""
+        self._fill_state()
+        _ = self._name_of
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> StateDict | None:
         """All state of the DP group, gathered to its first rank, or to all ranks if asked."""
@@ -117,28 +114,27 @@ class MuonCheckpoint(ShardedState):
     def load_parameter_state_from_dp_zero(
         self, state_dict: StateDict | None, *, update_legacy_format: bool = False
     ) -> None:
-        """Load state that the DP group's first rank scatters. Every rank of the stage calls it.
+        """Check state that the DP group's first rank is to ``scatter``. No communication.
 
         Raises:
             ValueError: a parameter's state is missing, or has another size or dtype; names it.
             NotImplementedError: ``update_legacy_format`` is set.
-            RuntimeError: only another rank has an error.
         """
-        given: StateDict = {}
+        if update_legacy_format:
+            raise NotImplementedError(
+                "no Muon checkpoint has the format that "
+                "--ckpt-convert-update-legacy-dist-opt-format reads: leave it out"
+            )
+        if self.from_adamw is not None:
+            self._refuse_other_order("torch")
+        reads = self.data_parallel_group.rank() == 0
+        self._to_scatter = (self._from_disk(state_dict) if reads else None,)
 
-        def prepare() -> None:
-            if update_legacy_format:
-                raise NotImplementedError(
-                    "no Muon checkpoint has the format that "
-                    "--ckpt-convert-update-legacy-dist-opt-format reads: leave it out"
-                )
-            if self.from_adamw is not None:
-                self._refuse_other_order("torch")
-            if self.data_parallel_group.rank() == 0:
-                given.update(self._from_disk(state_dict))
-
-        self._together(prepare)
-        super().load_parameter_state_from_dp_zero(given or None)
+    def scatter(self) -> None:
+        """Scatter what has been checked, if anything has. Every rank of the stage calls it."""
+        if self._to_scatter is not None:
+            (given,), self._to_scatter = self._to_scatter, None
+            super().load_parameter_state_from_dp_zero(given)
 
     def sharded_param_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's state for dp_zero_gather_scatter.
@@ -182,10 +178,6 @@ class MuonCheckpoint(ShardedState):
                 "--muon-dp-layout bucketed (align_shards=False in MuonConfig); what it saves loads "
                 "in either order"
             )
-
-    def _together(self, act: Callable[[], None]) -> None:
-        """Raise on every rank of the stage if ``act``, which communicates nothing, does on one."""
-        together(act, self.stage_group, device_of(self.model_chunks))
 
     def _part_steps(self) -> None:
         """Give each parameter its own step tensor; loading torch's AdamW makes them share one."""

@@ -10,7 +10,7 @@ beside the optimizer's state tells this package how many steps the young paramet
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,11 +20,14 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.config import MuonConfig
+from megatron_muon.mcore import process_groups
+from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.checkpoint.sharded import StateDict
 from megatron_muon.mcore.params.placement import local_experts, muons_of
 from megatron_muon.mcore.process_groups import Sizes
-from megatron_muon.mcore.shards import owned_shards
+from megatron_muon.mcore.shards import device_of, owned_shards
+from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import turn_into
 
 Tensor = torch.Tensor
@@ -166,6 +169,8 @@ class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
 def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     """Let AdamW's optimizer load a checkpoint of Muon's inside the ``with``.
 
+    Every rank of the world calls it.
+
     Args:
         optimizer: the chain that ``get_megatron_optimizer`` has returned for ``optimizer='adam'``
             with the distributed optimizer.
@@ -173,20 +178,31 @@ def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 
     Raises:
         ValueError: the checkpoint lacks something; names what.
-        RuntimeError: with dp_zero_gather_scatter or ``torch``, only another rank has an error.
+        RuntimeError: only another rank has an error.
     """
+    chain, every = type(optimizer), optimizer.chained_optimizers
+    parts = [part for part in every if not part.is_stub_optimizer]
+    device = device_of(every[0].model_chunks)
+    config = together(lambda: _turn_into_readers(parts, settings), None, device)
+    instance = int(every[0].distributed_optimizer_instance_id)
+    stage = process_groups.stage_of(every[0].model_chunks, instance, None, device)
+    optimizer.voters = process_groups.voters(every, stage)
+    optimizer.decided_by_name = False
+    turn_into(optimizer, type("Reader", (CheckpointChain, chain), {}))
+    yield  # an error in the block ends the run, so nothing is undone
+    turn_into(optimizer, type("AfterMuon", (ChainAfterMuon, chain), {}))
+    for part in parts:
+        _start_after_muon(part, config)
+
+
+def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> MuonConfig:
     config = MuonConfig(**settings)
-    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
         turn_into(part, MuonReader)
         part.sizes = _sizes()
         part.muon = _Former(config, part)
-        part.stage_group = part.data_parallel_group
         part.local_experts, part.ep_rank = _experts(part)
-    yield  # an error in the block ends the run, so nothing is undone
-    turn_into(optimizer, ChainAfterMuon)
-    for part in parts:
-        _start_after_muon(part, config)
+    return config
 
 
 def _start_after_muon(part: Any, former: MuonConfig) -> None:

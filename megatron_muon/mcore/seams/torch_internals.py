@@ -19,6 +19,12 @@ SEAMS = (
         _torch("torch", f"_foreach_{name}", "called", _FOREACH)
         for name in ("add_", "copy_", "mul", "mul_", "norm", "sub_")
     ),
+    _torch(
+        "torch.distributed.distributed_c10d",
+        "_get_default_store",
+        "called",
+        "the world's store, where the first rank to compare settings leaves whether it asks",
+    ),
     _torch("torch", "save", "replaced", "writes a file; replaced during a save, to hash it"),
     _torch(
         "torch.distributed",

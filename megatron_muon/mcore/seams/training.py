@@ -1,7 +1,7 @@
 """Symbols of Megatron-LM's training scripts, ``megatron.training``, that the plugin uses.
 
-Wrappers of ``wrapped`` rows are in ``megatron_lm.install``; only the one of
-``initialize_megatron`` is in ``megatron_lm.autoload``.
+Wrappers of ``wrapped`` rows are in ``megatron_lm.install``; ``megatron_lm.autoload`` has a second
+one of ``initialize_megatron``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ SEAMS = (
         _INITIALIZE,
         "initialize_megatron",
         "wrapped",
-        "makes the process groups; wrapped by the patch, to let a run without a GPU parse first",
+        "makes the process groups; wrapped to compare settings then, and by the patch to let a run "
+        "without a GPU parse first",
         ("allow_no_cuda",),
     ),
     _seam(

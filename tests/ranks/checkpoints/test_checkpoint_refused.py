@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron_muon.mcore.interop.adamw_after_muon import reading_muon
+from megatron_muon.mcore.interop.switch import reading_adamw
 from support.checkpoints.resharding import refused
 from support.checkpoints.resuming import check
 from support.checkpoints.saving import (
     error_of_load,
     error_of_save,
     formats,
+    load,
     save_new,
     sharded,
     write,
 )
 from support.installed import VERSION
 from support.models.gpt import Case, Topology, start, take_step
-from support.ranks import run
+from support.ranks import error_of, run
 
 BF16 = Case(steps=4)
 DEFAULT, *OTHERS = formats()
@@ -63,6 +68,59 @@ def test_a_missing_file_is_an_error_everywhere_and_no_hang(how: str, tmp_path: P
         file.write_bytes(file.read_bytes()[:-100])
     for text in run(error_of_load, 2, BF16, topology, "torch", str(tmp_path)):
         assert file.name in text and ("lacks" in text or "cut off" in text), text
+
+
+def _load_what_rank_0_cannot_read(
+    was: str, case: Case, topology: Topology, folder: str, how: str
+) -> None:
+    built = start(case, topology)
+    own = torch.load
+
+    def fails(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if how == "OSError" and "0_0_0_distrib_optim" in str(file):
+            raise OSError(5, "Input/output error")
+        return own(file, *args, **kwargs)
+
+    with ExitStack() as loading:
+        loading.enter_context(mock.patch.object(torch, "load", fails))
+        if was == "adam":
+            loading.enter_context(reading_adamw(built.optimizer, "momentum"))
+        elif case.optimizer == "adam":
+            loading.enter_context(reading_muon(built.optimizer, {}))
+        load(built, folder, "torch")
+
+
+def _error_of_what_rank_0_cannot_read(*args: Any) -> str:
+    return error_of(lambda: _load_what_rank_0_cannot_read(*args))
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "how", "topology"),
+    [
+        ("muon", "muon", "data.pkl", Topology(dp=2)),
+        ("adam", "muon", "data.pkl", Topology(tp=2, dp=2)),
+        ("adam", "muon", "OSError", Topology(dp=2)),
+        ("muon", "adam", "data.pkl", Topology(dp=2)),
+    ],
+    ids=str,
+)
+def test_a_file_that_torch_cannot_read_ends_all_ranks_with_torchs_words(
+    was: str, now: str, how: str, topology: Topology, tmp_path: Path
+) -> None:
+    size = topology.world_size
+    run(save_new, size, replace(BF16, optimizer=was), topology, "torch", str(tmp_path))
+    if how == "data.pkl":
+        file = tmp_path / "0_0_0_distrib_optim.pt"
+        at = file.read_bytes().index(b"\x80\x02}q") + 8
+        with file.open("r+b") as damaged:  # the table of contents is at its end
+            damaged.seek(at)
+            damaged.write(bytes(30))
+    case = replace(BF16, optimizer=now)
+    given = (_error_of_what_rank_0_cannot_read, size, was, case, topology, str(tmp_path), how)
+    first, *others = run(*given, timeout=30.0)
+    assert first.startswith("UnpicklingError: " if how == "data.pkl" else "OSError: "), first
+    for text in others:
+        assert text == f"RuntimeError: rank 0 stopped this run: {first.removeprefix('OSError: ')}"
 
 
 def _edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:

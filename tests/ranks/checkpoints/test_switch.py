@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from support.checkpoints.saving import formats, load, save, spoil, unequal
 from support.models.gpt import (
     Case,
     Topology,
+    build,
     held,
     lr_at,
+    make_optimizer,
     muon_weights,
     start,
     take_step,
@@ -194,6 +197,29 @@ def test_apexs_adam_goes_on_from_muon(tmp_path: Path) -> None:
     format, size = formats()[0], topology.world_size
     for unlike in run(_to_adamw_with_apexs_loop, size, adam, topology, format, str(tmp_path)):
         assert unlike == []
+
+
+def _clips_after_muon(folder: str) -> int:
+    """How often a step of AdamW with QK-Clip clips, once it has read Muon's checkpoint."""
+    import megatron_muon
+    from megatron_muon.mcore.attention_logits.attach import RunClip
+
+    _saved(MUON, Topology(), "torch", folder)
+    megatron_muon.install(MuonConfig(qk_clip=100.0))
+    try:
+        built = build(ADAM, Topology())
+        built.optimizer = make_optimizer(built)
+    finally:
+        megatron_muon.uninstall()
+    with reading_muon(built.optimizer, settings_of(MUON)):
+        load(built, folder, "torch")
+    with mock.patch.object(RunClip, "after_step") as clip:
+        take_step(built, MUON.steps)
+    return clip.call_count
+
+
+def test_adamw_after_muon_still_clips_logits(tmp_path: Path) -> None:
+    assert run(_clips_after_muon, 1, str(tmp_path)) == [1]
 
 
 # --- from the proof of concept ----------------------------------------------------------------

@@ -77,6 +77,34 @@ def test_any_type_of_error(kind: str, failing: int) -> None:
     assert other.startswith(f"RuntimeError: rank {failing} stopped this run: ") and other[45:]
 
 
+def _nobody_else_votes() -> str | None:
+    import datetime
+
+    import torch.distributed as dist
+
+    from megatron_muon.runtime.consensus import together
+
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        return None
+    return described(lambda: together(_lookup, group, torch.device("cpu")))
+
+
+def test_an_error_is_not_lost_where_others_do_not_answer() -> None:
+    assert run(_nobody_else_votes, 2, timeout=30.0) == ["KeyError: 'a key'", None]
+
+
+def _act_that_communicates() -> str | None:
+    from megatron_muon.runtime.consensus import together
+
+    return described(lambda: together(torch.distributed.barrier, None, torch.device("cpu")))
+
+
+def test_every_test_on_ranks_holds_acts_to_not_communicating() -> None:
+    for text in run(_act_that_communicates, 2, timeout=30.0):
+        assert "communicates: barrier" in (text or ""), text
+
+
 def _rank_0_fails(way: str, kind: str) -> str | None:
     from megatron_muon.megatron_lm import checkpointing
 

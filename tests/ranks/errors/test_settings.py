@@ -1,0 +1,234 @@
+"""Ranks that ask for different things: an error that names the setting, on each, before a hang."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+from megatron_muon import MuonConfig
+from support.models.gpt import Case, Topology, build
+from support.ranks import error_of, run
+
+# For each setting what both ranks ask for, or a value of rank 1 where rank 0 has the default.
+LOG = {"log_interval": 2, "log_file": "a"}
+OTHERS: dict[str, Any] = {
+    "matched_adamw_rms": 0.3,
+    "scale_mode": "shape_scaling",
+    "momentum": 0.9,
+    "nesterov": False,
+    "ns_steps": 6,
+    "ns_coefficients": "quintic",
+    "ns_iteration": "standard",
+    "ns_dtype": "fp32",
+    "ns_batch": 2,
+    "elementwise": "foreach",
+    "clip_scope": "adamw",
+    "weight_decay_all_params": True,
+    "split_qkv": False,
+    "splits": (("*.linear_qkv.weight", "whole"),),
+    "lr_mults": (("output_layer.weight", 2.0),),
+    "wd_mults": (("output_layer.weight", 2.0),),
+    "qk_clip": 100.0,
+    "qk_clip_alpha": 0.25,
+    "muon_include": ("output_layer.weight",),
+    "muon_exclude": ("*.linear_fc1.weight",),
+    "homes": "local",
+    "split_matrices": 2,
+    "rank_tflops": 300.0,
+    "link_gbytes": 20.0,
+    "node_ranks": 4,
+    "round_bytes": 1 << 20,
+    "align_shards": True,
+    "early_param_gather": "off",
+    "checkpoint_digest": False,
+    "log_interval": [{}, LOG],
+    "log_file": [LOG, {**LOG, "log_file": "b"}],
+}
+MEGATRONS = {
+    "OptimizerConfig": OptimizerConfig,
+    "DistributedDataParallelConfig": DistributedDataParallelConfig,
+}
+# A bucket's size may follow a stage's parameters, and a rank may log into a folder of its own.
+MAY_DIFFER = {"optimizer", "bucket_size", "config_logger_dir"}
+FIELDS = [
+    *(("setting", field.name) for field in dataclasses.fields(MuonConfig)),
+    *(
+        (kind, field.name)
+        for kind, config in MEGATRONS.items()
+        for field in dataclasses.fields(config)
+        if field.name not in MAY_DIFFER
+    ),
+    *(("model", name) for name in ("qk_clip", "log_max_attention_logit")),
+]
+CASE, TOPOLOGY = Case(layers=1, steps=1), Topology(dp=2)
+
+
+def _another(value: Any) -> Any:
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, (list, tuple)):
+        return type(value)([*value, "another"])
+    if isinstance(value, float):  # it may be infinite
+        return 0.5 if value != 0.5 else 0.25
+    return torch.float16 if isinstance(value, torch.dtype) else value * 2 + type(value)(1)
+
+
+@contextlib.contextmanager
+def _installed() -> Iterator[None]:
+    import megatron_muon
+
+    megatron_muon.install()
+    try:
+        yield
+    finally:
+        megatron_muon.uninstall()
+
+
+def _error(chunk: Any, config: OptimizerConfig, **settings: Any) -> str:
+    """Of asking for the optimizer, as if the plugin was installed with these settings."""
+    from megatron.core import optimizer as mcore_optimizer
+
+    from megatron_muon.mcore import install
+
+    with mock.patch.object(install, "_config", MuonConfig(**settings)):
+        return error_of(lambda: mcore_optimizer.get_megatron_optimizer(config, [chunk]))
+
+
+def _config(optimizer: str = "muon") -> OptimizerConfig:
+    return OptimizerConfig(optimizer=optimizer, lr=0.1, bf16=True, use_distributed_optimizer=True)
+
+
+def _errors() -> dict[tuple[str, str], str]:
+    """This rank's error for each of ``FIELDS``, which is another on rank 1."""
+    chunk, odd = build(CASE, TOPOLOGY).ddp, dist.get_rank() == 1
+    texts = {}
+    with _installed():
+        for kind, name in FIELDS:
+            config, asked = _config(), {}
+            if kind == "setting":
+                other = OTHERS[name]
+                asked = other[odd] if isinstance(other, list) else {name: other} if odd else {}
+            elif odd:
+                owner = {"OptimizerConfig": config, "model": chunk.config}.get(kind)
+                owner = owner or chunk.ddp_config
+                value = getattr(owner, name, None)
+                setattr(owner, name, _another(value))
+            texts[kind, name] = _error(chunk, config, **asked)
+            if odd and kind != "setting":
+                setattr(owner, name, value)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def texts_of_ranks() -> list[dict[tuple[str, str], str]]:
+    return run(_errors, 2, timeout=60.0)
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=".".join)
+def test_a_setting_of_one_rank_is_named_on_every_rank(
+    field: tuple[str, str], texts_of_ranks: list[dict[tuple[str, str], str]]
+) -> None:
+    kind, name = field
+    said = f"{name} of the model" if kind == "model" else f"{kind}{'. '[kind == 'setting']}{name}"
+    for texts in texts_of_ranks:
+        assert texts[field].startswith(
+            "PlanMismatchError: ranks of the run disagree about its settings, first at "
+            f"{said}: rank 1 of the run has"
+        ), texts[field]
+
+
+def _let_the_other_come_first() -> None:
+    dist.distributed_c10d._get_default_store().wait(["megatron_muon/settings/1"])
+
+
+def _error_among_adamws(asks: str) -> str:
+    """Rank 1 asks nothing of the plugin, and comes later."""
+    chunk, odd = build(CASE, TOPOLOGY).ddp, dist.get_rank() == 1
+    if odd:
+        _let_the_other_come_first()
+    settings = {"qk_clip": 100.0} if asks == "setting qk_clip" and not odd else {}
+    config = _config("muon" if asks == "optimizer" and not odd else "adam")
+    with _installed():
+        return _error(chunk, config, **settings)
+
+
+@pytest.mark.parametrize("asks", ["optimizer", "setting qk_clip"])
+def test_a_rank_that_asks_nothing_of_the_plugin_gets_the_error_too(asks: str) -> None:
+    for text in run(_error_among_adamws, 2, asks, timeout=30.0):
+        assert f"settings, first at {asks}: rank 1 of the run has" in text, text
+
+
+def _error_of_comparing(first: str, second: str) -> str:
+    """Rank 1 comes later; a rank of ``nobody`` does not come."""
+    from megatron_muon.runtime.consensus import agree_on_settings
+
+    rank = dist.get_rank()
+    who = (first, second)[rank]
+    if who == "nobody":
+        return "does not come"
+    if rank == 1:
+        _let_the_other_come_first()
+    lines, cpu = [f"optimizer: {who}"], torch.device("cpu")
+    return error_of(lambda: agree_on_settings(lines, asks=who == "muon", device=lambda: cpu))
+
+
+def test_adamw_waits_for_no_rank_and_muon_for_no_adamw() -> None:
+    assert run(_error_of_comparing, 2, "adam", "nobody", timeout=30.0)[0] == "no error"
+    assert run(_error_of_comparing, 2, "adam", "adam", timeout=30.0) == ["no error"] * 2
+    adam, muon = run(_error_of_comparing, 2, "adam", "muon", timeout=30.0)
+    assert adam == "no error"  # it is in Megatron's hands by then, and ends when the other does
+    assert "first at optimizer: rank 1 of the run has muon where rank 0 has adam" in muon
+
+
+def _error_of_initializing(asks: bool) -> str:
+    """In Megatron-LM, before the model is built; rank 1 asks for AdamW, and comes later."""
+    from megatron_muon.megatron_lm import install
+
+    rank = dist.get_rank()
+    if rank == 1 and not asks:
+        return "does not come"
+    if rank == 1:
+        _let_the_other_come_first()
+    is_muon = asks and rank == 0
+    args = SimpleNamespace(optimizer="muon" if is_muon else "adam")
+    training = SimpleNamespace(get_args=lambda: args)
+    with mock.patch.dict(sys.modules, {"megatron.training": training}):
+        with _installed() if is_muon else contextlib.nullcontext():
+            return error_of(lambda: install._initialize_megatron(lambda: None))
+
+
+def test_megatron_lms_ranks_compare_flags_as_soon_as_they_can() -> None:
+    for text in run(_error_of_initializing, 2, True, timeout=30.0):
+        assert "first at optimizer: rank 1 of the run has 'adam' where rank 0 has 'muon'" in text
+    assert run(_error_of_initializing, 2, False, timeout=30.0) == ["no error", "does not come"]
+
+
+def _errors_of_flags() -> dict[str, str]:
+    """Of flags that rank 1 alone has."""
+    from megatron_muon.megatron_lm import install
+
+    texts = {}
+    for dest in (*install._AGREED, "load", "save"):
+        given = {dest: "given"} if dist.get_rank() == 1 else {}
+        args = SimpleNamespace(optimizer="muon", **given)
+        training = SimpleNamespace(get_args=lambda args=args: args)
+        with mock.patch.dict(sys.modules, {"megatron.training": training}), _installed():
+            texts[dest] = error_of(lambda: install._initialize_megatron(lambda: None))
+    return texts
+
+
+def test_a_flag_of_one_rank_that_a_load_or_a_trace_depends_on_is_named() -> None:
+    for texts in run(_errors_of_flags, 2, timeout=30.0):
+        for dest, text in texts.items():
+            assert f"first at --{dest.replace('_', '-')}: rank 1 of the run has" in text
