@@ -143,7 +143,7 @@ class MuonConfig:
             attention logits, with Megatron's ``overlap_param_gather_with_optimizer_step`` and with
             a CUDA graph of the full iteration, and on otherwise. ``on``: an error with these.
         checkpoint_digest: write sizes and checksums of a checkpoint's files into its folder. Before
-            a load, check them, and that the model is the same (``files.digest``).
+            a load, check them, and that the model is the same (``mcore.load_check.digest``).
         log_interval: steps between two logging steps, which write what the matrices are like
             (module ``watching``) to ``log_file``; None: no step does. Shared matrices cannot be
             logged yet, so ``split_matrices`` must then be None or ``off``.

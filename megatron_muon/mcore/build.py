@@ -29,7 +29,7 @@ from megatron_muon.mcore.distributed_optimizer import (
     init_state_of,
     muon_over,
 )
-from megatron_muon.mcore.integrity import registry
+from megatron_muon.mcore.load_check import models
 from megatron_muon.mcore.loss_scale import share_loss_scale
 from megatron_muon.mcore.params.bucket_layout import require_ordered
 from megatron_muon.mcore.params.counted_once import count_once
@@ -136,7 +136,7 @@ def make_muons(
     lines += _nodes(muons, config, stage)
     if config.log_interval is not None and muons:
         optimizer.watch = Watch(muons, model_chunks, config, stage, optimizer.voters)
-    registry.remember(model_chunks, config, stage)
+    models.remember(model_chunks, config, stage)
     for line in lines:
         print(line, flush=True)
 

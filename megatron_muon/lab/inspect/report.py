@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.files import digest
 from megatron_muon.files.regular import entries
 from megatron_muon.lab.inspect.folder import located, read
 from megatron_muon.lab.inspect.matrices import matrices_by_name
 from megatron_muon.lab.inspect.rows import StoredParameter, parameters
 from megatron_muon.lab.inspect.tensors import RECORD, Contents, are_settings
 from megatron_muon.mcore.checkpoint.foreign import writer_of
+from megatron_muon.mcore.load_check import digest
 
 _KINDS = {
     "model": "model",
@@ -131,7 +131,7 @@ def _fault(folder: Path, name: str, entry: Mapping[str, Any], hashes: bool) -> s
 
 
 def _checksum() -> Any:
-    from megatron_muon.files.checksum import checksum
+    from megatron_muon.mcore.load_check.checksum import checksum
 
     return checksum
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_muon.files.digest_text import printable
+from megatron_muon.files.printable import printable
 from megatron_muon.lab.dry_run.numbers import positive
 from megatron_muon.lab.plan.charts import require_chart
 from megatron_muon.lab.watch.history import History

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.files import digest
+from megatron_muon.mcore.load_check import digest
 from support.checkpoints.attacks import ATTACKS, PICKLES, Touch, trusted
 from support.checkpoints.inspecting import DEFAULT, inspected, one_of_each_kind
 
@@ -125,8 +125,8 @@ def test_metadata_name_no_file_elsewhere(
 def _loads(folder: Path) -> dict[str, Callable[[], Any]]:
     """All that we open of a checkpoint before Megatron reads it."""
     from megatron_muon.mcore.checkpoint import metadata
-    from megatron_muon.mcore.integrity import verify
     from megatron_muon.mcore.interop import switch
+    from megatron_muon.mcore.load_check import verify
 
     shard = {"size": 0, "hash": ""}
     return {

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.files import digest
 from megatron_muon.lab.commands import main
+from megatron_muon.mcore.load_check import digest
 from support.checkpoints.damaging import TRACKER, statuses
 from support.checkpoints.inspecting import CASE, EVERY, faults, inspect
 from support.checkpoints.roots import make_roots

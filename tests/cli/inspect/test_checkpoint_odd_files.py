@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.files import digest
+from megatron_muon.mcore.load_check import digest
 from support.checkpoints.inspecting import DEFAULT, inspected, one_of_each_kind, saved, seal
 
 
 def _sealed(content: Any) -> str:
     """As whoever knows the format can seal anything."""
-    from megatron_muon.files.digest_text import sealed
+    from megatron_muon.mcore.load_check.digest_text import sealed
 
     return sealed({"format": digest.FORMAT, "complete": True, **content})
 
