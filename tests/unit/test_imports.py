@@ -50,7 +50,6 @@ WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "traces", "curves")}
 # Of a checkpoint's files, those that hold no tensor.
 WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("checksum", "digest", "digest_text")}
 WITHOUT_TORCH |= {f"files.{name}" for name in ("durable", "printable", "regular")}
-WITHOUT_TORCH |= {f"files.pickles.{name}" for name in ("makers", "objects", "reader")}
 
 
 def dotted(path: Path) -> str:

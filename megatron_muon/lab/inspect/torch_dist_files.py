@@ -11,17 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron_muon.files.torch_dist import (
-    COMMON_FILE,
-    COMMON_KEY,
-    METADATA,
-    Chunk,
-    Metadata,
-    Shards,
-    Tensor,
-    common,
-    read_metadata,
-)
 from megatron_muon.lab.inspect.tensors import (
     DAMAGE,
     KINDS,
@@ -33,6 +22,17 @@ from megatron_muon.lab.inspect.tensors import (
     said,
     state_dicts,
     within,
+)
+from megatron_muon.mcore.checkpoint.torch_dist import (
+    COMMON_FILE,
+    COMMON_KEY,
+    METADATA,
+    Chunk,
+    Metadata,
+    Shards,
+    Tensor,
+    common,
+    read_metadata,
 )
 
 _CHAINED = r"(?:(?P<chained>chained_\d+)\.)?optimizer\."
@@ -160,7 +160,7 @@ def _tensor(contents: Contents, reader: _Reader, key: str, described: Tensor) ->
         if seen > prod(size):
             contents.faults.append(f"{key} has {prod(size)} elements, more are in the files")
             return
-        if tensor.dim() != len(size) or not axes:
+        if tensor.dim() != len(size) or not axes or not tensor.numel():
             entry = contents.at(kind, what, name, part, size, tensor.dtype)
             entry.add(tensor, file, may_be_padding=name is None)
             continue

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_muon.files.printable import printable
 from megatron_muon.files.regular import irregular
-from megatron_muon.files.torch_dist import read_metadata
+from megatron_muon.mcore.checkpoint.torch_dist import read_metadata
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Digest, DigestError

@@ -19,6 +19,7 @@ SEAMS = (
         _torch("torch", f"_foreach_{name}", "called", _FOREACH)
         for name in ("add_", "copy_", "mul", "mul_", "norm", "sub_")
     ),
+    _torch("torch._C", "PyTorchFileReader", "called", "reads the archives that torch.save writes"),
     # --- without a GPU
     _torch(
         "torch.utils._device",
