@@ -213,7 +213,8 @@ def lost(result: dict[str, Any], before: list[int], named: int | None, folder: P
 
     faults = ["ranks loaded different saves"] if result["generations"] > 1 else []
     (loaded,) = {*result["loaded"]} or {None}
-    due = named if named in before else (before or [None])[-1]
+    last = before[-1] if before and result["refused"] else None  # else a start without a tracker
+    due = named if named in before else last
     if result["loaded"] and loaded != due:
         faults.append(f"loaded {result['loaded']}, to load was {due}, of {before}")
     if named is not None and named not in before and not result["refused"]:
