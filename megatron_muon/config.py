@@ -144,7 +144,7 @@ class MuonConfig:
             a step and the next forward pass such a loop must call ``start_param_sync(
             force_sync=True)`` of each model chunk before it reads or writes parameters.
         checkpoint_digest: write sizes and checksums of a checkpoint's files into its folder. Before
-            a load, check them, and that the model is the same (``files.digest``).
+            a load, check them, and that the model is the same (``mcore.load_check.digest``).
         nonfinite_limit: a matrix whose direction is not finite is left where it was by that step,
             without decay, and the next line of the log names it. After so many lines in a row that
             name it, the run ends. One line may be a freak of the data; three mean that it does not

@@ -11,12 +11,14 @@ from pathlib import Path
 def write_text(path: Path, text: str) -> None:
     """Write a file. If the process ends meanwhile, the file has all its text or is as before.
 
+    A link at ``path`` is replaced; what it points to stays.
+
     Raises:
         OSError: it cannot be written.
     """
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # others may write path, too
     try:
-        with beside.open("w") as file:
+        with beside.open("x") as file:  # a new file: a link there is an error
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -25,18 +27,9 @@ def write_text(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name survive a loss of power; not every file system can sync a folder."""
-    try:
-        number = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(number)
-    except OSError:
-        pass
-    finally:
-        os.close(number)
+    with contextlib.suppress(OSError):  # not every file system can sync a folder
+        number = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(number)  # the new name survives a loss of power
+        finally:
+            os.close(number)

@@ -30,7 +30,7 @@ from megatron_muon.mcore.distributed_optimizer import (
     init_state_of,
     muon_over,
 )
-from megatron_muon.mcore.integrity import registry
+from megatron_muon.mcore.load_check import models
 from megatron_muon.mcore.loss_scale import share_loss_scale
 from megatron_muon.mcore.nonfinite import NonfiniteReport
 from megatron_muon.mcore.params.bucket_layout import require_ordered
@@ -141,7 +141,7 @@ def make_muons(
         optimizer.nonfinite = NonfiniteReport(each, config, optimizer.voters, device)
     if config.log_interval is not None and muons:
         optimizer.watch = Watch(muons, model_chunks, config, stage, optimizer.voters)
-    registry.remember(model_chunks, config, stage)
+    models.remember(model_chunks, config, stage)
     for line in lines:
         say(line)
 

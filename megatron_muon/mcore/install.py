@@ -15,7 +15,7 @@ from megatron_muon.mcore.agreement import agree
 from megatron_muon.mcore.attention_logits import attach
 from megatron_muon.mcore.build import make_muons
 from megatron_muon.mcore.distributed_optimizer import MuonDistributedOptimizer
-from megatron_muon.mcore.integrity import save_load
+from megatron_muon.mcore.load_check import save as digests
 from megatron_muon.mcore.params import bucket_layout
 from megatron_muon.mcore.params.multipliers import with_multipliers
 from megatron_muon.mcore.params.validate import (
@@ -248,8 +248,8 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "_get_megatron_optimizer_based_on_param_groups": _stopped,
     "_get_megatron_emerging_optimizer": _stopped,
     "clip_qk": attach.clip_qk,
-    "save": save_load.save,
-    "load": save_load.load,
+    "save": digests.save,
+    "load": digests.load,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_muon.mcore.integrity.registry import TrainedModel, every_trained
+from megatron_muon.mcore.load_check.models import TrainedModel, every_trained
 from megatron_muon.mcore.params.param_routing import weights, why_adamw
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_muon.console import say
 from megatron_muon.megatron_lm import shifted, switching, tracker
 from megatron_muon.megatron_lm.namespace import is_on
 
@@ -38,95 +37,45 @@ def generate_state_dict(original: Callable[..., Any], args: Any, *rest: Any, **k
 def save_checkpoint(
     original: Callable[..., Any], iteration: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Megatron's save, with a tracker file that never names an incomplete checkpoint.
+    """Megatron's save. With ``--ckpt-format torch`` the digest is written after it.
 
-    With ``--ckpt-format torch`` it also writes the digest; for other formats
-    ``mcore.integrity.save_load`` does.
+    For other formats ``mcore.load_check.save`` does so before Megatron writes its tracker.
 
     Raises:
-        OSError: the tracker or the digest cannot be written.
-        TwoSavesError: another save into the folder is going on, or has begun meanwhile.
-        RuntimeError: another rank has an error and this one has none.
+        OSError: the digest cannot be written, or a file to be hashed cannot be read.
+        RuntimeError: only another rank has an error, or another save has written there meanwhile.
     """
     given = importlib.import_module("megatron.training").get_args()
     named = inspect.signature(original).bind(iteration, model, *args, **kwargs).arguments
     if not is_on(given):
         shifted.warn_of_save(given, named["optimizer"])
         return original(iteration, model, *args, **kwargs)
-    folder = _saved_into(given, named)
-    if folder is None:
+    with _vocabulary(), _digest_of_torch(given, named):
         return original(iteration, model, *args, **kwargs)
-    from megatron_muon.mcore.integrity.recorded import voting
-
-    tracker.put_into(_checkpointing())
-    _on_rank_0(lambda: tracker.move_back(folder.parent, folder.name))
-    with ExitStack() as saving:
-        saving.enter_context(_vocabulary())
-        votes = saving.enter_context(voting(_device()))
-        saving.enter_context(tracker.failing(votes.keep))
-        saving.enter_context(_finalized_together())
-        saving.enter_context(_digest_of_torch(given, named, folder, votes))
-        return original(iteration, model, *args, **kwargs)
-
-
-def _saved_into(given: Any, named: dict[str, Any]) -> Path | None:
-    """The checkpoint's folder; None for a local non-persistent one or one in an object store."""
-    save_dir = given.save
-    if named.get("non_persistent_ckpt"):
-        if given.non_persistent_ckpt_type != "global":
-            return None
-        save_dir = _non_persistent(given.non_persistent_global_ckpt_dir, save_dir)
-    return _folder(save_dir, named["iteration"], bool(named.get("release")))
 
 
 @contextmanager
-def _digest_of_torch(given: Any, named: dict[str, Any], folder: Path, votes: Any) -> Iterator[None]:
-    """Within it, ``torch.save``'s checkpoint gets a digest before the tracker is written."""
-    from megatron_muon.mcore.integrity import recorded, registry, save_load
-
-    if given.use_dist_ckpt or named.get("non_persistent_ckpt"):
+def _digest_of_torch(given: Any, named: dict[str, Any]) -> Iterator[None]:
+    """Mark the folder before ``torch.save``'s checkpoint, and write its digest after it."""
+    if given.use_dist_ckpt or named.get("non_persistent_ckpt") or "://" in given.save:
         yield  # the digest comes from the wrapped dist_checkpointing
         return
-    trained = registry.owner_of_chunks(_chunks(named["model"]))
-    saving = save_load.Saving.of(lambda: trained, str(folder))
-    if saving is None:
-        yield
-        return
-    with recorded.recorded(trained, saving, votes):
-        with tracker.after(lambda: recorded.seal_recorded(saving)):
-            yield
-
-
-@contextmanager
-def _finalized_together() -> Iterator[None]:
-    """Within it, an error on one rank ends all ranks where an asynchronous save is finalized.
-
-    This holds for the steps after the digest; in one of them rank 0 writes the tracker.
-    """
-    from megatron_muon.mcore.integrity.save_load import is_seal
-    from megatron_muon.runtime.consensus import together
-    from megatron_muon.runtime.patches import replaced
+    from megatron_muon.mcore.load_check.models import owner_of_chunks
+    from megatron_muon.mcore.load_check.save import sealed
 
     module = _checkpointing()
-    original = module.schedule_async_save
-
-    def schedule(request: Any) -> Any:
-        functions = list(request.finalize_fns)
-        last = max((n for n, function in enumerate(functions) if is_seal(function)), default=None)
-        if last is not None:
-            after = functions[last + 1 :]
-            request.finalize_fns[last + 1 :] = [
-                lambda: together(lambda: _all(after), None, _device())
-            ]
-        return original(request)
-
-    with replaced(module, schedule_async_save=schedule):
+    ranks = {key: named[key] for key in _RANKS if key in named}
+    release = bool(named.get("release"))
+    model = Path(module.get_checkpoint_name(given.save, named["iteration"], release, **ranks))
+    state = Path(module.get_distributed_optimizer_checkpoint_name(str(model)))
+    folder = model.parent.parent
+    names = [str(file.relative_to(folder)) for file in (model, state)]
+    with sealed(lambda: owner_of_chunks(_chunks(named["model"])), folder, names):
         yield
 
 
-def _all(functions: list[Callable[[], Any]]) -> None:
-    for function in functions:
-        function()
+# Arguments of ``save_checkpoint`` by which a tool names another rank's file.
+_RANKS = ("pipeline_parallel", "tensor_rank", "pipeline_rank", "expert_parallel", "expert_rank")
 
 
 # --- loading ---------------------------------------------------------------------------------
@@ -205,8 +154,8 @@ def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None
 @contextmanager
 def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
     """Check the checkpoint in ``folder``, if there is one, before Megatron reads it."""
-    from megatron_muon.mcore.integrity.registry import owner_of_chunks
-    from megatron_muon.mcore.integrity.verify import check, checked
+    from megatron_muon.mcore.load_check.check import check, checked
+    from megatron_muon.mcore.load_check.models import owner_of_chunks
 
     with _vocabulary():
         if folder is None:
@@ -220,17 +169,17 @@ def _checked(given: Any, folder: Path | None, model: Any) -> Iterator[None]:
 
 def _loaded_from(given: Any, load_dir: str | None) -> Path | None:
     """The folder that Megatron will read, as rank 0 sees it; None for none or a local one."""
-    _settle(load_dir, given.save)
+    _require_settled(load_dir)
     pretrained = getattr(given, "pretrained_checkpoint", None)
     if pretrained and not _is_checkpoint(load_dir):
         load_dir = pretrained
-        _settle(load_dir, given.save)
+        _require_settled(load_dir)
     kind = given.non_persistent_ckpt_type
     where = None
     if kind == "global" and (given.non_persistent_global_ckpt_dir or load_dir):
         directory = given.non_persistent_global_ckpt_dir
         where = _non_persistent(directory, load_dir)
-        _settle(where, _non_persistent(directory, given.save))
+        _require_settled(where)
     elif kind not in (None, "global"):
         return None
     told = _by_rank_0(lambda: str(_newest(load_dir, _step(given), where) or ""))
@@ -256,15 +205,17 @@ def _is_checkpoint(load_dir: str | None) -> bool:
     return _by_rank_0(lambda: "yes" if exists(load_dir) else "no") == "yes"
 
 
-def _settle(load_dir: str | None, save_dir: str | None) -> None:
-    """Put back the checkpoint that a stopped save has set aside.
-
-    Where this run does not save into ``load_dir``, refuse to load if the checkpoint is set aside.
-    """
+def _require_settled(load_dir: str | None) -> None:
+    """Refuse a folder with a mark of an earlier version: see ``tracker.require_settled``."""
     if load_dir is None or "://" in load_dir:
-        return  # the wrapped dist_checkpointing.load refuses what an object store cannot do
-    folder, own = Path(load_dir), save_dir is not None and Path(save_dir) == Path(load_dir)
-    _on_rank_0(lambda: tracker.recover(folder) if own else tracker.require_settled(folder))
+        return
+    folder = Path(load_dir)
+
+    def check() -> str:
+        tracker.require_settled(folder)
+        return ""
+
+    _by_rank_0(check)
 
 
 def _step(given: Any) -> int | None:
@@ -307,18 +258,6 @@ def _chunks(model: Any) -> list[Any]:
     return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
-def _on_rank_0(act: Callable[[], str | None]) -> None:
-    """Call ``act`` on rank 0 and print the line that it returns; all ranks wait for it."""
-    from megatron_muon.runtime.consensus import together
-
-    def act_and_say() -> None:
-        line = act() if dist.get_rank() == 0 else None
-        if line is not None:
-            say(f"[megatron_muon] {line}")
-
-    together(act_and_say, None, _device())
-
-
 def _by_rank_0(find: Callable[[], str]) -> str:
     """Rank 0's result of ``find`` on all ranks, since ranks may see different files."""
     from megatron_muon.runtime.collectives import all_gather_texts
@@ -337,7 +276,7 @@ def _device() -> Any:
 @contextmanager
 def _vocabulary() -> Iterator[None]:
     """Within it digests use the vocabulary size of Megatron's tokenizer, if there is one."""
-    from megatron_muon.mcore.integrity.registry import with_vocabulary
+    from megatron_muon.mcore.load_check.models import with_vocabulary
 
     try:
         tokenizer = importlib.import_module("megatron.training").get_tokenizer()

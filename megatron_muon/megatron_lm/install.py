@@ -20,7 +20,7 @@ from megatron_muon.mcore.seams.rows import (
     megatron_version,
     training_hooks_of,
 )
-from megatron_muon.megatron_lm import bucketing, checkpointing, namespace, shifted, tracker
+from megatron_muon.megatron_lm import bucketing, checkpointing, namespace, shifted
 from megatron_muon.megatron_lm.flags.differences import differences
 from megatron_muon.megatron_lm.flags.parser import add_flags, mend_help, muon_backend
 from megatron_muon.megatron_lm.flags.settings import muon_config, qk_clip_alpha
@@ -80,7 +80,6 @@ def wrap(module_name: str, name: str, wrapper: Callable[..., Any]) -> None:
 def uninstall_training() -> None:
     """Restore megatron.training's own functions, and leave no trace in its modules."""
     global _is_on
-    tracker.take_out()
     writers.disconnect()
     step_traces.forget()
     shifted.forget()

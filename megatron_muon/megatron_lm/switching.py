@@ -49,9 +49,9 @@ def from_other(
         device = _device(optimizer)
         how = _agreed(lambda: _into_muon(args, folder) if muon else _into_adamw(folder), device)
         if how == "muon's":
-            from megatron_muon.mcore.integrity.verify import check_files
             from megatron_muon.mcore.interop.adamw_after_muon import reading_muon
             from megatron_muon.mcore.interop.switch import record_of
+            from megatron_muon.mcore.load_check.check import check_files
 
             if not getattr(args, "no_muon_checkpoint_digest", False):
                 check_files(folder, device)

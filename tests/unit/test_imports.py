@@ -49,9 +49,8 @@ WITHOUT_TORCH |= {"orthogonalize.iteration", "watching.line_format"}
 WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "traces", "curves")}
 WITHOUT_TORCH |= {"console"}
 # Of a checkpoint's files, those that hold no tensor.
-WITHOUT_TORCH |= {f"files.{name}" for name in ("claim", "digest", "digest_parts", "digest_text")}
-WITHOUT_TORCH |= {f"files.{name}" for name in ("durable", "regular")}
-WITHOUT_TORCH |= {f"files.pickles.{name}" for name in ("makers", "objects", "reader")}
+WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("checksum", "digest", "digest_text")}
+WITHOUT_TORCH |= {f"files.{name}" for name in ("durable", "printable", "regular")}
 
 
 def dotted(path: Path) -> str:

@@ -9,21 +9,22 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_muon.files.digest_text import printable
+from megatron_muon.files.printable import printable
+from megatron_muon.lab.inspect.limited import MEMORY, SECONDS, LimitError, limited
 from megatron_muon.lab.inspect.report import Report, examine
 
-_DESCRIPTION = """\
-Print what wrote a checkpoint, its parameters with their optimizer, their matrices and the norm of
-their momentum, the bytes on disk, and whether it is complete. Every tensor is read, one at a time;
-neither a GPU nor a process group is needed. No byte of the files chooses code that runs: objects
-of classes other than plain containers and tensors are not made, and TorchScript is refused."""
+_DESCRIPTION = f"""\
+Print what wrote a checkpoint, its parameters with their optimizer and the norm of their momentum,
+the bytes on disk, and whether it is complete. Every tensor is read, one at a time; neither a GPU
+nor a process group is needed. Files are read as data in a process of their own: no name in them
+chooses code that runs. It may take {SECONDS} s and {MEMORY >> 30} GiB beyond what they need."""
 
 _STATUS = """\
 exit status:
   0  complete, as far as its files tell
   1  not complete, or damaged: the last lines name each file and what is wrong with it
   2  wrong arguments; or no checkpoint there, or several and no tracker file that names one
-  3  this command itself failed, which says nothing about the checkpoint: please report it"""
+  3  this command itself failed, or the files passed its limits of time and memory"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,22 +39,30 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     given = parser.parse_args(argv)
     try:
+        status, text = json.loads(limited(lambda: json.dumps(_examined(given)), given.path))
+    except LimitError as error:
+        status, text = 3, str(error)
+    if status < 2:
+        print(text)
+    else:
+        line = _printable(" ".join(text.split()))
+        print(f"{parser.prog} inspect: error: {line}", file=sys.stderr)
+    return int(status)
+
+
+def _examined(given: argparse.Namespace) -> tuple[int, str]:
+    """The exit status, and the report or an error."""
+    try:
         report = examine(given.path, hashes=given.hash)
-        text = json.dumps(asdict(report), indent=2) if given.json else _printable(as_text(report))
+    except MemoryError:
+        raise
     except OSError as error:
-        _fail(parser, str(error))
-        return 2
+        return 2, str(error)
     except Exception as error:
         line = f"{given.path}: {type(error).__name__}: {error}"
-        _fail(parser, f"megatron_muon failed, the checkpoint may be whole; please report: {line}")
-        return 3
-    print(text)
-    return 1 if report.faults else 0
-
-
-def _fail(parser: argparse.ArgumentParser, why: str) -> None:
-    line = _printable(" ".join(why.split()))
-    print(f"{parser.prog} inspect: error: {line}", file=sys.stderr)
+        return 3, f"megatron_muon failed, the checkpoint may be whole; please report: {line}"
+    text = json.dumps(asdict(report), indent=2) if given.json else _printable(as_text(report))
+    return int(bool(report.faults)), text
 
 
 def _printable(text: str) -> str:
@@ -64,38 +73,33 @@ def _printable(text: str) -> str:
 
 def as_text(report: Report) -> str:
     """The report as text: facts, parameters, bytes, notes, and the verdict."""
-    width = max(map(len, report.facts))
-    lines = [f"{name:{width}}  {_one_line(value)}" for name, value in report.facts.items()]
-    blocks = [lines, _table(report), _sizes(report)]
-    blocks.append([f"note: {_one_line(note)}" for note in report.notes])
-    faults = [f"not complete: {_one_line(fault)}" for fault in report.faults]
-    blocks.append(faults or ["complete"])
+    cells = [("parameter", "shape", "optimizer", "momentum's norm")]
+    for row in report.parameters:
+        shape = " x ".join(map(str, row.shape)) + " (a part)" * row.is_part
+        norm = "-" if row.norm is None else f"{row.norm:.6g}"
+        cells.append((row.name, shape, row.optimizer or "-", norm))
+    sizes = [("  " + kind, f"{count:>15,}") for kind, count in report.bytes.items()]
+    blocks = [
+        _columns([(name, value) for name, value in report.facts.items()]),
+        _columns(cells) if report.parameters else [],
+        ["bytes on disk", *_columns(sizes)] if sizes else [],
+        [f"note: {_one_line(note)}" for note in report.notes],
+        [f"not complete: {_one_line(fault)}" for fault in report.faults] or ["complete"],
+    ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [[_one_line(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.splitlines())
-
-
-def _table(report: Report) -> list[str]:
-    cells = [("parameter", "shape", "optimizer", "matrices", "momentum's norm")]
-    for row in report.parameters:
-        shape = " x ".join(map(str, row.shape)) + " (a part)" * row.is_part
-        matrices = "-" if row.matrices is None else str(row.matrices)
-        norm = "-" if row.norm is None else f"{row.norm:.6g}"
-        cells.append((_one_line(row.name), shape, row.optimizer or "-", matrices, norm))
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    return [
-        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ] * (len(cells) > 1)
-
-
-def _sizes(report: Report) -> list[str]:
-    if not report.bytes:
-        return []
-    width = max(map(len, report.bytes))
-    return ["bytes on disk", *(f"  {k:{width}}  {v:>15,}" for k, v in report.bytes.items())]
 
 
 def _parser() -> argparse.ArgumentParser:

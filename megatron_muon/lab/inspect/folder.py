@@ -7,10 +7,10 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_muon.files.torch_dist import METADATA
 from megatron_muon.lab.inspect.tensors import Contents
 from megatron_muon.lab.inspect.torch_dist_files import read_torch_dist
 from megatron_muon.lab.inspect.torch_files import files_of, read_torch
+from megatron_muon.mcore.checkpoint.torch_dist import METADATA
 from megatron_muon.megatron_lm import tracker
 
 _ITERATION = re.compile(r"iter_[0-9]+|release")

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.files import digest
 from megatron_muon.files.regular import entries
 from megatron_muon.lab.inspect.folder import located, read
-from megatron_muon.lab.inspect.matrices import matrices_by_name
 from megatron_muon.lab.inspect.rows import StoredParameter, parameters
 from megatron_muon.lab.inspect.tensors import RECORD, Contents, are_settings
 from megatron_muon.mcore.checkpoint.foreign import writer_of
+from megatron_muon.mcore.load_check import digest
+from megatron_muon.mcore.load_check.checksum import checksum
 
 _KINDS = {
     "model": "model",
@@ -70,21 +69,7 @@ def examine(path: Path, *, hashes: bool = False) -> Report:
         notes.append("no digest: that the files are as they were written is not known")
     contents = read(folder)
     settings = _settings(contents, said)
-    matrices: Mapping[str, int] = {}
-    args = contents.common.get("args")
-    has_momentum = any(stored.kind == "momentum" for stored in contents.stored.values())
-    if not has_momentum:
-        pass
-    elif settings is None:
-        notes.append("no matrices: nothing says what Muon's settings were")
-    elif not isinstance(args, Namespace):
-        notes.append("no matrices: the model's arguments are not in the checkpoint")
-    else:
-        names = {stored.name for stored in contents.stored.values() if stored.name is not None}
-        matrices, why = matrices_by_name(args, settings, len(names))
-        notes += [f"no matrices: {why}"] if why else []
-    expected = (said or {}).get("parameters", {})
-    rows = parameters(contents, expected, matrices)
+    rows = parameters(contents, (said or {}).get("parameters", {}))
     return Report(
         facts=_facts(folder, contents, said, settings),
         parameters=rows.rows,
@@ -126,14 +111,7 @@ def _fault(folder: Path, name: str, entry: Mapping[str, Any], hashes: bool) -> s
     path = folder / name
     if path.exists() and not path.is_file():
         return f"{path} is no regular file"
-    checksum = _checksum() if hashes else lambda path: str(entry["hash"])
-    return digest.fault(folder, name, entry, checksum)
-
-
-def _checksum() -> Any:
-    from megatron_muon.files.checksum import checksum
-
-    return checksum
+    return digest.fault(folder, name, entry, checksum if hashes else lambda _: str(entry["hash"]))
 
 
 def _settings(contents: Contents, said: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

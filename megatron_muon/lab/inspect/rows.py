@@ -25,7 +25,6 @@ class StoredParameter:
         shape: shape of the whole parameter; of one TP rank's part where the files say no more.
         is_part: whether it is the shape of a part.
         optimizer: the one whose state is saved, or that the digest names; None without either.
-        matrices: number of matrices that Muon orthogonalizes; None if it is not known.
         norm: Frobenius norm of the momentum; None without one, or if pieces of it are missing.
     """
 
@@ -33,7 +32,6 @@ class StoredParameter:
     shape: tuple[int, ...]
     is_part: bool
     optimizer: Literal["muon", "adamw"] | None
-    matrices: int | None
     norm: float | None
 
 
@@ -46,15 +44,12 @@ class Parameters:
     notes: tuple[str, ...]
 
 
-def parameters(
-    contents: Contents, expected: Mapping[str, Mapping[str, Any]], matrices: Mapping[str, int]
-) -> Parameters:
+def parameters(contents: Contents, expected: Mapping[str, Mapping[str, Any]]) -> Parameters:
     """Join the parts that groups of ranks have saved of each parameter.
 
     Args:
         contents: the contents of the files.
         expected: the digest's entries (``shape``, ``optimizer``) by name; empty without a digest.
-        matrices: number of matrices by name; parameters may be missing.
     """
     wanted = {canonical(name): said for name, said in expected.items()}
     by_name: dict[str, list[Stored]] = defaultdict(list)
@@ -63,7 +58,7 @@ def parameters(
             by_name[stored.name].append(stored)
     rows, faults = [], []
     for name in sorted({*by_name, *wanted}, key=_natural):
-        row, wrong = _row(name, by_name[name], wanted.get(name), contents, matrices.get(name))
+        row, wrong = _row(name, by_name[name], wanted.get(name), contents)
         rows.append(row)
         faults += wrong
     faults += _not_finite(contents.stored.values())
@@ -79,7 +74,6 @@ def _row(
     pieces: Sequence[Stored],
     said: Mapping[str, Any] | None,
     contents: Contents,
-    matrices: int | None,
 ) -> tuple[StoredParameter, list[str]]:
     momentum = [piece for piece in pieces if piece.kind == "momentum"]
     moments = {piece.key for piece in pieces if piece.kind == "adamw"}
@@ -107,7 +101,7 @@ def _row(
         square = _square(same, numel)
         if key == (momentum[0].key if momentum else None) and square is not None:
             norm = sqrt(square)
-    return StoredParameter(name, shape, is_part, optimizer or due, matrices, norm), faults
+    return StoredParameter(name, shape, is_part, optimizer or due, norm), faults
 
 
 def _shape(

@@ -11,17 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron_muon.files.torch_dist import (
-    COMMON_FILE,
-    COMMON_KEY,
-    METADATA,
-    Chunk,
-    Metadata,
-    Shards,
-    Tensor,
-    common,
-    read_metadata,
-)
 from megatron_muon.lab.inspect.tensors import (
     DAMAGE,
     KINDS,
@@ -35,6 +24,17 @@ from megatron_muon.lab.inspect.tensors import (
     within,
 )
 from megatron_muon.mcore.checkpoint.shifted import FAULT, is_elsewheres
+from megatron_muon.mcore.checkpoint.torch_dist import (
+    COMMON_FILE,
+    COMMON_KEY,
+    METADATA,
+    Chunk,
+    Metadata,
+    Shards,
+    Tensor,
+    common,
+    read_metadata,
+)
 
 _CHAINED = r"(?:(?P<chained>chained_\d+)\.)?optimizer\."
 _BY_NAME = re.compile(_CHAINED + r"distributed\.(?P<group>dp_group_idx_\d+)\.megatron_muon\.(.*)$")
@@ -180,7 +180,7 @@ def _tensor(contents: Contents, reader: _Reader, key: str, described: Tensor) ->
         if seen > prod(size):
             contents.faults.append(f"{key} has {prod(size)} elements, more are in the files")
             return
-        if tensor.dim() != len(size) or not axes:
+        if tensor.dim() != len(size) or not axes or not tensor.numel():
             entry = contents.at(kind, what, name, part, size, tensor.dtype)
             entry.add(tensor, file, may_be_padding=name is None)
             continue

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megatron_muon.files import archive
 from megatron_muon.lab.inspect.tensors import (
     RECORD,
     Contents,
@@ -19,6 +18,7 @@ from megatron_muon.lab.inspect.tensors import (
     state_dicts,
     within,
 )
+from megatron_muon.mcore.checkpoint import read
 
 _FILE = re.compile(r"(model_optim_rng|model_optim|distrib_optim|model_rng)\.pt$")
 _CHUNK = re.compile(r"model\d*")
@@ -48,7 +48,7 @@ def read_torch(folder: Path) -> Contents:
 def _add(contents: Contents, folder: Path, file: Path) -> None:
     name = str(file.relative_to(folder))
     has_tensors = "optim.pt" in file.name and "model" not in file.name
-    saved = archive.load(file)
+    saved = read.load(file)
     if has_tensors:
         _add_tensors(contents, saved, name)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_muon.files.digest_text import printable
+from megatron_muon.files.printable import printable
 from megatron_muon.lab.traces.measure import KindTimes, RankTimes, RunTimes
 
 TIMES = (

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron_muon.files.torch_dist import read_metadata
 from megatron_muon.mcore.checkpoint.buffers import MOMENTUM, OTHER_CUT
 from megatron_muon.mcore.checkpoint.param_groups import RECORD
+from megatron_muon.mcore.checkpoint.torch_dist import read_metadata
 from megatron_muon.mcore.shards import device_of
 from megatron_muon.runtime.consensus import together
 

@@ -12,7 +12,7 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron_muon.coefficients import canonical
 from megatron_muon.config import MuonConfig
 from megatron_muon.console import say
-from megatron_muon.files.digest_text import printable
+from megatron_muon.files.printable import printable
 from megatron_muon.mcore.params.multipliers import LR_MULTIPLIER
 from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
 from megatron_muon.setting_names import named

@@ -11,13 +11,18 @@ from typing import Any, Literal
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 
-from megatron_muon.files import archive
-from megatron_muon.files.pickles.objects import Unknown
 from megatron_muon.files.regular import entries
-from megatron_muon.files.torch_dist import METADATA, Metadata, Shards, common, read_metadata
-from megatron_muon.mcore.checkpoint import foreign
+from megatron_muon.mcore.checkpoint import foreign, read
 from megatron_muon.mcore.checkpoint.param_groups import RECORD
+from megatron_muon.mcore.checkpoint.read import Unknown
 from megatron_muon.mcore.checkpoint.state import FromAdamW
+from megatron_muon.mcore.checkpoint.torch_dist import (
+    METADATA,
+    Metadata,
+    Shards,
+    common,
+    read_metadata,
+)
 from megatron_muon.mcore.shards import device_of, owned_shards
 from megatron_muon.runtime.consensus import together
 
@@ -224,7 +229,7 @@ def _states(folder: Path) -> list[dict[Any, Any]]:
         if not files:
             raise FileNotFoundError(f"{folder} has no checkpoint in it")
         with _naming(folder, str(files[0].relative_to(folder))):
-            saved = archive.load(files[0])
+            saved = read.load(files[0])
             if not isinstance(saved, dict):
                 raise ValueError(f"it holds a {type(saved).__name__}, not a dict")
     return foreign.states_of(saved.get("optimizer"))

@@ -1,7 +1,7 @@
 """Torch's internals that this package uses, and symbols from packages of kernels.
 
-The rows are names of torch that a release may change without notice, and functions that a save or a
-command replaces. ``kernels`` rows are checked where their package is installed.
+The rows are names of torch that a release may change without notice, and functions that a command
+replaces. ``kernels`` rows are checked where their package is installed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ SEAMS = (
         "called",
         "the world's store, where the first rank to compare settings leaves whether it asks",
     ),
-    _torch("torch", "save", "replaced", "writes a file; replaced during a save, to hash it"),
-    _torch(
-        "torch.distributed",
-        "barrier",
-        "replaced",
-        "Megatron's between the parts of a save; replaced to vote on errors there",
-    ),
+    _torch("torch._C", "PyTorchFileReader", "called", "reads the archives that torch.save writes"),
     # --- without a GPU
     _torch(
         "torch.utils._device",

@@ -136,7 +136,7 @@ SEAMS = (
         _CHECKPOINTING,
         "save_checkpoint",
         "wrapped",
-        "writes a checkpoint, then the tracker that names it; wrapped to enforce that order",
+        "writes a checkpoint, then the tracker that names it; wrapped to write the digest",
         ("iteration", "model", "optimizer"),
     ),
     _seam(
@@ -148,17 +148,17 @@ SEAMS = (
     ),
     _seam(
         _CHECKPOINTING,
-        "schedule_async_save",
-        "replaced",
-        "takes an AsyncRequest; replaced during a save to end on all ranks where one fails",
-        ("async_request",),
+        "get_checkpoint_name",
+        "called",
+        "a checkpoint's folder; in the format torch a rank's file",
+        ("checkpoints_path", "iteration", "release", "return_base_dir"),
     ),
     _seam(
         _CHECKPOINTING,
-        "get_checkpoint_name",
+        "get_distributed_optimizer_checkpoint_name",
         "called",
-        "a checkpoint's folder",
-        ("checkpoints_path", "iteration", "release", "return_base_dir"),
+        "format torch: the file of the optimizer's state beside the model's",
+        ("model_checkpoint_name",),
     ),
     _seam(
         _CHECKPOINTING,
@@ -179,21 +179,6 @@ SEAMS = (
         "_NON_PERSISTENT_CKPT_SUBDIR",
         "read",
         "where non-persistent checkpoints are",
-    ),
-    _seam(
-        _CHECKPOINTING,
-        "open_file",
-        "replaced",
-        "opens the tracker for writing; replaced to write it whole or not at all",
-        since=(0, 15),
-        until=(0, 18),
-    ),
-    _seam(
-        _CHECKPOINTING,
-        "maybe_msc",
-        "replaced",
-        "its open() opens the tracker; replaced likewise",
-        since=(0, 19),
     ),
 )
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.files import digest
+from megatron_muon.mcore.load_check import digest
 from support.checkpoints.attacks import ATTACKS, PICKLES, Touch, trusted
 from support.checkpoints.inspecting import DEFAULT, inspected, one_of_each_kind
 
@@ -125,8 +125,8 @@ def test_metadata_name_no_file_elsewhere(
 def _loads(folder: Path) -> dict[str, Callable[[], Any]]:
     """All that we open of a checkpoint before Megatron reads it."""
     from megatron_muon.mcore.checkpoint import metadata
-    from megatron_muon.mcore.integrity import verify
     from megatron_muon.mcore.interop import switch
+    from megatron_muon.mcore.load_check import check
 
     shard = {"size": 0, "hash": ""}
     return {
@@ -136,7 +136,7 @@ def _loads(folder: Path) -> dict[str, Callable[[], Any]]:
         "record_of": lambda: switch.record_of(folder),
         "optimizer": lambda: switch.record_of(folder, "optimizer"),
         "layout": lambda: metadata._stored(str(folder)),
-        "held_in": lambda: verify.held_in(folder, "__0_0.distcp", shard),
+        "held_in": lambda: check.held_in(folder, "__0_0.distcp", shard),
         "digest": lambda: digest.read(folder),
     }
 
@@ -199,7 +199,7 @@ def test_what_training_reads_is_what_is_there(folder: Path) -> None:
         return
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    from megatron_muon.files.torch_dist import Shards, read_metadata
+    from megatron_muon.mcore.checkpoint.torch_dist import Shards, read_metadata
 
     expected, actual = FileSystemReader(folder).read_metadata(), read_metadata(folder)
     assert expected.state_dict_metadata.keys() == actual.entries.keys()
@@ -221,12 +221,12 @@ def test_what_training_reads_is_what_is_there(folder: Path) -> None:
 
 
 def test_groups_with_objects_do_not_go_on_into_a_run(tmp_path: Path) -> None:
-    from megatron_muon.files import archive
+    from megatron_muon.mcore.checkpoint import read
     from megatron_muon.mcore.interop.switch import _require_plain_groups
 
     file = io.BytesIO()
     torch.save({"param_groups": [{"lr": 0.1, "step": Touch(tmp_path)}]}, file)
-    loaded = archive.load_bytes(file.getvalue())
+    loaded = read.load_view(file.getbuffer())
     with pytest.raises(ValueError, match=r"group's step is an object of posix\.system"):
         _require_plain_groups(tmp_path, [loaded])
 

@@ -17,7 +17,6 @@ from megatron_muon.lab.commands import main
 from megatron_muon.lab.inspect.tensors import canonical
 from support.checkpoints.inspecting import CASE, DEFAULT, EVERY, NAME, faults, inspect, saved, seal
 from support.models.gpt import Topology, muon_weights
-from support.models.model_flags import flags_of
 
 # --- what it says -----------------------------------------------------------------------------
 
@@ -74,39 +73,6 @@ def test_bytes_by_kind(format: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     padding = sizes["main parameters"] - 4 * sum(numel.values())
     assert 0 <= padding < 4 * 64 * len(numel)
     assert sizes["total"] == sum(sizes.values()) - sizes["total"]
-
-
-@pytest.mark.parametrize("format", [DEFAULT, "torch"])
-def test_matrices_come_from_the_models_arguments(
-    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As Megatron-LM saves them, beside the parameter groups."""
-    topology = Topology(2, 1, 2)
-    saved(tmp_path, format, topology)
-    _, report = inspect(tmp_path, capsys)
-    assert any("no matrices: the model's arguments" in note for note in report["notes"])
-    _put_args(tmp_path, format, flags_of(CASE, topology))
-    _, report = inspect(tmp_path, capsys)
-    counts = {row["name"]: row["matrices"] for row in report["parameters"]}
-    for name, count in counts.items():
-        expected = 3 if "linear_qkv" in name else 1
-        assert count == (expected if name in muon_weights(CASE) else None), name
-    assert report["notes"] == ["no digest: that the files are as they were written is not known"]
-
-
-def _put_args(folder: Path, format: str, flags: list[str]) -> None:
-    import argparse
-
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_muon.lab.dry_run.flags import add_megatron_flags
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--world-size", type=int)
-    add_megatron_flags(parser, TransformerConfig)
-    for file in _common_files(folder, format):
-        held = torch.load(file, weights_only=False)
-        torch.save({**held, "args": parser.parse_args(flags), "iteration": 7}, file)
 
 
 def _common_files(folder: Path, format: str) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.files import digest
+from megatron_muon.mcore.load_check import digest
 from support.checkpoints.inspecting import CASE, DEFAULT, EVERY, NAME, faults, saved, seal
 from support.models.gpt import inner_optimizers, muon_weights
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.files import digest
+from megatron_muon.mcore.load_check import digest
 from support.checkpoints.inspecting import DEFAULT, inspected, one_of_each_kind, saved, seal
 
 
 def _sealed(content: Any) -> str:
     """As whoever knows the format can seal anything."""
-    from megatron_muon.files.digest_text import sealed
+    from megatron_muon.mcore.load_check.digest_text import sealed
 
     return sealed({"format": digest.FORMAT, "complete": True, **content})
 
@@ -97,12 +97,12 @@ def test_folders_may_be_nested_ever_so_deeply_and_links_lead_in_circles(
 
 def test_a_file_larger_than_the_memory_is_damaged_not_too_large(tmp_path: Path) -> None:
     """Nothing of it is read but its end."""
-    from megatron_muon.files import archive
+    from megatron_muon.mcore.checkpoint import read
 
     (tmp_path / "large.pt").touch()
     os.truncate(tmp_path / "large.pt", 1 << 42)
-    with pytest.raises(archive.ArchiveError, match="no zip archive"):
-        archive.load(tmp_path / "large.pt")
+    with pytest.raises(read.ReadError, match="no archive"):
+        read.load(tmp_path / "large.pt")
 
 
 CONTENTS: dict[str, Any] = {

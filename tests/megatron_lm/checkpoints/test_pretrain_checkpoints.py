@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.files import digest
+from megatron_muon.mcore.load_check import digest
 from support.megatron_lm.scripts import (
     CHECKOUT,
     MUON,

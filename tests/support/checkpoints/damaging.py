@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.files import digest
-from megatron_muon.files.digest_text import sealed
 from megatron_muon.lab.commands import main
+from megatron_muon.mcore.load_check import digest
+from megatron_muon.mcore.load_check.digest_text import sealed
 
 TRACKER = "latest_checkpointed_iteration.txt"
 ALLOWED = (0, 1, 2)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.files import digest
-from megatron_muon.files.checksum import checksum
 from megatron_muon.lab.commands import main
+from megatron_muon.mcore.load_check import digest
+from megatron_muon.mcore.load_check.checksum import checksum
 from support.checkpoints.saving import formats, save
 from support.installed import lacks
 from support.models.gpt import Case, Topology, held, muon_weights, start, take_step

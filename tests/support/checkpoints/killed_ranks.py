@@ -24,9 +24,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-SHARDS, METADATA, DIGEST = "shards", "metadata", "digest"
-BEFORE, AFTER = "before the tracker", "after the tracker"
-PHASES = (SHARDS, METADATA, DIGEST, BEFORE, AFTER)
+SHARDS, METADATA, DIGEST, NAMING = "shards", "metadata", "digest", "tracker"
+PHASES = (SHARDS, METADATA, DIGEST, NAMING)
 TRACKER = "latest_checkpointed_iteration.txt"
 LIMIT = 200.0  # seconds that ranks may take to load and to get to where they are killed
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -64,6 +63,7 @@ class Plan:
         victim: "all", "worker" (of an asynchronous save) or the number of a rank.
         late: seconds after it; 0: exactly there.
         again: save the iteration anew that is there.
+        generation: of the content that is saved.
     """
 
     phase: str
@@ -71,6 +71,7 @@ class Plan:
     victim: str
     late: float
     again: bool
+    generation: int
 
 
 class Watch:
@@ -79,14 +80,10 @@ class Watch:
     def __init__(self, plan: Plan, rank: int, tell: int, wait: int) -> None:
         self.plan, self.rank, self.tell, self.wait = plan, rank, tell, wait
         self.seen = self.begun = 0
-        self.renamed = False
         self.on = False
 
     def hook(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self.on or event not in ("open", "os.rename"):
-            return
-        phase = self.phase_of(event, args)
-        if phase == self.plan.phase:
+        if self.on and event == "open" and self.phase_of(args) == self.plan.phase:
             self.come()
 
     def come(self) -> None:
@@ -96,16 +93,10 @@ class Watch:
             if not self.plan.late:
                 os.read(self.wait, 1)
 
-    def phase_of(self, event: str, args: tuple[Any, ...]) -> str | None:
-        if event == "os.rename":
-            self.renamed = os.path.basename(os.fspath(args[1])) == TRACKER
-            return BEFORE if self.renamed else None
+    def phase_of(self, args: tuple[Any, ...]) -> str | None:
         path, _, flags = args
         if not isinstance(path, (str, os.PathLike)):
             return None
-        if self.renamed:  # the folder is opened to be synced
-            self.renamed = False
-            return AFTER
         name = os.path.basename(os.fspath(path))
         writes = flags & (os.O_WRONLY | os.O_RDWR)
         if not writes or name == "":
@@ -113,13 +104,11 @@ class Watch:
         if name.startswith("megatron_muon.json"):
             self.begun += 1
             return DIGEST if self.begun > 1 else None
-        if re.fullmatch(r"megatron_muon\..*part\.json.*", name):
-            return DIGEST
         if re.fullmatch(r"__\d+_\d+\.distcp", name):
             return SHARDS
         if name.startswith((".metadata", "metadata.json")):
             return METADATA
-        return BEFORE if name.startswith(TRACKER) else None
+        return NAMING if name == TRACKER else None
 
 
 def say(pipe: int, **what: Any) -> None:
@@ -174,30 +163,53 @@ def named_tensors(built: Any) -> Iterator[tuple[str, Any]]:
                     yield f"{where}.{key}", value
 
 
-def content(name: str, iteration: int, like: Any) -> Any:
+def content(name: str, iteration: int, generation: int, like: Any) -> Any:
     """What a tensor has at an iteration: known without any run."""
     import torch
 
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {iteration}".encode()))
-    return torch.rand(like.shape, generator=generator).to(like.dtype)
+    seed = zlib.crc32(f"{name} {iteration} {generation}".encode())
+    return torch.rand(like.shape, generator=torch.Generator().manual_seed(seed)).to(like.dtype)
 
 
-def differences(built: Any, iteration: int) -> list[str]:
+def compared(built: Any, iteration: int, folder: str) -> dict[str, Any]:
+    """The generation of what was loaded, and ``wrong``: what is of none that was begun."""
     import torch
 
-    return [
-        name
-        for name, tensor in named_tensors(built)
-        if not torch.equal(tensor, content(name, iteration, tensor))
-    ]
+    wrong = ["no save of that iteration began"]
+    for line in reversed(_begun(folder).read_text().splitlines()):
+        number, generation = map(int, line.split())
+        if number == iteration:
+            wrong = [
+                name
+                for name, tensor in named_tensors(built)
+                if not torch.equal(tensor, content(name, iteration, generation, tensor))
+            ]
+            if not wrong:
+                return {"generation": generation, "wrong": []}
+    return {"generation": None, "wrong": wrong[:3]}
 
 
-def fill(built: Any, iteration: int) -> None:
+def fill(built: Any, iteration: int, generation: int = 0) -> None:
     import torch
 
     with torch.no_grad():
         for name, tensor in named_tensors(built):
-            tensor.copy_(content(name, iteration, tensor))
+            tensor.copy_(content(name, iteration, generation, tensor))
+
+
+def begin(built: Any, iteration: int, generation: int, folder: str) -> None:
+    """Fill with what is then saved, and note it."""
+    import torch.distributed as dist
+
+    fill(built, iteration, generation)
+    if dist.get_rank() == 0:
+        with _begun(folder).open("a") as file:
+            file.write(f"{iteration} {generation}\n")
+    dist.barrier()
+
+
+def _begun(folder: str) -> Path:
+    return Path(folder).with_suffix(".begun")
 
 
 def arguments(spec: Spec, folder: str) -> Any:
@@ -228,8 +240,6 @@ def arguments(spec: Spec, folder: str) -> Any:
 
 def through_training(spec: Spec, plan: Plan, folder: str, watch: Watch) -> None:
     """Load, check, save, by Megatron-LM's own functions."""
-    import torch
-
     import megatron_muon
     from support.models.gpt import Case, Topology, build, make_optimizer
 
@@ -239,16 +249,9 @@ def through_training(spec: Spec, plan: Plan, folder: str, watch: Watch) -> None:
     built.optimizer = make_optimizer(built)
     assert megatron_muon.meter(built.optimizer) is not None
     args.consumed_train_samples = 0
-    iteration = 0
-    if Path(folder, TRACKER).exists() or any(Path(folder).glob("*.anew")):
-        fill(built, -1)
-        iteration, *_ = checkpointing.load_checkpoint(built.chunks, built.optimizer, None)
-        say(watch.tell, loaded=iteration, wrong=differences(built, iteration)[:3])
-    else:
-        say(watch.tell, loaded=None, wrong=[])
+    iteration = loaded_by_training(checkpointing, args, built, folder, watch)
     iteration += not (plan.again and iteration)
-    fill(built, iteration)
-    torch.distributed.barrier()
+    begin(built, iteration, plan.generation, folder)
     watch.on = True
     with half_written(watch):
         checkpointing.save_checkpoint(iteration, built.chunks, built.optimizer, None, 0)
@@ -256,6 +259,30 @@ def through_training(spec: Spec, plan: Plan, folder: str, watch: Watch) -> None:
             async_utils = importlib.import_module("megatron.training.async_utils")
             async_utils.maybe_finalize_async_save(blocking=True)
     say(watch.tell, saved=iteration)
+
+
+def loaded_by_training(checkpointing: Any, args: Any, built: Any, folder: str, watch: Watch) -> int:
+    """The iteration that the tracker names; where that is refused, the one that the error names."""
+    if not Path(folder, TRACKER).exists():
+        say(watch.tell, loaded=None, refused=None, wrong=[])
+        return 0
+    refused = None
+    for _ in range(2):
+        fill(built, -1)
+        try:
+            iteration, *_ = checkpointing.load_checkpoint(built.chunks, built.optimizer, None)
+        except (ValueError, RuntimeError) as error:
+            refused = str(error)
+            step = re.search(r"--ckpt-step (\d+)", refused)
+            if step is None or args.ckpt_step:
+                say(watch.tell, loaded=None, refused=refused, wrong=[])
+                return 0
+            args.ckpt_step = int(step[1])
+        else:
+            break
+    args.ckpt_step = None
+    say(watch.tell, loaded=iteration, refused=refused, **compared(built, iteration, folder))
+    return int(iteration)
 
 
 def through_core(spec: Spec, plan: Plan, folder: str, watch: Watch) -> None:
@@ -266,7 +293,7 @@ def through_core(spec: Spec, plan: Plan, folder: str, watch: Watch) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     import megatron_muon
-    from megatron_muon.files import digest
+    from megatron_muon.mcore.load_check import digest
     from support.checkpoints import saving
     from support.models.gpt import Case, Topology, start
 
@@ -281,8 +308,7 @@ def through_core(spec: Spec, plan: Plan, folder: str, watch: Watch) -> None:
         fill(built, -1)
         try:
             saving.load(built, last, format)
-            wrong = differences(built, numbers[-1])[:3]
-            say(watch.tell, loaded=numbers[-1], wrong=wrong)
+            say(watch.tell, loaded=numbers[-1], **compared(built, numbers[-1], folder))
         except (Exception, CheckpointException) as error:
             known = isinstance(error, digest.DigestError) and "is not complete" in str(error)
             empty = not any(Path(last).iterdir())  # nothing was begun in it
@@ -291,10 +317,9 @@ def through_core(spec: Spec, plan: Plan, folder: str, watch: Watch) -> None:
     else:
         say(watch.tell, loaded=None, wrong=[])
     number = (numbers or [0])[-1] + 1
-    fill(built, number)
     target = f"{folder}/iter_{number:07d}"
     os.makedirs(target, exist_ok=True)
-    torch.distributed.barrier()
+    begin(built, number, plan.generation, folder)
     watch.on = True
     state = saving.sharded(built, format, is_loading=False)
     request = dist_checkpointing.save(state, target, async_sharded_save=spec.background)

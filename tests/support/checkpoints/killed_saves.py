@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from support.checkpoints.killed_ranks import (
-    AFTER,
-    BEFORE,
+    DIGEST,
     LIMIT,
     METADATA,
+    NAMING,
     PHASES,
     SHARDS,
     TRACKER,
@@ -148,6 +148,8 @@ def one_time(spec: Spec, plan: Plan, folder: str, log: Path) -> dict[str, Any]:
         **asdict(plan),
         "killed": killed,
         "loaded": [line["loaded"] for line in loads],
+        "generations": len({line.get("generation") for line in loads}),
+        "refused": [line["refused"] for line in loads if line.get("refused")],
         "wrong": [wrong for line in loads for wrong in line["wrong"]],
         "finished": bool(heard.all("saved")),
         "errors": errors,
@@ -173,63 +175,73 @@ def plans(spec: Spec) -> Iterator[Plan]:
     choice = random.Random(spec.seed)
     phases = [phase for phase in PHASES if spec.format != "torch" or phase != METADATA]
     if spec.through == "core":
-        phases = [phase for phase in phases if phase not in (BEFORE, AFTER)]
+        phases.remove(NAMING)
+    generation = 0
     while True:
         for phase in choice.sample(phases, len(phases)):
             victims = ["all", *map(str, range(spec.tp * spec.dp))]
             if spec.background and phase == SHARDS:
                 victims = ["worker", *victims]
+            generation += 1
             yield Plan(
                 phase=phase,
-                nth=0 if phase == AFTER else choice.randrange(2),
+                nth=0 if phase in (DIGEST, NAMING) else choice.randrange(2),
                 victim=choice.choice(victims),
                 late=choice.choice([0.0, 0.0, choice.uniform(0.001, 0.05)]),
-                again=choice.random() < 0.2,
+                again=choice.random() < 0.3,
+                generation=generation,
             )
 
 
 def tracker_of(folder: Path) -> int | None:
+    """The iteration that the tracker names; None for none, and where it was cut off."""
     path = folder / TRACKER
-    return int(path.read_text()) if path.exists() else None
+    text = path.read_text() if path.exists() else ""
+    return int(text) if text else None
 
 
-def to_load(folder: Path) -> int | None:
-    """The iteration that the next start must load: one that was being saved anew is put back."""
-    for mark in folder.glob("iter_*.anew"):
-        return int(mark.name.removeprefix("iter_").removesuffix(".anew"))
-    return tracker_of(folder)
+def lost(result: dict[str, Any], before: list[int], named: int | None, folder: Path) -> list[str]:
+    """What is wrong with what was loaded before a kill, and with what is there after it.
 
+    Args:
+        result: of ``one_time``.
+        before: iterations that were complete when it began.
+        named: the one that the tracker named.
+        folder: of the checkpoints.
+    """
+    from megatron_muon.mcore.load_check import digest
 
-def lost(result: dict[str, Any], before: int | None, folder: Path) -> list[str]:
-    """What is wrong with what is there after a kill, and with what was loaded before it."""
-    from megatron_muon.files import digest
-
-    now, named = to_load(folder), result["tracker"]
-    faults = []
-    if before is not None and set(result["loaded"]) != {before}:
-        faults.append(f"loaded {result['loaded']}, to load was {before}")
-    (last,) = {*result["loaded"]} or {None}
-    if last and (now is None or now < last):
-        faults.append(f"{last} was loaded, to load is {now} then")
-    if named is not None and not (digest.read(folder / f"iter_{named:07d}") or {}).get("complete"):
-        faults.append(f"the tracker names {named}, which is not complete")
+    faults = ["ranks loaded different saves"] if result["generations"] > 1 else []
+    (loaded,) = {*result["loaded"]} or {None}
+    last = before[-1] if before and result["refused"] else None  # else a start without a tracker
+    due = named if named in before else last
+    if result["loaded"] and loaded != due:
+        faults.append(f"loaded {result['loaded']}, to load was {due}, of {before}")
+    if named is not None and named not in before and not result["refused"]:
+        faults.append(f"the tracker named {named}, which is not complete, and nobody was told")
+    target = (loaded or 0) + (not (result["again"] and loaded))
+    harmed = {*before} - {target, *digest.complete_iterations(folder)}
+    if harmed:
+        faults.append(f"{sorted(harmed)} were complete, and only {target} was saved")
     return faults
 
 
 def main(spec: Spec) -> None:
     import_everything(spec.through)
+    from megatron_muon.mcore.load_check import digest
+
     folder = Path(tempfile.mkdtemp(prefix="killed"))
     log = folder.with_suffix(".log")
     saves = folder / "saves"
     saves.mkdir()
-    count, before = 0, None
+    saves.with_suffix(".begun").touch()
+    count = 0
     try:
         for plan in plans(spec):
-            result = one_time(spec, plan, str(saves), log)
-            result |= {"tracker": tracker_of(saves), "log": ""}
+            before, named = digest.complete_iterations(saves), tracker_of(saves)
+            result = {**one_time(spec, plan, str(saves), log), "log": ""}
             if spec.through == "training" and not result["errors"]:
-                result["wrong"] += lost(result, before, saves)
-                before = to_load(saves)
+                result["wrong"] += lost(result, before, named, saves)
             if result["wrong"] or result["errors"]:
                 result["log"] = log.read_text()[-6000:]
             print(json.dumps(result), flush=True)
@@ -237,8 +249,9 @@ def main(spec: Spec) -> None:
                 break
             count += result["killed"]
             log.unlink(missing_ok=True)
-            for old in sorted(path for path in saves.glob("iter_*") if path.suffix == "")[:-3]:
-                if old.name != f"iter_{result['tracker'] or 0:07d}":  # nor one that is set aside
+            kept = {*digest.complete_iterations(saves)[-3:], tracker_of(saves)}
+            for old in sorted(saves.glob("iter_*"))[:-3]:
+                if digest.iteration_of(old.name) not in kept:
                     shutil.rmtree(old)
             if count >= spec.kills + 1:  # the last is followed by a load, too
                 break

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_muon.files import digest
+from megatron_muon.mcore.load_check import digest
 from support.checkpoints.damaging import TRACKER
 from support.checkpoints.inspecting import DEFAULT, DP2, saved, seal
 from support.models.gpt import Topology

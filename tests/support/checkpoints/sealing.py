@@ -33,27 +33,18 @@ def save(built: Built, folder: str, format: str) -> None:
         if format != "torch":
             saving.save(built, folder, format)
             return
-        import torch.distributed as dist
+        from megatron_muon.mcore.load_check.models import owner_of_chunks
+        from megatron_muon.mcore.load_check.save import sealed
 
-        from megatron_muon.mcore.integrity.recorded import recorded, seal_recorded, voting
-        from megatron_muon.mcore.integrity.registry import owner_of_chunks
-        from megatron_muon.mcore.integrity.save_load import Saving
-        from megatron_muon.mcore.shards import device_of
-
-        trained = owner_of_chunks(built.chunks)
-        with voting(device_of(built.chunks)) as votes:
-            sealing = Saving.of(lambda: trained, folder)
-            assert sealing is not None
-            with recorded(trained, sealing, votes):
-                saving.save(built, folder, format)  # ends with a barrier
-                if dist.get_rank() == 0:
-                    seal_recorded(sealing)
+        files = [Path(file).name for file in saving._files(folder)]
+        with sealed(lambda: owner_of_chunks(built.chunks), Path(folder), files):
+            saving.save(built, folder, format)  # ends with a barrier
 
 
 def load(built: Built, folder: str, format: str) -> None:
     """As Megatron-LM does with the plugin."""
-    from megatron_muon.mcore.integrity.registry import owner_of_chunks
-    from megatron_muon.mcore.integrity.verify import check
+    from megatron_muon.mcore.load_check.check import check
+    from megatron_muon.mcore.load_check.models import owner_of_chunks
 
     with plugin(built):
         if format == "torch":

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_muon.files.checksum import checksum
+from megatron_muon.mcore.load_check.checksum import checksum
 
 
 def hashed(folder: Path, content: bytes) -> str:

@@ -9,85 +9,53 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.files import claim, digest, digest_parts
-from megatron_muon.files.checksum import checksum
-from megatron_muon.files.digest import DigestError
-from megatron_muon.files.digest_text import sealed
+from megatron_muon.mcore.load_check import digest
+from megatron_muon.mcore.load_check.checksum import checksum
+from megatron_muon.mcore.load_check.digest import DigestError
+from megatron_muon.mcore.load_check.digest_text import sealed
 
 CONTENT = {"wrote": {"world_size": 2}, "parameters": {}, "files": {}, "vocabulary": None}
 
 
 def test_begin_and_finish(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000003"
-    digest.begin(folder, CONTENT["wrote"])
+    folder.mkdir()
+    for left in ("lock", "0123456789abcdef.1.part.json", "0123456789abcdef.contested"):
+        (folder / f"megatron_muon.{left}").touch()  # by a save of an earlier version, killed
+    (folder / "theirs").touch()
+    digest.begin(folder, CONTENT["wrote"], digest.new_save())
+    assert sorted(path.name for path in folder.iterdir()) == [digest.FILE_NAME, "theirs"]
     read_back = digest.read(folder)
     assert read_back is not None and read_back["complete"] is False
     with pytest.raises(DigestError, match=r"is not complete: .* no other checkpoint that is known"):
         digest.require_complete(folder, read_back)
-    digest_parts.write_part(folder, claim.identity(), 1, {"files": {}})
     digest.finish(folder, CONTENT)
     read_back = digest.read(folder)
     assert read_back is not None and read_back["complete"] is True and read_back["format"] == 2
     digest.require_complete(folder, read_back)
-    assert [path.name for path in folder.iterdir()] == [digest.FILE_NAME]  # no part is left
     assert digest.complete_iterations(tmp_path) == [3]
 
 
-PARTS = {
-    "nested deeply": "[" * 200_000 + "]" * 200_000,
-    "a list": "[1, 2]",
-    "pairs": '[["files", {}]]',
-    "a number": "9" * 5000,
-    "nothing": "",
-    "no text": "\udcff",
-    "a place elsewhere": '{"files": {"../a": {"size": 1, "hash": ""}}}',
-    "files of another type": '{"files": [1]}',
-    "parameters of another type": '{"files": {}, "parameters": {"a": 1}}',
-}
-
-
-@pytest.mark.parametrize("text", PARTS)
-def test_a_damaged_part_is_an_ordinary_error_that_names_it(text: str, tmp_path: Path) -> None:
-    save = claim.identity()
-    digest_parts.write_part(tmp_path, save, 1, {"files": {}})
-    (file,) = tmp_path.glob("*.part.json")
-    file.write_bytes(PARTS[text].encode("utf-8", "surrogateescape"))
-    for read in (
-        lambda: digest_parts.read_part(tmp_path, save, 1),
-        lambda: list(digest_parts.read_parts(tmp_path, save)),
-    ):
-        with pytest.raises(ValueError, match="is not what a rank of this save wrote") as caught:
-            read()
-        assert str(file) in str(caught.value)
-
-
 @pytest.mark.timeout(60)
-def test_pipes_in_a_folder_are_not_waited_for(tmp_path: Path) -> None:
-    """Each of them an error; for the lock of another save and for a file of size 0, too."""
-    save = claim.identity()
-    digest_parts.write_part(tmp_path, save, 1, {"files": {}})
-    (part,) = tmp_path.glob("*.part.json")
-    part.unlink()
-    lock, empty = tmp_path / claim.LOCK_NAME, tmp_path / "empty"
-    for path in (part, lock, empty):
-        os.mkfifo(path)
-    for act in (
-        lambda: digest_parts.read_part(tmp_path, save, 1),
-        lambda: claim.take(tmp_path, save),
-        lambda: claim.is_held(tmp_path),
-        lambda: checksum(empty),
-    ):
-        with pytest.raises(OSError, match="no regular file"):
-            act()
-    assert claim.read(lock) is None and claim.join(tmp_path) is None
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "empty")
+    with pytest.raises(OSError, match="no regular file"):
+        checksum(tmp_path / "empty")
     fault = digest.fault(tmp_path, "empty", {"size": 0, "hash": ""}, checksum)
     assert fault is not None and "no regular file" in fault
 
 
+def test_the_mark_replaces_a_link_and_leaves_what_it_points_to(tmp_path: Path) -> None:
+    other, folder = tmp_path / "other", tmp_path / "iter_0000001"
+    other.write_text("theirs")
+    folder.mkdir()
+    (folder / digest.FILE_NAME).symlink_to(other)
+    digest.begin(folder, {})
+    assert other.read_text() == "theirs" and not (folder / digest.FILE_NAME).is_symlink()
+
+
 def test_names_from_files_do_not_steer_a_terminal() -> None:
-    for kind in (DigestError, digest.TwoSavesError):
-        text = str(kind("a\x1b[2J\nforged\udcff²"))
-        assert text == "a\\x1b[2J\\nforged\\udcff²"
+    assert str(DigestError("a\x1b[2J\nforged\udcff²")) == "a\\x1b[2J\\nforged\\udcff²"
 
 
 def test_the_way_out_names_the_last_complete_one(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.files import digest
-from megatron_muon.files.checksum import checksum
+from megatron_muon.mcore.load_check import digest
+from megatron_muon.mcore.load_check.checksum import checksum
 from support.checkpoints.saving import formats, save_new
 from support.checkpoints.sealing import KINDS, Corruption, corrupt, errors_of_loads, loaded, saved
 from support.models.gpt import Case, Topology
@@ -170,6 +170,36 @@ def _stops_in_a_save(case: Case, topology: Topology, format: str, folder: str) -
 
     with mock.patch.object(serialization, "save_preprocess", side_effect=OSError("here it stops")):
         saved(case, topology, format, folder)
+
+
+def _meets_another_save(case: Case, topology: Topology, format: str, folder: str) -> str:
+    """Another save marks the folder after this one has written, before it is sealed."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from megatron_muon.mcore.load_check.save import Saving
+
+    part = Saving._part
+
+    def meets(self: Saving, *args: Any) -> Any:
+        if dist.get_rank() == 0:
+            digest.begin(Path(folder), {}, {**digest.new_save(), "host": "elsewhere"})
+        dist.barrier()
+        return part(self, *args)
+
+    with mock.patch.object(Saving, "_part", meets), pytest.raises(RuntimeError) as caught:
+        saved(case, topology, format, folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("format", [FORMATS[0], "torch"])
+def test_what_two_saves_wrote_is_not_sealed_by_either(format: str, tmp_path: Path) -> None:
+    for error in run(_meets_another_save, 2, CASE, DP, format, str(tmp_path)):
+        assert re.search("may have files of two saves, so it is not complete: .* elsewhere", error)
+    left = digest.read(tmp_path)
+    assert left is not None and not left["complete"]
+    assert left["save"]["host"] != "elsewhere"  # so that the other refuses to seal it, too
 
 
 def _addresses_of_an_adamw_run(folder: str) -> bool:

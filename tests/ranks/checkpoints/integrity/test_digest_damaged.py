@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.files import digest
-from megatron_muon.files.digest import DigestError
-from megatron_muon.files.digest_text import MOST, sealed
-from megatron_muon.megatron_lm import tracker
+from megatron_muon.mcore.load_check import digest
+from megatron_muon.mcore.load_check.digest import DigestError
+from megatron_muon.mcore.load_check.digest_text import MOST, sealed
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import errors_of_loads, saved
 from support.models.gpt import Case, Topology
@@ -57,7 +56,6 @@ def refused(file: Path, message: str) -> None:
     assert WAY_OUT in str(caught.value)
     assert not digest.says_complete(file.parent)
     assert digest.complete_iterations(file.parent.parent) == [4]
-    assert digest.damaged_iterations(file.parent.parent) == [5, 7]
 
 
 def test_every_cut_and_many_flips_of_a_real_one(beside: Path, monkeypatch: Any) -> None:
@@ -187,56 +185,6 @@ def test_a_load_waits_at_no_pipe(real: Path, beside: Path) -> None:
     (without,), _ = run(errors_of_loads, 2, CASE, DP, FORMAT, [str(folder)])
     for error in (with_digest, without):
         assert re.search(r"extra/common\.pt is no regular file, but a pipe", error or "")
-    assert "rank 0 stopped this run" in (other or "")
-
-
-# --- saving beside it ---------------------------------------------------------------------------
-
-
-def moved_back(save_dir: str, folder: str) -> tuple[str | None, str]:
-    """What Megatron-LM's save begins with: its error here, and what is printed."""
-    import io
-    from contextlib import redirect_stdout
-
-    from megatron_muon.megatron_lm.checkpointing import _on_rank_0
-
-    error = None
-    with redirect_stdout(io.StringIO()) as printed:
-        try:
-            _on_rank_0(lambda: tracker.move_back(Path(save_dir), folder))
-        except Exception as own:
-            error = f"{type(own).__name__}: {own}"
-    return error, printed.getvalue()
-
-
-def test_saving_anew_goes_on_beside_a_damaged_one(beside: Path) -> None:
-    """It is not what is written; nor is it what the tracker names meanwhile."""
-    save_dir = beside.parent.parent
-    (save_dir / tracker.NAME).write_text("7")
-    (error, printed), (other, nothing) = run(moved_back, 2, str(save_dir), "iter_0000007")
-    assert error is None and other is None and nothing == ""
-    assert "names iteration 4" in printed
-    assert "WARNING: the digest of iteration 5 is damaged" in printed
-    assert tracker.named_by(save_dir) == "iter_0000004"
-
-
-def test_saving_anew_over_a_damaged_one_puts_it_back_where_it_is_stopped(beside: Path) -> None:
-    save_dir = beside.parent.parent
-    beside.write_text(NESTED["lists"])
-    (save_dir / tracker.NAME).write_text("7")
-    for error, _ in run(moved_back, 2, str(save_dir), "iter_0000007"):
-        assert error is None
-    assert not beside.exists()
-    tracker.recover(save_dir)
-    assert beside.read_text() == NESTED["lists"] and tracker.named_by(save_dir) == "iter_0000007"
-
-
-def test_a_fault_of_rank_0_ends_both(beside: Path) -> None:
-    """A tracker file that cannot be read or written, as it is a folder."""
-    save_dir = beside.parent.parent
-    (save_dir / tracker.NAME).mkdir()
-    (own, _), (other, _) = run(moved_back, 2, str(save_dir), "iter_0000007")
-    assert "NotRegularError" in (own or "") and tracker.NAME in (own or "")
     assert "rank 0 stopped this run" in (other or "")
 
 

@@ -1,4 +1,7 @@
-"""Saves that are killed lose nothing: whatever the tracker names afterwards loads, and is right.
+"""A killed save harms no older iteration, and the one that it wrote over is never taken for whole.
+
+What the tracker names afterwards loads, and is right; or it is refused, with the `--ckpt-step` of
+the newest whole one, which loads and is right.
 
 The short variants kill a few times. ``-m slow`` kills 200 times and prints where; it needs a
 checkout at MEGATRON_LM_PATH, whose own save_checkpoint and load_checkpoint are called.
@@ -17,7 +20,7 @@ from typing import Any
 import pytest
 
 from support import PYTHON311, ROOT, TESTS
-from support.checkpoints.killed_ranks import AFTER, BEFORE, DIGEST, METADATA, SHARDS, Spec
+from support.checkpoints.killed_ranks import DIGEST, METADATA, NAMING, SHARDS, Spec
 from support.installed import VERSION
 from support.megatron_lm.scripts import CHECKOUT, environment, needs_checkout
 
@@ -72,7 +75,7 @@ def check(spec: Spec) -> Counter[str]:
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_a_killed_save_is_whole_or_refused(background: bool) -> None:
-    """Without Megatron-LM, so without a tracker, which test_tracker.py is about."""
+    """Without Megatron-LM, so without a tracker."""
     if background and VERSION < (0, 14):
         pytest.skip("torch 2.13 has not what this megatron-core's asynchronous writer calls")
     check(Spec("core", "torch_dist", background, tp=1, dp=2, kills=2, seed=7))
@@ -87,7 +90,7 @@ def test_a_killed_save_is_whole_or_refused(background: bool) -> None:
     ],
     ids=["torch_dist", "torch"],
 )
-def test_a_killed_save_loses_nothing(spec: Spec) -> None:
+def test_a_killed_save_harms_no_older_one(spec: Spec) -> None:
     check(spec)
 
 
@@ -97,12 +100,12 @@ PHASES_SEEN: Counter[str] = Counter()
 @pytest.mark.slow
 @needs_checkout
 @pytest.mark.parametrize("spec", EVERY, ids=lambda spec: f"seed{spec.seed}")
-def test_two_hundred_kills_lose_nothing(spec: Spec) -> None:
+def test_two_hundred_kills_harm_no_older_one(spec: Spec) -> None:
     phases = check(spec)
     PHASES_SEEN.update(phases)
-    print(f"\n{spec}: nothing lost; {', '.join(f'{n} {phase}' for phase, n in phases.items())}")
+    print(f"\n{spec}: nothing harmed; {', '.join(f'{n} {phase}' for phase, n in phases.items())}")
     if spec == EVERY[-1] and sum(PHASES_SEEN.values()) >= 200:  # not where a few were chosen
-        assert min(PHASES_SEEN[p] for p in (SHARDS, METADATA, DIGEST, BEFORE, AFTER)) >= 20
+        assert min(PHASES_SEEN[p] for p in (SHARDS, METADATA, DIGEST, NAMING)) >= 20
 
 
 def test_they_are_two_hundred() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.files import digest
+from megatron_muon.mcore.load_check import digest
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import saved
 from support.models.gpt import Case, Topology
@@ -54,8 +54,8 @@ def loads(case: Case, folder: str, exact: bool, models: list[tuple[Options, Opti
     """Of each model: the error of its check, and what is printed."""
     import io
 
-    from megatron_muon.mcore.integrity.registry import owner_of_chunks
-    from megatron_muon.mcore.integrity.verify import check
+    from megatron_muon.mcore.load_check.check import check
+    from megatron_muon.mcore.load_check.models import owner_of_chunks
     from support.models.gpt import start
 
     results = []

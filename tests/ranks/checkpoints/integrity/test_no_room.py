@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from test_together import described
 
-from megatron_muon.files import digest
+from megatron_muon.mcore.load_check import digest
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import loaded, save
 from support.models.gpt import Case, Topology, start, take_step

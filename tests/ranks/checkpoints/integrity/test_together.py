@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.files import digest
+from megatron_muon.mcore.load_check import digest
 from support.checkpoints.saving import formats
 from support.checkpoints.sealing import saved
 from support.models.gpt import Case, Topology
@@ -105,17 +105,16 @@ def test_every_test_on_ranks_holds_acts_to_not_communicating() -> None:
         assert "communicates: barrier" in (text or ""), text
 
 
-def _rank_0_fails(way: str, kind: str) -> str | None:
+def _rank_0_fails(kind: str) -> str | None:
     from megatron_muon.megatron_lm import checkpointing
 
-    return described(lambda: getattr(checkpointing, way)(FAULTS[kind]))
+    return described(lambda: checkpointing._by_rank_0(FAULTS[kind]))
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("way", ["_on_rank_0", "_by_rank_0"])
-def test_what_rank_0_does_for_all(way: str, kind: str) -> None:
-    """In Megatron-LM's save and load."""
-    zero, one = run(_rank_0_fails, 2, way, kind, timeout=30.0)
+def test_what_rank_0_does_for_all(kind: str) -> None:
+    """In Megatron-LM's load."""
+    zero, one = run(_rank_0_fails, 2, kind, timeout=30.0)
     assert (zero or "").startswith(f"{kind}:")
     assert (one or "").startswith("RuntimeError: rank 0 stopped this run: ")
 
@@ -127,16 +126,6 @@ def _error_of_save(format: str, folder: str) -> str | None:
     return described(lambda: saved(CASE, TP2, format, folder))
 
 
-def test_torch_save_fails_on_one_rank(tmp_path: Path) -> None:
-    """Where its file is to be, there is a folder."""
-    (tmp_path / "1_0_0_model_optim.pt").mkdir()
-    zero, one = run(_error_of_save, 2, "torch", str(tmp_path), timeout=60.0)
-    assert "Is a directory" in (one or "") and "stopped this run" not in (one or "")
-    assert "rank 1 stopped this run" in (zero or "") and "Is a directory" in (zero or "")
-    said = digest.read(tmp_path)
-    assert said is not None and not said["complete"]
-
-
 @pytest.mark.parametrize("format", [FORMAT, "torch"])
 def test_the_digest_cannot_be_written(format: str, tmp_path: Path) -> None:
     """A folder is in its place, from before the save."""
@@ -146,46 +135,6 @@ def test_the_digest_cannot_be_written(format: str, tmp_path: Path) -> None:
     assert "rank 0 stopped this run" in (one or "")
 
 
-def _tracker_in_a_folders_place(folder: str) -> str | None:
-    """As Megatron-LM's save_checkpoint ends: rank 0 writes the tracker while others wait for it."""
-    import torch.distributed as dist
-
-    from megatron_muon.mcore.integrity.recorded import voting
-    from megatron_muon.megatron_lm import tracker
-
-    def save() -> None:
-        with voting(torch.device("cpu")) as votes, tracker.failing(votes.keep):
-            dist.barrier()
-            if dist.get_rank() == 0:
-                with tracker._written(Path(folder) / tracker.NAME) as text:
-                    text.write("7")
-            dist.barrier()
-
-    return described(save)
-
-
-def test_the_tracker_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
-    zero, one = run(_tracker_in_a_folders_place, 2, str(tmp_path), timeout=30.0)
-    assert "IsADirectoryError" in (zero or "") and "rank 0 stopped this run" in (one or "")
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def _error_of_another_kind_is_not_voted_on() -> str | None:
-    """It may come where others are in a collective of Megatron's: it is this rank's alone."""
-    from megatron_muon.mcore.integrity.recorded import voting
-
-    def save() -> None:
-        with voting(torch.device("cpu")):
-            raise KeyError("Megatron's")
-
-    return described(save)
-
-
-def test_megatrons_own_errors_stay_as_they_are() -> None:
-    assert run(_error_of_another_kind_is_not_voted_on, 1) == ['KeyError: "Megatron\'s"']
-
-
 # --- loading ---------------------------------------------------------------------------------
 
 
@@ -193,7 +142,7 @@ def _with_one_vocabulary(folder: str) -> str | None:
     """Only rank 1 knows how many tokens there are, and they are others."""
     import torch.distributed as dist
 
-    from megatron_muon.mcore.integrity.registry import with_vocabulary
+    from megatron_muon.mcore.load_check.models import with_vocabulary
     from support.checkpoints import sealing
     from support.models.gpt import start
 

@@ -1,8 +1,8 @@
 """A reader of a ``torch_dist`` checkpoint's metadata and objects as data, without Megatron.
 
 ``torch.distributed.checkpoint`` reads ``.metadata`` by ``pickle.load`` and objects by
-``torch.load(weights_only=False)``: both run whatever code a file names. Here ``pickles`` and
-``archive`` read them, and every value is checked.
+``torch.load(weights_only=False)``: both run whatever code a file names. Here ``read`` does, and
+every value is checked.
 
 Source: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` at torch 2.13.
 """
@@ -17,19 +17,20 @@ from typing import Any
 
 import torch
 
-from megatron_muon.files import archive
-from megatron_muon.files.pickles import reader
-from megatron_muon.files.pickles.objects import Name, Unknown
+from megatron_muon.mcore.checkpoint.read import (
+    ReadError,
+    Unknown,
+    load,
+    load_pickle,
+    load_view,
+    mapped,
+)
 
 METADATA = ".metadata"
 # Everything that is not sharded: a file of its own, from core 0.19 an object among the tensors.
 COMMON_FILE, COMMON_KEY = "common.pt", re.compile(r"common_state/shard_")
 _MODULE = "torch.distributed.checkpoint.metadata"
 Numbers = tuple[int, ...]
-
-
-class MetadataError(ValueError):
-    """``.metadata`` is damaged, or is not torch's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,9 @@ def read_metadata(folder: Path) -> Metadata:
 
     Raises:
         OSError: it cannot be read, or is not there.
-        MetadataError, archive.ArchiveError, PickleError: it is damaged, or not torch's.
+        ReadError: it is damaged, or not torch's.
     """
-    data = bytes(archive.mapped(folder / METADATA))
-    saved = reader.load(data, archive.MAKERS, archive.DTYPES)
-    state = _state(saved, "Metadata")
+    state = _state(load_pickle(folder / METADATA), "Metadata")
     entries = {
         _text(key): _entry(entry) for key, entry in _dict(state, "state_dict_metadata").items()
     }
@@ -93,10 +92,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 def _state(value: Any, name: str) -> Mapping[str, Any]:
     """The attributes of an object of one of torch's classes."""
-    own = isinstance(value, Unknown) and value.name.name == name
+    own = isinstance(value, Unknown) and value.named[1] == name
     if own and isinstance(value.state, dict):
         return value.state
-    raise MetadataError(f"it has {_kind(value)} where a {name} of torch should be")
+    raise ReadError(f"it has {_kind(value)} where a {name} of torch should be")
 
 
 def _kind(value: Any) -> str:
@@ -106,29 +105,29 @@ def _kind(value: Any) -> str:
 def _dict(state: Mapping[str, Any], name: str) -> dict[Any, Any]:
     value = state.get(name)
     if not isinstance(value, dict):
-        raise MetadataError(f"its {name} is {_kind(value)}, not a dict")
+        raise ReadError(f"its {name} is {_kind(value)}, not a dict")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise MetadataError(f"a key is {_kind(value)}, not a text")
+        raise ReadError(f"a key is {_kind(value)}, not a text")
     return value
 
 
 def _numbers(value: Any) -> Numbers:
     if isinstance(value, (list, tuple)) and all(type(n) is int and 0 <= n < 1 << 62 for n in value):
         return tuple(value)
-    raise MetadataError("a size or an offset is no tuple of numbers")
+    raise ReadError("a size or an offset is no tuple of numbers")
 
 
 def _entry(entry: Any) -> Tensor | None:
-    if isinstance(entry, Unknown) and entry.name == Name(_MODULE, "BytesStorageMetadata"):
+    if isinstance(entry, Unknown) and entry.named == (_MODULE, "BytesStorageMetadata"):
         return None
     state = _state(entry, "TensorStorageMetadata")
     chunks = state.get("chunks")
     if not isinstance(chunks, (list, tuple)):
-        raise MetadataError(f"a tensor's chunks are {_kind(chunks)}, not a list")
+        raise ReadError(f"a tensor's chunks are {_kind(chunks)}, not a list")
     return Tensor(
         _numbers(state.get("size")), _dtype(state.get("properties")), tuple(map(_chunk, chunks))
     )
@@ -141,7 +140,7 @@ def _dtype(properties: Any) -> torch.dtype:
     else:
         dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, torch.dtype):
-        raise MetadataError("a tensor has no dtype")
+        raise ReadError("a tensor has no dtype")
     return dtype
 
 
@@ -156,9 +155,9 @@ def _place(index: Any, info: Any) -> tuple[tuple[str, Numbers | None], FileRange
     key = _text(where.get("fqn")), None if offset is None else _numbers(offset)
     file = _text(state.get("relative_path"))
     if Path(file).name != file or file in ("", "..") or "\0" in file:  # only in the folder
-        raise MetadataError(f"it places {key[0]!r} in {file!r}, which is no name of a file")
+        raise ReadError(f"it places {key[0]!r} in {file!r}, which is no name of a file")
     if state.get("transform_descriptors"):
-        raise MetadataError(f"{key[0]!r} is compressed, which is not read here")
+        raise ReadError(f"{key[0]!r} is compressed, which is not read here")
     start, length = _numbers((state.get("offset"), state.get("length")))
     return key, FileRange(file, start, length)
 
@@ -180,24 +179,24 @@ class Shards:
         Raises:
             KeyError: the metadata have no place for it.
             OSError: the file cannot be read.
-            archive.ArchiveError, PickleError: it is damaged.
+            ReadError: it is damaged.
         """
         place = self.metadata.places[key, offsets]
         if place.file not in self._mapped:
-            self._mapped[place.file] = archive.mapped(self.folder / place.file)
+            self._mapped[place.file] = mapped(self.folder / place.file)
         view = self._mapped[place.file][place.offset : place.offset + place.length]
         if len(view) < place.length:
-            raise archive.ArchiveError(f"it ends {place.length - len(view)} bytes too early")
-        return archive.load_view(view)
+            raise ReadError(f"it ends {place.length - len(view)} bytes too early")
+        return load_view(view)
 
     def object(self, key: str) -> Any:
         """The value of Megatron's ShardedObject; raises as ``read`` does."""
         value = self.read(key)
-        if isinstance(value, Unknown) and value.name == Name("_io", "BytesIO"):
+        if isinstance(value, Unknown) and value.named == ("_io", "BytesIO"):
             data = value.state[0] if isinstance(value.state, tuple) and value.state else None
             if not isinstance(data, bytes):
-                raise archive.ArchiveError("a BytesIO in it is damaged")
-            value = archive.load_bytes(data)
+                raise ReadError("a BytesIO in it is damaged")
+            value = load_view(memoryview(bytearray(data)))
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -210,9 +209,9 @@ def common(folder: Path, metadata: Metadata) -> dict[Any, Any]:
     """
     key = next((key for key in metadata.entries if COMMON_KEY.match(key)), None)
     if key is None or (folder / COMMON_FILE).exists():
-        value = archive.load(folder / COMMON_FILE)
+        value = load(folder / COMMON_FILE)
     else:
         value = Shards(folder, metadata).object(key)
     if not isinstance(value, dict):
-        raise archive.ArchiveError(f"it holds a {type(value).__name__}, not a dict")
+        raise ReadError(f"it holds a {type(value).__name__}, not a dict")
     return value

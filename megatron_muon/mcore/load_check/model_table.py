@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.files.digest import DigestError, first_names
+from megatron_muon.mcore.load_check.digest import DigestError, first_names
 from megatron_muon.mcore.params.param_routing import (
     Weight,
     expert_name,

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from megatron_muon.files.claim import is_save
-
 MOST = 1 << 28  # bytes; a million parameters take about half of it
 
 
@@ -47,30 +45,21 @@ def completed(content: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: names the key that is wrong.
     """
-    for key, is_right in _IS_RIGHT.items():
+    for key, (_, is_right) in _KEYS.items():
         if key in content and not is_right(content[key]):
             raise ValueError(f"its {key} is not what a digest has there")
-    return {**_DEFAULTS, **content}
-
-
-def printable(text: str, kept: str = "") -> str:
-    """A text whose control characters are escaped, except those in ``kept``."""
-    return "".join(
-        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
-        for each in text
-    )
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_mapping_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
+    return {**{key: default for key, (default, _) in _KEYS.items()}, **content}
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int) and value >= 0
+
+
+def _is_save(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), kind)
+        for key, kind in (("id", str), ("host", str), ("began", str), ("pid", int), ("job", dict))
+    )
 
 
 def _are_parameters(value: Any) -> bool:
@@ -90,7 +79,8 @@ def _are_files(value: Any) -> bool:
         and isinstance(entry, dict)
         and _is_number(entry.get("size"))
         and isinstance(entry.get("hash"), str)
-        and _are_names(entry.get("holds", []))
+        and isinstance(entry.get("holds", []), list)
+        and all(isinstance(held, str) for held in entry.get("holds", []))
         for name, entry in value.items()
     )
 
@@ -101,33 +91,14 @@ def _is_below(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _is_save(value: Any) -> bool:
-    return value is None or is_save(value)
-
-
-_IS_RIGHT: dict[str, Callable[[Any], bool]] = {
-    "complete": lambda value: isinstance(value, bool),
-    "wrote": _is_mapping,
-    "save": _is_save,
-    "other": _is_save,
-    "settings": _is_mapping_or_none,
-    "vocabulary": lambda value: value is None or _is_number(value),
-    "model": _is_mapping,
-    "parameters": _are_parameters,
-    "files": _are_files,
-}
-_DEFAULTS: dict[str, Any] = {
-    "complete": False,
-    "wrote": {},
-    "save": None,
-    "other": None,
-    "settings": None,
-    "vocabulary": None,
-    "model": {},
-    "parameters": {},
-    "files": {},
+# By key: its value where a digest has none, and whether a value is of its type.
+_KEYS: dict[str, tuple[Any, Callable[[Any], bool]]] = {
+    "complete": (False, lambda value: isinstance(value, bool)),
+    "wrote": ({}, lambda value: isinstance(value, dict)),
+    "save": (None, lambda value: value is None or _is_save(value)),
+    "settings": (None, lambda value: value is None or isinstance(value, dict)),
+    "vocabulary": (None, lambda value: value is None or _is_number(value)),
+    "model": ({}, lambda value: isinstance(value, dict)),
+    "parameters": ({}, _are_parameters),
+    "files": ({}, _are_files),
 }

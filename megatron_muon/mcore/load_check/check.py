@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.console import say
-from megatron_muon.files import digest
-from megatron_muon.files.checksum import checksum
-from megatron_muon.files.digest import Digest, DigestError
-from megatron_muon.files.digest_text import printable
+from megatron_muon.files.printable import printable
 from megatron_muon.files.regular import irregular
-from megatron_muon.files.torch_dist import read_metadata
-from megatron_muon.mcore.integrity.model_settings import SETTINGS_WAY_OUT, changed_settings
-from megatron_muon.mcore.integrity.model_table import changed_splits, check_model
-from megatron_muon.mcore.integrity.registry import (
+from megatron_muon.mcore.checkpoint.torch_dist import read_metadata
+from megatron_muon.mcore.load_check import digest
+from megatron_muon.mcore.load_check.checksum import checksum
+from megatron_muon.mcore.load_check.digest import Digest, DigestError
+from megatron_muon.mcore.load_check.model_settings import SETTINGS_WAY_OUT, changed_settings
+from megatron_muon.mcore.load_check.model_table import changed_splits, check_model
+from megatron_muon.mcore.load_check.models import (
     TrainedModel,
     Wanted,
     Whole,

@@ -6,7 +6,7 @@ One JSON object:
 ``format``      2; keys may be added to it, since readers ignore keys that they do not know
 ``complete``    false from before the first file of a save until after the last
 ``wrote``       versions of ``megatron_muon``, ``megatron_core`` and ``torch``; ``world_size``
-``save``        the save that wrote it: see ``claim.identity``
+``save``        the save that wrote it: see ``new_save``
 ``optimizer``   ``muon``
 ``settings``    the fields of MuonConfig
 ``vocabulary``  number of tokens before padding, where it is known
@@ -20,36 +20,40 @@ One JSON object:
 ==============  ================================================================================
 
 While ``complete`` is false the object is the mark of a save: it has only ``complete``, ``format``,
-``wrote``, ``save`` and ``hash``. If two saves write into one folder, their mark also has ``other``,
-the save that was noticed.
+``wrote``, ``save`` and ``hash``. No other file of the folder is changed, moved or removed, except
+for what earlier versions of this package left there under names of their own.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import secrets
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.files import claim
-from megatron_muon.files.claim import LOCK_NAME, Save, described
-from megatron_muon.files.digest_text import MOST, completed, opened, printable, sealed
 from megatron_muon.files.durable import write_text
+from megatron_muon.files.printable import printable
 from megatron_muon.files.regular import NotRegularError, open_regular
+from megatron_muon.mcore.load_check.digest_text import MOST, completed, opened, sealed
 
 FILE_NAME = "megatron_muon.json"
 FORMAT = 2
 Digest = dict[str, Any]
 Files = dict[str, dict[str, Any]]
+Save = dict[str, Any]
 Checksum = Callable[[Path], str]
 
 _ITERATION = re.compile(r"iter_([0-9]{7,})")
 _OWN = re.compile(r"megatron_muon\..*(part\.json|tmp|lock|contested)")  # beside the digest itself
-
-
-_CONTESTED = "megatron_muon.{save}.contested"  # left by another save for this one
+# Environment variables that identify a job.
+_JOB = (
+    *("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "JOB_ID"),
+    *("KUBERNETES_POD_NAME", "POD_NAME", "TORCHELASTIC_RUN_ID"),
+)
 
 
 class DigestError(ValueError):
@@ -59,14 +63,26 @@ class DigestError(ValueError):
         super().__init__(printable(text))  # it quotes names from files
 
 
-class TwoSavesError(RuntimeError):
-    """Another save into the same folder is going on, or has begun during this one."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(printable(text))
-
-
 # --- the digest of a save ------------------------------------------------------------------------
+
+
+def new_save() -> Save:
+    """A save by this process: ``id``, random; ``host``, ``pid``, ``job`` and ``began``, UTC."""
+    return {
+        "id": secrets.token_hex(8),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": {name: os.environ[name] for name in _JOB if os.environ.get(name)},
+        "began": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+    }
+
+
+def described(save: Save | None) -> str:
+    """A save in words; None where a mark has none."""
+    if save is None:
+        return "a run that left no name"
+    job = "".join(f", {name} {value}" for name, value in save["job"].items())
+    return f"process {save['pid']} on {save['host']}{job}, which began at {save['began']} UTC"
 
 
 def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> None:
@@ -75,7 +91,7 @@ def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> N
     Args:
         folder: the checkpoint's folder.
         wrote: ``wrote`` of the digest.
-        save: this save's identity, for ``other_save``.
+        save: see ``new_save``.
 
     Raises:
         OSError: it cannot be written.
@@ -83,7 +99,9 @@ def begin(folder: Path, wrote: Mapping[str, Any], save: Save | None = None) -> N
     folder.mkdir(parents=True, exist_ok=True)
     mark = {"format": FORMAT, "complete": False, "wrote": wrote, "save": save}
     write_text(folder / FILE_NAME, sealed(mark))
-    _clear(folder, LOCK_NAME)  # files that a killed save has left
+    for path in folder.glob("megatron_muon.*"):  # left by a killed save
+        if path.name != FILE_NAME and own_file(path.name):
+            path.unlink(missing_ok=True)
 
 
 def finish(folder: Path, content: Mapping[str, Any]) -> None:
@@ -97,58 +115,12 @@ def finish(folder: Path, content: Mapping[str, Any]) -> None:
         OSError: it cannot be written.
     """
     write_text(folder / FILE_NAME, sealed({"format": FORMAT, "complete": True, **content}))
-    _clear(folder, *(path.name for path in folder.glob(_CONTESTED.format(save="*"))))
-
-
-def contest(folder: Path, save: Save, other: Save | None) -> None:
-    """Mark a folder as written by two saves at once, so that neither makes it complete.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    if other is not None:  # the other save may be about to write its digest over the mark below
-        write_text(folder / _CONTESTED.format(save=other["id"]), json.dumps(save))
-    mark = {"format": FORMAT, "complete": False, "wrote": {}, "save": save, "other": other}
-    write_text(folder / FILE_NAME, sealed(mark))
-
-
-def other_save(folder: Path, save: Save) -> str | None:
-    """Words for another save that has written here since ``begin``; None if there is none."""
-    content, problem = _content(folder)
-    if content is None:
-        return problem or f"its mark, {FILE_NAME}, was removed"
-    theirs = content["save"]
-    if theirs is None or theirs["id"] != save["id"]:
-        return f"another save began there: {described(theirs)}"
-    if content["other"] is not None:
-        return f"another save began there: {described(content['other'])}"
-    contested = contester(folder, save)
-    if contested is None:
-        return None
-    return f"another save has written there, too: {described(contested)}"
-
-
-def contester(folder: Path, save: Save) -> Save | None:
-    """The save that left a note for this one: it has written into the folder, too."""
-    return claim.read(folder / _CONTESTED.format(save=save["id"]))
 
 
 def saver(folder: Path) -> Save | None:
     """The save that marked a folder last, if its mark names one."""
     content, _ = _content(folder)
     return None if content is None else content["save"]
-
-
-def unfinished(folder: Path) -> Save | None:
-    """The save that marked a folder and did not finish; None without one."""
-    content, _ = _content(folder)
-    return None if content is None or content["complete"] else content["save"]
-
-
-def _clear(folder: Path, *kept: str) -> None:
-    for path in folder.glob("megatron_muon.*"):
-        if path.name not in (FILE_NAME, *kept) and own_file(path.name):
-            path.unlink(missing_ok=True)
 
 
 def read(folder: Path) -> Digest | None:
@@ -200,20 +172,10 @@ def require_complete(folder: Path, digest: Digest) -> None:
     """
     if digest["complete"]:
         return
-    if digest["other"] is not None:
-        raise DigestError(
-            f"{folder} is not complete: two saves wrote into it at once, that of "
-            f"{described(digest['save'])}, and that of {described(digest['other'])}. "
-            f"{way_out(folder)}"
-        )
-    if digest["save"] is not None:
-        raise DigestError(
-            f"{folder} is not complete: the save that wrote it goes on or was stopped before its "
-            f"end, that of {described(digest['save'])}. {way_out(folder)}"
-        )
+    by = f", that of {described(digest['save'])}" if digest["save"] is not None else ""
     raise DigestError(
-        f"{folder} is not complete: the save that wrote it was stopped before its end. "
-        f"{way_out(folder)}"
+        f"{folder} is not complete: the save that wrote it goes on or was stopped before its end"
+        f"{by}. {way_out(folder)}"
     )
 
 
@@ -283,11 +245,6 @@ def complete_iterations(folder: Path) -> list[int]:
     return sorted(number for number, path in _iterations(folder) if says_complete(path))
 
 
-def damaged_iterations(folder: Path) -> list[int]:
-    """Numbers of the checkpoints ``iter_N`` whose digest cannot be read."""
-    return sorted(number for number, path in _iterations(folder) if _content(path)[1])
-
-
 def _iterations(folder: Path) -> Iterator[tuple[int, Path]]:
     try:
         names = os.listdir(folder)
@@ -333,7 +290,10 @@ def way_out(folder: Path) -> str:
         return "Load another checkpoint"
     others = [other for other in complete_iterations(folder.parent) if other != number]
     if not others:
-        return f"{folder.parent} has no other checkpoint that is known to be complete"
+        return (
+            f"{folder.parent} has no other checkpoint that is known to be complete. Without "
+            f"{folder / FILE_NAME} this one is loaded unchecked"
+        )
     return f"The last complete one beside it is {others[-1]}: --ckpt-step {others[-1]} loads it"
 
 

@@ -1,1 +1,0 @@
-"""Pickles read as data: no byte of a pickle chooses code that runs."""
