@@ -17,7 +17,7 @@ from megatron_muon.lab.bench.step.measure import Measured
 from megatron_muon.lab.bench.step.meter import Counted, Times
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import H100, hardware_of
-from megatron_muon.lab.virtual_gpu.step import virtual_gpu
+from support.virtual_gpu.step import virtual_gpu
 
 VIRTUAL = Settings("virtual", 2)
 

@@ -62,7 +62,7 @@ def predicted(
 
 def report(flags: Namespace, config: MuonConfig, rank: int) -> RankReport:
     """A rank's second step, on the virtual GPU."""
-    from megatron_muon.lab.virtual_gpu.megatron import OptimizerSettings, record_training
+    from support.virtual_gpu.megatron import OptimizerSettings, record_training
 
     training = OptimizerSettings(clip_grad=NO_CLIP)
     trained = record_training(flags, ranks_of(flags), rank, config, training)

@@ -103,7 +103,7 @@ def on_virtual_gpu(settings: Settings) -> Finding:
 
 def planted_on_virtual_gpu() -> Finding:
     """Whether the virtual GPU finds the planted race."""
-    from megatron_muon.lab.virtual_gpu.step import closed, virtual_gpu
+    from support.virtual_gpu.step import closed, virtual_gpu
 
     with virtual_gpu() as gpu, torch.no_grad():
         plant(torch.device("cuda"))

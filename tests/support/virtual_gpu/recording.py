@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megatron_muon.lab.virtual_gpu.memory import Peak, peak
-from megatron_muon.lab.virtual_gpu.races import MEMORY, Race, races
-from megatron_muon.lab.virtual_gpu.trace import (
+from support.virtual_gpu.memory import Peak, peak
+from support.virtual_gpu.races import MEMORY, Race, races
+from support.virtual_gpu.trace import (
     Event,
     HostSync,
     IterationStart,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megatron_muon.lab.virtual_gpu.device.nccl import Handle, Launcher, Operation
-from megatron_muon.lab.virtual_gpu.trace import RecordedMessage
+from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
+from support.virtual_gpu.trace import RecordedMessage
 
 _REFUSED = (
     *("all_to_all", "gather", "scatter", "reduce", "reduce_scatter", "gather_object"),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from megatron_muon.lab.virtual_gpu.trace import Free, Range, RecordStream, Trace
+from support.virtual_gpu.trace import Free, Range, RecordStream, Trace
 
 CUDA = torch.device("cuda", 0)
 META = torch.device("meta")

@@ -22,20 +22,18 @@ from megatron.core import parallel_state
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.cpu.table import build_local_modules
-from megatron_muon.lab.dry_run import world
-from megatron_muon.lab.dry_run.chunks import build_chunks
-from megatron_muon.lab.dry_run.model import Ranks, transformer_config
-from megatron_muon.lab.virtual_gpu.device.fused import fused_kernels
-from megatron_muon.lab.virtual_gpu.device.gpu import Gpu
-from megatron_muon.lab.virtual_gpu.device.tensors import CUDA, VirtualTensor
-from megatron_muon.lab.virtual_gpu.recording import Recording
-from megatron_muon.lab.virtual_gpu.step import closed, virtual_gpu
-from megatron_muon.lab.virtual_gpu.trace import IterationStart, StepStart
 from megatron_muon.mcore import build
 from megatron_muon.mcore.install import installed
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.patches import Patches, replaced
+from support.virtual_gpu.device.fused import fused_kernels
+from support.virtual_gpu.device.gpu import Gpu
+from support.virtual_gpu.device.tensors import CUDA, VirtualTensor
+from support.virtual_gpu.dry_run import Ranks, build_chunks, transformer_config, world
+from support.virtual_gpu.recording import Recording
+from support.virtual_gpu.step import closed, virtual_gpu
+from support.virtual_gpu.trace import IterationStart, StepStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ def _megatron(gpu: Gpu) -> Iterator[None]:
 
     fork = contextlib.nullcontext
     tracker = type(random.get_cuda_rng_tracker())
-    patches = Patches(by="megatron_muon.lab.virtual_gpu")
+    patches = Patches(by="support.virtual_gpu")
     with ExitStack() as stack:
         stack.callback(patches.undo)
         build_local_modules(patches)  # the CPU runtime, which has them too, is off here

@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
+
+import megatron_muon
 
 MAIN = "main"  # the stream that is current unless the program says otherwise
 
@@ -225,8 +228,7 @@ Event = (
     | StepStart
 )
 
-_OURS = ("/megatron_muon/", "/megatron/core/")
-_OBSERVER = "/megatron_muon/lab/virtual_gpu/"
+_OURS = (f"{Path(megatron_muon.__file__).parent.as_posix()}/", "/megatron/core/")
 # Marks inside a phase: the package's around a call of torch.distributed, torch's of an optimizer.
 _NAMELESS = re.compile(r"^Optimizer\.|/(collective|wait)$")
 _NOWHERE = Place(None, 0)
@@ -274,7 +276,7 @@ def place() -> Place:
 
 
 def _is_ours(path: str) -> bool:
-    return _OBSERVER not in path and any(mark in path for mark in _OURS)
+    return any(mark in path for mark in _OURS)
 
 
 _known: dict[CodeType, bool] = {}

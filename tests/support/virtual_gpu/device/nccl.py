@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_muon.lab.virtual_gpu.device.gpu import Gpu
-from megatron_muon.lab.virtual_gpu.device.tensors import VirtualTensor, ranges
-from megatron_muon.lab.virtual_gpu.trace import (
+from support.virtual_gpu.device.gpu import Gpu
+from support.virtual_gpu.device.tensors import VirtualTensor, ranges
+from support.virtual_gpu.trace import (
     Group,
     RecordedCollective,
     RecordedMessage,

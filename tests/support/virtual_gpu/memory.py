@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from megatron_muon.lab.virtual_gpu.trace import (
+from support.virtual_gpu.trace import (
     Allocation,
     Free,
     Kernel,

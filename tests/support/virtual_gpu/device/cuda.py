@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.lab.virtual_gpu.device.crossing import pinned
-from megatron_muon.lab.virtual_gpu.device.gpu import Gpu
-from megatron_muon.lab.virtual_gpu.device.tensors import CUDA, VirtualTensor
-from megatron_muon.lab.virtual_gpu.trace import MAIN, EventRecord, StreamWait
 from megatron_muon.runtime.patches import replaced
+from support.virtual_gpu.device.crossing import pinned
+from support.virtual_gpu.device.gpu import Gpu
+from support.virtual_gpu.device.tensors import CUDA, VirtualTensor
+from support.virtual_gpu.trace import MAIN, EventRecord, StreamWait
 
 _CAPABILITY = (9, 0)  # an H100's
 _numbers = itertools.count(1)

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_muon.lab.virtual_gpu.races import Clock, collectives_and_clocks
-from megatron_muon.lab.virtual_gpu.recording import Recording
-from megatron_muon.lab.virtual_gpu.trace import RecordedCollective, RecordedMessage
+from support.virtual_gpu.races import Clock, collectives_and_clocks
+from support.virtual_gpu.recording import Recording
+from support.virtual_gpu.trace import RecordedCollective, RecordedMessage
 
 Node = tuple[int, int]  # a rank of the world, and the number of a collective among its own
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_muon.cpu import FusedAdam
-from megatron_muon.lab.virtual_gpu.device.gpu import Gpu
-from megatron_muon.lab.virtual_gpu.device.launches import multi_tensor_launches
-from megatron_muon.lab.virtual_gpu.device.tensors import CUDA
 from megatron_muon.runtime.patches import replaced
+from support.virtual_gpu.device.gpu import Gpu
+from support.virtual_gpu.device.launches import multi_tensor_launches
+from support.virtual_gpu.device.tensors import CUDA
 
 
 @contextmanager

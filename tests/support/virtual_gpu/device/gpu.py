@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_muon.lab.virtual_gpu.device.crossing import CROSSINGS, without_pinning
-from megatron_muon.lab.virtual_gpu.device.launches import FREE, launches, leaves_term
-from megatron_muon.lab.virtual_gpu.device.tensors import META, DeviceBlock, VirtualTensor, ranges
-from megatron_muon.lab.virtual_gpu.trace import MAIN, Allocation, HostSync, Kernel, Trace, place
+from support.virtual_gpu.device.crossing import CROSSINGS, without_pinning
+from support.virtual_gpu.device.launches import FREE, launches, leaves_term
+from support.virtual_gpu.device.tensors import META, DeviceBlock, VirtualTensor, ranges
+from support.virtual_gpu.trace import MAIN, Allocation, HostSync, Kernel, Trace, place
 
 _ROUNDING = 512  # bytes: what the caching allocator rounds a block up to
 _REFUSED = {"resize_", "set_", "nonzero", "masked_select", "unique_dim", "_unique2"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.lab.virtual_gpu.device.tensors import META, Device, VirtualTensor
+from support.virtual_gpu.device.tensors import META, Device, VirtualTensor
 
 
 def without_pinning(kwargs: dict[str, Any]) -> dict[str, Any]:

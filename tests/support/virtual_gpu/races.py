@@ -16,7 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megatron_muon.lab.virtual_gpu.trace import (
+from support.virtual_gpu.trace import (
     Allocation,
     EventRecord,
     Free,

@@ -11,14 +11,6 @@ import torch
 
 import megatron_muon.cpu
 from megatron_muon.config import MuonConfig
-from megatron_muon.lab.virtual_gpu.device.communication import VirtualNccl
-from megatron_muon.lab.virtual_gpu.device.cuda import on_gpu
-from megatron_muon.lab.virtual_gpu.device.gpu import Gpu
-from megatron_muon.lab.virtual_gpu.device.guard import without_driver
-from megatron_muon.lab.virtual_gpu.device.nccl import alone_as
-from megatron_muon.lab.virtual_gpu.device.tensors import CUDA
-from megatron_muon.lab.virtual_gpu.recording import Recording
-from megatron_muon.lab.virtual_gpu.trace import StepStart, Trace
 from megatron_muon.orthogonalize import matmul, triton_operations
 from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
@@ -28,6 +20,14 @@ from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.tracing import phases
+from support.virtual_gpu.device.communication import VirtualNccl
+from support.virtual_gpu.device.cuda import on_gpu
+from support.virtual_gpu.device.gpu import Gpu
+from support.virtual_gpu.device.guard import without_driver
+from support.virtual_gpu.device.nccl import alone_as
+from support.virtual_gpu.device.tensors import CUDA
+from support.virtual_gpu.recording import Recording
+from support.virtual_gpu.trace import StepStart, Trace
 
 
 @contextmanager
