@@ -25,7 +25,7 @@ COMMANDS: Commands = {
     ),
     "accept": (
         "megatron_muon.lab.accept.command",
-        "every check on a node with GPUs, in 15 minutes, with a report for an issue",
+        "the clone's tests on a node with GPUs, in 15 minutes, with a report for an issue",
     ),
     "checkpoint": (
         "megatron_muon.lab.inspect.command",

@@ -1,4 +1,4 @@
-"""The ranks of the check of checkpoints. Gradients are written, so that bits can be compared."""
+"""Ranks that save, load and switch. Gradients are written, so that bits can be compared."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 import megatron_muon
-from megatron_muon.lab.accept.checks.checkpoint import settings_of
-from megatron_muon.lab.accept.checks.model import fill, flags_of, named_params, row_of
-from megatron_muon.lab.bench.step.build import Built, build
+from megatron_muon.lab.bench.step.build import Built
 from megatron_muon.lab.bench.step.measure import optimizers_of
-from megatron_muon.lab.bench.step.meter import StepTimers
 from megatron_muon.mcore.checkpoint.chain import WHOLE_WEIGHTS
 from megatron_muon.mcore.shards import owned_shards
 from megatron_muon.runtime import collectives
+from support.gpu.model import built_on_rank, fill, named_params
 
+CLAIMS = (
+    "the killed save is refused",
+    "a load brings back every bit",
+    "the run goes on with the bits of one that never stopped",
+    "AdamW goes on from Muon's checkpoint",
+    "Muon goes on from AdamW's checkpoint",
+)
 _BEFORE, _AFTER = 2, 2  # steps before and after the first save
 _METADATA = {"distrib_optim_sharding_type": WHOLE_WEIGHTS, "chained_optim_avoid_prefix": True}
 
@@ -53,7 +58,7 @@ def _kill_at_metadata(event: str, args: tuple[Any, ...]) -> None:
 
 
 def load_and_switch(argument: dict[str, Any]) -> dict[str, str]:
-    """For each claim ``ok``, or the fault on this rank."""
+    """For each of ``CLAIMS`` ``ok``, or the fault on this rank."""
     folder = Path(argument["folder"])
     first, second = folder / "first", folder / "second"
     whole = _built(argument, "muon-contiguous")
@@ -67,17 +72,14 @@ def load_and_switch(argument: dict[str, Any]) -> dict[str, str]:
     _load(again, first)
     loaded = _checksums(again)
     _steps(again, _BEFORE, _AFTER)
-    return {
-        "the killed save is refused, with an error that says so": _ok(
-            "is not complete" in refused or "not a" in refused, refused or "it was loaded"
-        ),
-        "a load brings back every bit": _same(saved, loaded),
-        "the run goes on with the bits of one that never stopped": _same(
-            _checksums(whole), _checksums(again)
-        ),
-        "AdamW goes on from Muon's checkpoint": _from_muon(argument, first),
-        "Muon goes on from AdamW's checkpoint": _from_adamw(argument, folder / "adamw"),
-    }
+    faults = (
+        _ok("is not complete" in refused or "not a" in refused, refused or "it was loaded"),
+        _same(saved, loaded),
+        _same(_checksums(whole), _checksums(again)),
+        _from_muon(argument, first),
+        _from_adamw(argument, folder / "adamw"),
+    )
+    return dict(zip(CLAIMS, faults, strict=True))
 
 
 def _from_muon(argument: dict[str, Any], folder: Path) -> str:
@@ -108,17 +110,8 @@ def _from_adamw(argument: dict[str, Any], folder: Path) -> str:
 
 
 def _built(argument: dict[str, Any], row: str) -> Built:
-    from megatron.core import parallel_state
-
-    from megatron_muon.lab.dry_run.model import ranks_of
-    from megatron_muon.lab.dry_run.world import initialize_groups
-
-    flags = flags_of(settings_of(argument), tiny=True)
-    if not parallel_state.model_parallel_is_initialized():
-        initialize_groups(ranks_of(flags))
     megatron_muon.uninstall()  # ``build`` installs it where its row needs it
-    made = build(row_of(row), flags, StepTimers(torch.device(torch.cuda.current_device())))
-    return _with_weights(made)
+    return _with_weights(built_on_rank(argument["settings"], row))
 
 
 @torch.no_grad()

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.step.rows import NO_CLIP
-from megatron_muon.lab.certify.kinds import Chosen
-from megatron_muon.lab.certify.ranks import RankReport, report_of
-from megatron_muon.lab.dry_run.kinds import optimizer_of
-from megatron_muon.lab.dry_run.model import ranks_of
-from megatron_muon.lab.dry_run.stages import planned_on
 from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
 from megatron_muon.lab.pricing.step import StepTime, price_step
 from megatron_muon.orthogonalize.iteration import Device
+from support.virtual_gpu.dry_run import optimizer_of, planned_on, ranks_of
+from support.virtual_gpu.megatron import OptimizerSettings, record_training
+from support.virtual_gpu.rank_report import RankReport, report_of
 
 _SPAN = 1000.0  # a constant is looked for from a thousandth to a thousand times its value
 _HALVINGS = 40
@@ -28,7 +26,7 @@ class PredictedStep:
 
     Attributes:
         sent: bytes that each rank sends in the exchange, by the plan.
-        reports: what each rank does, on the virtual GPU; empty where it was not asked.
+        reports: what each rank does, on the virtual GPU; empty for a CPU.
         price: the step's times on some hardware.
     """
 
@@ -37,36 +35,31 @@ class PredictedStep:
     price: Callable[[Hardware], StepTime]
 
 
-def predicted(
-    flags: Namespace, config: MuonConfig, device: Device, *, on_virtual_gpu: bool
-) -> PredictedStep:
+def predicted(flags: Namespace, config: MuonConfig, device: Device) -> PredictedStep:
     """Predict the step of every rank of a model in one pipeline stage.
 
     Args:
         flags: flags of the model and its ranks.
         config: settings of Muon.
-        device: kind of device that the plan is for.
-        on_virtual_gpu: whether every rank takes steps on the virtual GPU.
+        device: kind of device that the plan is for; for a GPU each rank steps on the virtual one.
     """
     ranks = ranks_of(flags)
     (parts,) = planned_on([device], flags, config, ranks, 0)
     optimizers = [optimizer_of(part) for part in parts]
     sent = [sum(each) for each in zip(*(one.plan.sent_bytes() for one in optimizers), strict=True)]
-    reports = []
-    if on_virtual_gpu:
-        reports = [report(flags, config, rank) for rank in range(ranks.world)]
+    steps = range(ranks.world if device == "cuda" else 0)
     return PredictedStep(
-        sent, reports, lambda hardware: price_step(optimizers, config, hardware, device=device)
+        sent,
+        [report(flags, config, rank) for rank in steps],
+        lambda hardware: price_step(optimizers, config, hardware, device=device),
     )
 
 
 def report(flags: Namespace, config: MuonConfig, rank: int) -> RankReport:
     """A rank's second step, on the virtual GPU."""
-    from support.virtual_gpu.megatron import OptimizerSettings, record_training
-
     training = OptimizerSettings(clip_grad=NO_CLIP)
     trained = record_training(flags, ranks_of(flags), rank, config, training)
-    return report_of(trained.recording, Chosen(rank, "every rank"))
+    return report_of(trained.recording)
 
 
 def solved(
@@ -100,8 +93,3 @@ def solved(
         else:
             high = middle
     return float(f"{math.sqrt(low * high):.4g}")
-
-
-def most(reports: Sequence[RankReport], name: str) -> int:
-    """The largest value of an attribute of the ranks' reports."""
-    return max(int(getattr(report, name)) for report in reports)

@@ -1,8 +1,4 @@
-"""A small GPT learns with Muon: forward, backward, reduction and step on the device.
-
-The model is this command's own. The quickstart would train longer, but it is not in the wheel, and
-it reads a corpus and flags of its own.
-"""
+"""A small GPT learns with Muon: forward, backward, reduction and step on the device."""
 
 from __future__ import annotations
 
@@ -12,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.lab.accept.checks.model import flags_of, row_of, task_of
-from megatron_muon.lab.accept.outcome import Finding
-from megatron_muon.lab.accept.settings import Settings
 from megatron_muon.runtime import collectives
+from support.gpu.model import built_on_rank, flags_of
+from support.gpu.settings import Settings
 
 _STEPS = 30
 _BATCH = 8
@@ -24,40 +19,22 @@ _PERIOD = 7
 _LR = 0.01
 
 
-def run(settings: Settings) -> list[Finding]:
-    """Train on all ranks, and look at the losses."""
-    from megatron_muon.lab.bench.ranks import run_ranks
-
-    if settings.device == "virtual":
-        return [Finding("a small GPT learns", "not run", settings.why_no_gpu)]
-    task = task_of(settings, train, settings, 110.0)
-    return [judged(run_ranks(task))]
-
-
-def judged(ranks: list[list[float]]) -> Finding:
-    """Whether the loss is finite, the same on all ranks, and falls."""
-    name, losses = "a small GPT learns", ranks[0]
-    text = f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"
+def faults(ranks: list[list[float]]) -> str:
+    """Why the losses of all ranks are no training; empty where they are."""
+    losses = ranks[0]
     if not all(math.isfinite(loss) for loss in losses):
-        return Finding(name, "FAILED", f"a loss is not finite: {text}")
+        return "a loss is not finite"
     if any(other != losses for other in ranks):
-        return Finding(name, "FAILED", "ranks have other losses after their all-reduce")
+        return "ranks have other losses after their all-reduce"
     if losses[-1] > _FALL * losses[0]:
-        return Finding(name, "FAILED", f"{text}: more than {_FALL:g} of the first is left")
-    return Finding(name, "ok", text)
+        return f"more than {_FALL:g} of the first loss is left"
+    return ""
 
 
 def train(settings: Settings) -> list[float]:
     """The mean loss over all ranks of each step; torch's world is up."""
-    from megatron_muon.lab.bench.step.build import build
-    from megatron_muon.lab.bench.step.meter import StepTimers
-    from megatron_muon.lab.dry_run.model import ranks_of
-    from megatron_muon.lab.dry_run.world import initialize_groups
-
-    flags = flags_of(settings, tiny=True)
-    initialize_groups(ranks_of(flags))
+    flags, built = flags_of(settings, tiny=True), built_on_rank(settings)
     device = torch.device(torch.cuda.current_device())
-    built = build(row_of("muon-contiguous"), flags, StepTimers(device))
     (chunk,) = built.chunks
     for group in built.optimizer.param_groups:
         group["lr"] = _LR
@@ -66,7 +43,7 @@ def train(settings: Settings) -> list[float]:
         chunk.zero_grad_buffer()
         built.optimizer.zero_grad()
         loss = _loss(chunk, flags, step, device)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         chunk.finish_grad_sync()
         successful, _, _ = built.optimizer.step()
         if not successful:

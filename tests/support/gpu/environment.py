@@ -1,32 +1,22 @@
-"""The environment that results depend on: versions, device and settings, by name."""
+"""The environment that a result depends on: versions, device and settings, by name."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import warnings
 from typing import Any
 
 import torch
 
-from megatron_muon.lab.accept.settings import Settings
 from megatron_muon.version import __version__
+from support.gpu.settings import Settings
 
 # Packages whose versions the report names, if they are installed.
 _PACKAGES = (
-    *("megatron-core", "transformer-engine", "apex", "emerging-optimizers", "dion"),
+    *("transformer-engine", "apex", "emerging-optimizers", "dion"),
     *("gram-newton-schulz", "quack-kernels", "triton", "numpy", "nvidia-nccl-cu12"),
 )
-
-
-def identity(settings: Settings) -> dict[str, str]:
-    """The texts that must be the same for a result to be used again."""
-    return {
-        "megatron_muon": __version__,
-        "torch": torch.__version__,
-        "megatron-core": _version("megatron-core") or _imported_core(),
-        "device": device_name(settings),
-        "settings": settings.as_json(),
-    }
 
 
 def described(settings: Settings) -> dict[str, str]:
@@ -36,6 +26,7 @@ def described(settings: Settings) -> dict[str, str]:
         "megatron_muon": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "megatron-core": _version("megatron-core") or _imported_core(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "none",
         "NCCL": _nccl(),
@@ -48,8 +39,6 @@ def described(settings: Settings) -> dict[str, str]:
 
 def device_name(settings: Settings) -> str:
     """The GPUs by name and number; the kind of CPU without one."""
-    if settings.device == "virtual":
-        return "virtual GPU"
     if settings.device == "cpu":
         return f"CPU {platform.machine()}"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -68,7 +57,9 @@ def _imported_core() -> str:
     """The version of a megatron.core that pip has not installed, such as a checkout's."""
     from megatron_muon.mcore.seams.rows import megatron_version
 
-    return megatron_version()[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return megatron_version()[0]
 
 
 def _nccl() -> str:

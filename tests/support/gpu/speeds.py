@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.lab.accept.outcome import Figure
+from megatron_muon.lab.accept.results import Figure
 from megatron_muon.lab.pricing.hardware import GIGA, MICRO, TERA, Hardware
 
 _SIDE = 8192  # of the product's matrices

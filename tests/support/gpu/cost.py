@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from megatron_muon.lab.accept.checks import speeds
-from megatron_muon.lab.accept.checks.model import flags_of, row_of, task_of
-from megatron_muon.lab.accept.checks.predicted import PredictedStep, most, predicted, solved
-from megatron_muon.lab.accept.outcome import EXACT, Figure, Finding
-from megatron_muon.lab.accept.settings import Settings
+from megatron_muon.lab.accept.results import EXACT, Figure
+from megatron_muon.lab.bench.speeds import SpeedsJob
+from megatron_muon.lab.bench.speeds import measure as measure_speeds
 from megatron_muon.lab.bench.step.measure import Measured, StepJob, measure
+from megatron_muon.lab.bench.step.meter import Counted, Times
 from megatron_muon.lab.pricing import step as pricing
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.step import StepTime
 from megatron_muon.lab.pricing.streams import WAITING
 from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.matmul import plan_device
+from support.gpu import speeds
+from support.gpu.model import flags_of, on_ranks, row_of
+from support.gpu.predicted import PredictedStep, solved
+from support.gpu.settings import Settings
+from support.virtual_gpu.step import virtual_gpu
 
 Price = Callable[[Hardware], StepTime]
 _ROUNDS = {"cpu": 1, "cuda": 7}
@@ -34,100 +41,33 @@ _PHASES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
 )
 
 
-def run(settings: Settings) -> list[Finding]:
-    """Predict in this process, measure on the ranks."""
-    from megatron_muon.lab.bench.ranks import run_ranks
-    from megatron_muon.lab.pricing.presets import hardware_of
-
-    flags, row = flags_of(settings), row_of("muon-contiguous")
-    device = device_of(settings)
-    expected = predicted(flags, row.config, device, on_virtual_gpu=settings.device != "cpu")
-    hardware = hardware_of(settings.hardware, settings.changes)
-    if settings.device == "virtual":
-        return [*on_virtual_gpu(expected, hardware), *_not_measured(settings, ("bytes",))]
-    job = StepJob(flags, (row,), _ROUNDS[settings.device], launches=settings.gpus)
-    ranks = [each for (each,) in run_ranks(task_of(settings, measure, job, _SECONDS))]
-    made = [sent(expected, ranks)]
-    if not settings.gpus:
-        return [*made, *_not_measured(settings)]
-    measured_constants = tuple(constants(settings, hardware))
-    return [
-        *made,
-        peak(expected, ranks),
-        launches(expected, ranks),
-        Finding("constants of the time model", "ok", "measured one by one", measured_constants),
-        times(expected.price, ranks, hardware, measured_constants),
-    ]
-
-
 def device_of(settings: Settings) -> Device:
     """The kind of device that plans are for."""
-    from megatron_muon.orthogonalize.matmul import plan_device
-
-    if settings.device == "virtual":
-        return "cuda"
     return plan_device(torch.device(settings.device))
 
 
-def _not_measured(settings: Settings, more: Sequence[str] = ()) -> Iterator[Finding]:
-    for name in (*more, "peak memory", "launches", "time"):
-        yield Finding(name, "not run", settings.why_no_gpu)
+def measured_on_ranks(settings: Settings) -> list[Measured]:
+    """Every rank's measurements of Muon's step."""
+    flags, row = flags_of(settings), row_of("muon-contiguous")
+    job = StepJob(flags, (row,), _ROUNDS[settings.device], launches=settings.gpus)
+    return [each for (each,) in on_ranks(settings, measure, job, _SECONDS)]
 
 
-def sent(expected: PredictedStep, ranks: Sequence[Measured]) -> Finding:
+def sent(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]:
     """The exchange's bytes: the plan's, the meter's, and those seen from outside."""
-    figures, faults = [], []
+    figures = []
     for rank, (planned, of_rank) in enumerate(zip(expected.sent, ranks, strict=True)):
         counts = of_rank.counted.sent_bytes
         outside = counts.get("gather", 0) + counts.get("scatter", 0)
         for who, measured in (("by our meter", of_rank.metered_bytes), ("from outside", outside)):
             name = f"bytes that rank {rank} sends, {who}"
-            figure = Figure(name, "B", planned, measured, *EXACT, corrects="The exchange plan.")
-            figures.append(figure)
-            if not figure.as_predicted:
-                faults.append(f"{name}: {measured:,}, in the plan {planned:,}")
-    if faults:
-        return Finding("bytes", "FAILED", "; ".join(faults), tuple(figures))
-    return Finding("bytes", "ok", "those of the plan, on every rank", tuple(figures))
+            figures.append(Figure(name, "B", planned, measured, *EXACT, corrects="The plan."))
+    return figures
 
 
-def on_virtual_gpu(expected: PredictedStep, hardware: Hardware) -> Iterator[Finding]:
-    """The plan and the time model against the virtual GPU, which runs the step's code."""
-    figures = [
-        Figure(
-            f"bytes that rank {report.rank} sends, on the virtual GPU", "B", planned, report.sent,
-            *EXACT, corrects="The exchange plan.",
-        )
-        for planned, report in zip(expected.sent, expected.reports, strict=True)
-    ]  # fmt: skip
-    bad = [figure.name for figure in figures if not figure.as_predicted]
-    yield (
-        Finding("bytes of the plan", "FAILED", f"others: {'; '.join(bad)}", tuple(figures))
-        if bad
-        else Finding("bytes of the plan", "ok", "on the virtual GPU", tuple(figures))
-    )
-    price = expected.price(hardware)
-    yield Finding(
-        "the time model against the virtual GPU",
-        "ok",
-        "no time is measured",
-        (
-            Figure(
-                "launches of Muon and AdamW, most of a rank",
-                "",
-                price.launches,
-                most(expected.reports, "muon_launches"),
-                corrects="Counts of launches in `pricing/kernels.py` and `pricing/step.py`.",
-            ),
-            Figure("step without what AdamW has alike", "ms", 1e3 * price.seconds),
-            Figure("peak memory above the state", "B", most(expected.reports, "peak_bytes")),
-        ),
-    )
-
-
-def peak(expected: PredictedStep, ranks: Sequence[Measured]) -> Finding:
+def peak(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]:
     """Most bytes in a step above those at its start; ``torch.cuda``'s against the virtual GPU's."""
-    figures = tuple(
+    return [
         Figure(
             f"peak memory of rank {report.rank} above its state",
             "B",
@@ -138,13 +78,17 @@ def peak(expected: PredictedStep, ranks: Sequence[Measured]) -> Finding:
             corrects="`virtual_gpu/memory.py`; cuBLAS' workspaces and fragmentation are not in it.",
         )
         for report, measured in zip(expected.reports, ranks, strict=True)
-    )
-    return Finding("peak memory", "ok", "torch.cuda.max_memory_allocated", figures)
+    ]
 
 
-def launches(expected: PredictedStep, ranks: Sequence[Measured]) -> Finding:
-    """Kernels and copies by torch's profiler against the virtual GPU's; memsets do not count."""
-    figures = tuple(
+def launches(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]:
+    """Kernels and copies by torch's profiler against the virtual GPU's; memsets do not count.
+
+    None where the profiler saw no kernel.
+    """
+    if not any(measured.launched.get("kernels") for measured in ranks):
+        return []
+    return [
         Figure(
             f"launches of rank {report.rank} in a step",
             "",
@@ -155,27 +99,26 @@ def launches(expected: PredictedStep, ranks: Sequence[Measured]) -> Finding:
             corrects="Counts of kernels in `virtual_gpu/device/launches.py`.",
         )
         for report, measured in zip(expected.reports, ranks, strict=True)
-    )
-    if not any(measured.launched.get("kernels") for measured in ranks):
-        why = "torch's profiler saw no kernel: it needs CUPTI, and permission to use it"
-        return Finding("launches", "not run", why)
-    return Finding("launches", "ok", "by torch's profiler", figures)
+    ]
 
 
-def constants(settings: Settings, hardware: Hardware) -> Iterator[Figure]:
-    """Constants of the time model, each by a measurement of its own."""
-    from megatron_muon.lab.bench.ranks import run_ranks
-    from megatron_muon.lab.bench.speeds import SpeedsJob
-    from megatron_muon.lab.bench.speeds import measure as measure_speeds
+def constants(settings: Settings, hardware: Hardware) -> list[Figure]:
+    """Constants of the time model, each by a measurement of its own.
 
-    (alone,) = run_ranks(task_of(Settings("cuda", 1), _speeds, hardware, _SECONDS))
-    yield from alone
+    Without a GPU they are a virtual one's. Ranks over gloo take the place of the link between GPUs.
+    """
+    if settings.gpus:
+        (figures,) = on_ranks(Settings("cuda", 1), _speeds, hardware, _SECONDS)
+    else:
+        with virtual_gpu():
+            figures = list(speeds.speeds(hardware, torch.device("cuda")))
     if settings.ranks > 1:
-        job = SpeedsJob(row_of("muon-contiguous").config, (512, 2048), 64 << 20, 5, gpu=True)
-        measurements = run_ranks(task_of(settings, measure_speeds, job, _SECONDS))
-        yield speeds.link(
-            hardware, statistics.median(each.link_gbytes or 0.0 for each in measurements)
-        )
+        size = ((512, 2048), 64 << 20, 5) if settings.gpus else ((64, 128), 1 << 10, 1)
+        job = SpeedsJob(row_of("muon-contiguous").config, *size, gpu=settings.gpus)
+        ranks = on_ranks(settings, measure_speeds, job, _SECONDS)
+        gbytes = statistics.median(each.link_gbytes or 0.0 for each in ranks)
+        figures.append(speeds.link(hardware, gbytes))
+    return figures
 
 
 def _speeds(hardware: Hardware) -> list[Figure]:
@@ -188,7 +131,7 @@ def times(
     ranks: Sequence[Measured],
     hardware: Hardware,
     measured_constants: Sequence[Figure],
-) -> Finding:
+) -> list[Figure]:
     """The time model's phases against the stopwatch's, with the constants that were measured.
 
     Args:
@@ -208,15 +151,35 @@ def times(
     figures += _whole("step without what AdamW has alike", total, price, (hardware, own))
     host = max(rank.host_ms for rank in ranks)
     figures += _host(host, price, (hardware, own))
-    text = f"phases on {hardware.name}, then with the constants measured here"
-    return Finding("time", "ok", text, tuple(figures))
+    return figures
+
+
+def as_predicted_on(
+    expected: PredictedStep, hardware: Hardware, rank: int = 0, **changes: Any
+) -> Measured:
+    """What a rank would measure if the time model with this hardware were true."""
+    step = expected.price(hardware)
+    parts = {
+        part: 1e3 * sum(step.phases[phase] for phase in phases) / len(own)
+        for _, phases, own, _ in _PHASES
+        for part in own
+    }
+    made = Measured(
+        times=[Times(sum(parts.values()), parts, 0.0)],
+        counted=Counted({"gather": expected.sent[rank], "scatter": 0}),
+        metered_bytes=expected.sent[rank],
+        peak_bytes=expected.reports[rank].peak_bytes,
+        launched={"kernels": expected.reports[rank].launches - 3, "copies": 3, "memsets": 9},
+        host_ms=1e3 * step.host,
+    )
+    return dataclasses.replace(made, **changes)
 
 
 def with_measured(hardware: Hardware, measured_constants: Sequence[Figure]) -> Hardware:
     """The hardware with the constants that were measured."""
     values = {figure.constant: figure.value for figure in measured_constants if figure.constant}
     known = {name: value for name, value in values.items() if value is not None and value > 0}
-    return hardware.with_values(known, "measured by accept")
+    return hardware.with_values(known, "measured by tests/gpu")
 
 
 def _median(rank: Measured, parts: Sequence[str]) -> float:
