@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     try:
         tests = _tests()
-        names = [path.stem.removeprefix("test_") for path in sorted(tests.glob("test_*.py"))]
+        files = sorted(tests.glob("test_gpu_*.py"))
+        names = [file.stem.removeprefix("test_gpu_") for file in files]
         asked = _asked(given.only, names)
         if given.json is not None:
             require_writable("--json", given.json)
@@ -91,7 +92,8 @@ def _asked(only: Sequence[str] | None, names: Sequence[str]) -> list[str]:
 
 def _pytest(tests: Path, asked: Sequence[str], given: Namespace, junit: Path) -> tuple[int, str]:
     """Pytest's exit status, and how it ended where that was an error of its own."""
-    command = [sys.executable, "-m", "pytest", *(str(tests / f"test_{name}.py") for name in asked)]
+    command = [sys.executable, "-m", "pytest"]
+    command += [str(tests / f"test_gpu_{name}.py") for name in asked]
     command += ["-m", "gpu", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={junit}"]
     command += [f"--session-timeout={60 * given.minutes:g}", f"--rootdir={tests.parents[1]}"]
     hardware = Path(given.hardware)
@@ -160,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     minutes = up_to(10_000, least=0.01)
     text = "after which no other test starts (%(default)s)"
     add("--minutes", type=minutes, default=15, metavar="N", help=text)
-    add("--only", nargs="+", metavar="NAME", help="only tests/gpu/test_NAME.py")
+    add("--only", nargs="+", metavar="NAME", help="only tests/gpu/test_gpu_NAME.py")
     text = "hardware of the predicted times, as for megatron-muon plan (%(default)s)"
     add("--hardware", default="h100", metavar="NAME|FILE", help=text)
     text = "another value of one of its constants; may be given several times"

@@ -92,7 +92,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The tests of one file, ``test_NAME.py``; at least one."""
+    """The tests of one file, ``test_gpu_NAME.py``; at least one."""
 
     name: str
     tests: tuple[Outcome, ...]
@@ -137,13 +137,13 @@ def read(
     for case in root.iter("testcase"):
         name, function = (case.get("classname") or "").split(".")[-1], case.get("name", "")
         ran.add((name, function))
-        found.setdefault(name.removeprefix("test_"), []).append(_test(case))
+        found.setdefault(name.removeprefix("test_gpu_"), []).append(_test(case))
     for test in of_suite.get(COLLECTED, []):
         file, _, function = test.partition("::")
         name = Path(file).stem
         if (name, function) not in ran:
             late = Outcome(_claim(function), "not run", NO_TIME)
-            found.setdefault(name.removeprefix("test_"), []).append(late)
+            found.setdefault(name.removeprefix("test_gpu_"), []).append(late)
     for name, tests in found.items():
         if ended and name in asked:
             tests.append(Outcome("pytest ends well", "FAILED", ended))

@@ -60,7 +60,7 @@ def made(tree: Path, patch: pytest.MonkeyPatch, **files: str) -> None:
     shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", gpu)
     (tree / "tests" / "slow.txt").touch()
     for name, text in files.items():
-        (gpu / f"test_{name}.py").write_text(text)
+        (gpu / f"test_gpu_{name}.py").write_text(text)
     patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     patch.setattr(command, "_tests", lambda: gpu)
 

@@ -22,7 +22,7 @@ ALL = bits.Bits((bits.Elementwise("foreach", ()),), (), ())
 
 
 def module_of(name: str) -> ModuleType:
-    path = ROOT / "tests" / "gpu" / f"test_{name}.py"
+    path = ROOT / "tests" / "gpu" / f"test_gpu_{name}.py"
     spec = importlib.util.spec_from_file_location(f"gpu_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
