@@ -22,12 +22,12 @@ torch.set_num_threads(1)
 settings.register_profile("megatron_muon", deadline=None)
 settings.load_profile("megatron_muon")
 
+import megatron_muon.cpu  # noqa: E402
 import support.te_on_cpu.on  # noqa: E402, F401 Transformer Engine's Python, where it is on the path
 
-if not torch.cuda.is_available():
-    import megatron_muon.cpu
-
-    megatron_muon.cpu.enable()  # before any test module imports Megatron
+# Before any test module imports Megatron. Tests run on the CPU, also where there is a GPU; those of
+# tests/gpu give it to their ranks.
+megatron_muon.cpu.enable(allow_cuda=True)
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,11 @@ def _fixed_seeds() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    gpu = parser.getgroup("tests/gpu", "as megatron-muon accept --help says")
+    gpu.addoption("--device", choices=["cuda", "cpu"])
+    gpu.addoption("--ranks", type=int)
+    gpu.addoption("--hardware", default="h100")
+    gpu.addoption("--set", action="append", default=[])
     parser.addoption("--table", action="store_true", help="print what was verified, in Markdown")
 
 

@@ -19,17 +19,13 @@ COMMANDS: Commands = {
         "megatron_muon.lab.plan.command",
         "what Muon costs in a run before it starts: bytes, work, memory and time of a step",
     ),
-    "certify": (
-        "megatron_muon.lab.certify.command",
-        "an optimizer step of a model's ranks on a GPU that is not there: races, messages, memory",
-    ),
     "doctor": (
         "megatron_muon.lab.doctor.command",
         "whether Muon would run here, on what, and why not",
     ),
     "accept": (
         "megatron_muon.lab.accept.command",
-        "every check on a node with GPUs, in 15 minutes, with a report for an issue",
+        "the clone's tests on a node with GPUs, in 15 minutes, with a report for an issue",
     ),
     "checkpoint": (
         "megatron_muon.lab.inspect.command",
@@ -56,6 +52,7 @@ COMMANDS: Commands = {
 
 # Commands that went, with what to use in their place.
 GONE: Mapping[str, str] = {
+    "certify": "plan prices memory, bytes and time; tests/unit/virtual_gpu checks races",
     "patch": "use `git apply`; patches/README.md of a clone has the two lines",
     "watch": "a run with --muon-log-interval prints its warnings; TensorBoard and W&B show numbers",
     "scales": "an update's root mean square is the table of docs/switching_and_tuning.md",

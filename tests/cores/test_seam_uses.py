@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import sys
 from functools import cache
 
+import pytest
 import torch
 
 from megatron_muon.mcore.seams import rows
@@ -17,6 +19,7 @@ from megatron_muon.mcore.seams.training import ARGUMENTS, UNCHECKED_ARGUMENTS
 from megatron_muon.megatron_lm.flags.table import FLAGS
 from support import ROOT
 from support.megatron_uses import Use, own_names, uses_in, uses_in_text
+from support.virtual_gpu.seams import SEAMS as VIRTUAL_GPU
 
 PACKAGE = ROOT / "megatron_muon"
 SYMBOLS = {str(row) for row in rows.SEAMS}
@@ -28,7 +31,6 @@ OURS = own_names(PACKAGE)
 # In no row, and why.
 EXCEPTIONS = {
     "torch.cpu._is_avx512_bf16_supported": "read where torch has it; later ones have a public way",
-    "torch.Tensor._make_wrapper_subclass": "of a C type, which no test can rename",
     "torch.optim._muon": "a peer of bench newton-schulz, which is left out where it is not",
     "torch.optim._muon._zeropower_via_newtonschulz": "likewise",
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": "made where Megatron lacks it",
@@ -115,6 +117,15 @@ def _class(owner: str) -> type | None:
 def test_no_symbol_is_used_that_is_in_no_row() -> None:
     uses = [use for use in uses_in(PACKAGE) if not use.file.startswith("mcore/seams/")]
     assert len(uses) > 400
+    assert [str(use) for use in uses if in_no_row(use)] == []
+
+
+def test_nor_does_the_virtual_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_a_c_type = {"torch.Tensor._make_wrapper_subclass"}  # which no test can rename
+    symbols = SYMBOLS | of_a_c_type | {str(row) for row in VIRTUAL_GPU}
+    monkeypatch.setattr(sys.modules[__name__], "SYMBOLS", symbols)
+    uses = uses_in(ROOT / "tests" / "support" / "virtual_gpu")
+    assert of_a_c_type <= {use.symbol for use in uses}
     assert [str(use) for use in uses if in_no_row(use)] == []
 
 

@@ -44,9 +44,10 @@ from megatron_muon.mcore.seams.rows import (
 from megatron_muon.mcore.seams.training import ARGUMENTS
 from support import PYTHON311, ROOT
 from support.installed import NAME, VERSION
+from support.virtual_gpu.seams import SEAMS as VIRTUAL_GPU
 
 ROWS = hooks_of(VERSION)
-OF_COMMANDS: tuple[Part, ...] = ("dry_run", "virtual_gpu", "bench", "cpu")
+OF_COMMANDS: tuple[Part, ...] = ("dry_run", "bench", "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +146,13 @@ def test_a_command_names_a_symbol_that_was_renamed(row: Seam | Attribute) -> Non
     check_part(row.part)
     with renamed(row), pytest.raises(SeamError, match=re.escape(f"has no {row}, which")):
         check_part(row.part)
+
+
+@pytest.mark.parametrize("row", [row for row in VIRTUAL_GPU if row.since <= VERSION], ids=str)
+def test_a_symbol_that_the_virtual_gpu_uses_is_there(row: Seam) -> None:
+    check_row(row, NAME)
+    with renamed(row), pytest.raises(SeamError, match=re.escape(f"has no {row}, which")):
+        check_row(row, NAME)
 
 
 @pytest.mark.parametrize("row", rows_of(VERSION, "hybrid", "upstream"), ids=str)

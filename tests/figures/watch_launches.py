@@ -16,10 +16,6 @@ import torch
 from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.hardware import MICRO, TERA
 from megatron_muon.lab.pricing.presets import H100
-from megatron_muon.lab.virtual_gpu.device.tensors import CUDA
-from megatron_muon.lab.virtual_gpu.recording import Recording
-from megatron_muon.lab.virtual_gpu.step import record
-from megatron_muon.lab.virtual_gpu.trace import Kernel, StepStart
 from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
@@ -30,7 +26,11 @@ from megatron_muon.runtime.tracing import phases
 from megatron_muon.watching.observer import MatrixObserver
 from megatron_muon.watching.rows import StageRows, Table, muon_rows
 from megatron_muon.watching.sums import StepSums
+from support.virtual_gpu.device.tensors import CUDA
 from support.virtual_gpu.plans import MODELS, plans_of
+from support.virtual_gpu.recording import Recording
+from support.virtual_gpu.step import record
+from support.virtual_gpu.trace import Kernel, StepStart
 
 _PRODUCTS = ("addmm_",)  # those of Gram matrices; Newton-Schulz has none in place
 _CASTS = ("_to_copy", "copy_", "clone")  # the range that they read may have gaps: count the result

@@ -33,10 +33,10 @@ TIERS = (
 LAB_TIERS = (
     ("dispatch", "interrupts", "pricing", "traces"),
     ("dry_run",),
-    ("virtual_gpu", "routes"),
+    ("routes",),
     ("plan",),
     ("curves", "doctor", "inspect", "trace"),
-    ("bench", "certify"),
+    ("bench",),
     ("accept", "compare"),
     ("commands",),
 )

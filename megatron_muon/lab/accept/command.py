@@ -1,70 +1,62 @@
-"""``megatron-muon accept``: every check of the package on this node, with a report."""
+"""``megatron-muon accept``: run the clone's tests on GPUs on this node, and write a report."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from megatron_muon.files.durable import write_text
 from megatron_muon.files.writable import require_writable
-from megatron_muon.lab.accept.outcome import Outcome, not_run
-from megatron_muon.lab.accept.processes import run_check
-from megatron_muon.lab.accept.record import NAME, REPORT, Record, resumed
-from megatron_muon.lab.accept.settings import DeviceName, Settings
-from megatron_muon.lab.accept.table import CHECKS, Check
+from megatron_muon.lab.accept.report import as_json, as_markdown
+from megatron_muon.lab.accept.results import NO_TIME, Check, read
 from megatron_muon.lab.dry_run.numbers import count, up_to
 
+NAME, REPORT = "accept.json", "accept.md"
 _PROGRAM = "megatron-muon accept"
 _DESCRIPTION = f"""\
-Run every check of this package on this node, each in processes of its own with a time limit, and
-write {NAME} and {REPORT}, a report to attach to an issue. It needs no internet. A second call with
-the same folder goes on where the first ended, if versions, device and settings are the same."""
+Run the tests of tests/gpu on this node, from a clone of the repository, and write {NAME} and
+{REPORT}, a report to attach to an issue. Each test has a time limit and needs no internet.
+`pytest -m gpu` runs the same tests without the report."""
 _EPILOG = """\
 exit status:
-  0  no check failed, and none is left to run
-  1  one failed, or is left to run: the report says which, and why
-  2  wrong arguments"""
+  0  no test failed, and there was time for all
+  1  one failed, or there was no time for it: the report says which, and why
+  2  wrong arguments, or no clone"""
 _FOLDER = Path("megatron_muon_accept")
-_LEAST_SECONDS = 5.0  # left, for a check to start
-_CPU_RANKS = 2
+_USAGE = 4  # pytest's exit status for a wrong flag
+_GRACE = 60.0  # seconds beyond --minutes until a pytest that hangs is killed
+_NEEDED = ("pytest", "pytest_timeout", "hypothesis")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: its arguments.
-
-    Returns:
-        The exit status, as ``--help`` lists them; wrong arguments end the process with 2.
-    """
-    from megatron_muon.lab.routes.model_flags import megatron_is_quiet
-
-    end = time.monotonic()
+    """Run the command; returns the exit status, as ``--help`` lists them."""
     parser = _parser()
     given = parser.parse_args(argv)
-    end += 60 * given.minutes
     try:
-        settings = _settings(given)
+        tests = _tests()
+        files = sorted(tests.glob("test_gpu_*.py"))
+        names = [file.stem.removeprefix("test_gpu_") for file in files]
+        asked = _asked(given.only, names)
         if given.json is not None:
             require_writable("--json", given.json)
         folder = _folder(given.folder)
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
-    from megatron_muon.lab.accept.environment import described, identity
-
+    junit = folder / "junit.xml"
     try:
-        with megatron_is_quiet():
-            environment = identity(settings)
-        record, line = resumed(folder, environment, described(settings))
-        _say(f"{folder}: {line}")
-        _run_all(record, settings, folder, given, end)
-        return _report(record, folder, given)
+        junit.unlink(missing_ok=True)
+        code, ended = _pytest(tests, asked, given, junit)
+        if code == _USAGE:
+            return 2  # pytest has named the flag
+        return _report(*read(names, asked, junit, ended), folder, given)
     except BrokenPipeError:
         raise  # the reader of the output is gone, which is no error of a file
     except OSError as error:
@@ -72,89 +64,79 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def _run_all(
-    record: Record, settings: Settings, folder: Path, given: Namespace, end: float
-) -> None:
-    """Run what is to be run; ``accept.json`` is written before and after every check."""
-    for check in CHECKS:
-        asked = given.only is None or check.name in given.only
-        if not asked or (given.only is None and record.is_settled(check.name)):
-            continue
-        left = end - time.monotonic()
-        if left < _LEAST_SECONDS:
-            why = f"the call's {given.minutes:g} minutes were over"
-            record.outcomes[check.name] = not_run(check.name, why, is_final=False)
-            continue
-        record.running = check.name
-        record.write(folder)
-        _say(f"{check.name} ...")
-        outcome = run_check(check, settings, folder, left)
-        record.outcomes[check.name] = outcome
-        record.running = ""
-        record.ended.pop(check.name, None)
-        record.write(folder)
-        _say(f"{check.name}: {outcome.verdict}, {outcome.seconds:.0f} s")
-
-
-def _report(record: Record, folder: Path, given: Namespace) -> int:
-    from megatron_muon.lab.accept.report import as_markdown
-
-    outcomes = [_outcome_of(record, check) for check in CHECKS]
-    text = as_markdown(record.environment, outcomes)
-    record.write(folder)
-    write_text(folder / REPORT, text)
-    if given.json is not None:
-        given.json.write_text(record.as_text())
-    print(text)
-    _say(f"attach {folder / REPORT} to an issue; {folder / NAME} has everything")
-    is_good = all(each.verdict != "FAILED" and each.is_final for each in outcomes)
-    return 0 if is_good else 1
-
-
-def _outcome_of(record: Record, check: Check) -> Outcome:
-    if check.name in record.outcomes:
-        return record.outcomes[check.name]
-    return not_run(check.name, "not asked for by --only", is_final=False)
-
-
-def _say(text: str) -> None:
-    print(f"{_PROGRAM}: {text}", file=sys.stderr, flush=True)
-
-
-def _settings(given: Namespace) -> Settings:
-    """The settings of the call.
-
-    Raises:
-        ValueError, TypeError, OSError: flags are wrong or do not fit this machine; names the flag.
-    """
-    import torch
-
-    from megatron_muon.lab.pricing.presets import hardware_of
-
-    gpus = torch.cuda.device_count()
-    device: DeviceName = given.device or ("cuda" if gpus else "cpu")
-    if device == "cuda" and not gpus:
+def _tests() -> Path:
+    """The folder tests/gpu beside the package; a ValueError without it, or without pytest."""
+    package = Path(__file__).resolve().parents[2]
+    tests = package.parent / "tests" / "gpu"
+    if not (tests.parent / "support" / "gpu").is_dir():
         raise ValueError(
-            "--device cuda: torch sees no GPU here; leave it out for the CPU, or give virtual"
+            f"the tests are beside the package in a clone of the repository only, and this package "
+            f"was installed to {package.parent} without them: clone the repository, `pip install "
+            "-e '.[test]'` there and run this command again"
         )
-    ranks = given.ranks or (gpus if device == "cuda" else _CPU_RANKS)
-    if device == "cuda" and ranks > gpus:
-        raise ValueError(f"--ranks {ranks}: each needs a GPU, and torch sees {gpus}")
-    if ranks > 1 and ranks % 2:
-        raise ValueError(f"--ranks {ranks}: give 1 or an even number, which TP and DP divide")
-    hardware_of(given.hardware, given.set)
-    hardware = given.hardware
-    if Path(hardware).is_file():
-        hardware = str(Path(hardware).resolve())
-    return Settings(device, ranks, hardware, tuple(given.set))
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} is not installed: pip install -e '{package.parent}[test]'"
+        )
+    return tests
+
+
+def _asked(only: Sequence[str] | None, names: Sequence[str]) -> list[str]:
+    asked = [name.replace("-", "_") for name in only or names]
+    for name in asked:
+        if name not in names:
+            raise ValueError(f"--only {name}: choose from {', '.join(names)}")
+    return asked
+
+
+def _pytest(tests: Path, asked: Sequence[str], given: Namespace, junit: Path) -> tuple[int, str]:
+    """Pytest's exit status, and how it ended where that was an error of its own."""
+    command = [sys.executable, "-m", "pytest"]
+    command += [str(tests / f"test_gpu_{name}.py") for name in asked]
+    command += ["-m", "gpu", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={junit}"]
+    command += [f"--session-timeout={60 * given.minutes:g}", f"--rootdir={tests.parents[1]}"]
+    hardware = Path(given.hardware)
+    command.append(f"--hardware={hardware.resolve() if hardware.is_file() else hardware}")
+    for name in ("device", "ranks"):
+        value = getattr(given, name)
+        command += [f"--{name}={value}"] if value is not None else []
+    command += [f"--set={change}" for change in given.set]
+    with subprocess.Popen(
+        command,
+        cwd=tests.parents[1],
+        stdout=sys.stderr,
+        start_new_session=True,
+        env=os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},  # Megatron asks for it
+    ) as process:
+        try:
+            code = process.wait(60 * given.minutes + _GRACE)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL, f"pytest did not end within {given.minutes:g} + 1 minutes"
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # ranks too, if any outlive it
+    if code < 0:
+        return code, f"pytest was ended by signal {-code}"
+    return code, "" if code in (0, 1) else f"pytest ended with status {code}"
+
+
+def _report(
+    environment: dict[str, str], checks: list[Check], folder: Path, given: Namespace
+) -> int:
+    report, everything = as_markdown(environment, checks), as_json(environment, checks)
+    write_text(folder / REPORT, report)
+    write_text(folder / NAME, everything)
+    if given.json is not None:
+        given.json.write_text(everything)
+    print(report)
+    print(f"{_PROGRAM}: attach {folder / REPORT} to an issue", file=sys.stderr)
+    is_late = any(test.text == NO_TIME for check in checks for test in check.tests)
+    return 1 if is_late or any(check.verdict == "FAILED" for check in checks) else 0
 
 
 def _folder(folder: Path) -> Path:
-    """The folder, made if it is not there.
-
-    Raises:
-        ValueError: it cannot be.
-    """
+    """The folder, made if it is not there; a ValueError where it cannot be."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
@@ -171,50 +153,19 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=_FOLDER,
-        metavar="DIR",
-        help="folder of all files (%(default)s)",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=count(most=64),
-        metavar="N",
-        help="ranks (default: one for each GPU; 2 without one)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=get_args(DeviceName),
-        help="virtual takes a GPU's branches without one (default: cuda where it is, else cpu)",
-    )
-    parser.add_argument(
-        "--minutes",
-        type=up_to(10_000, least=0.01),
-        default=15,
-        metavar="N",
-        help="minutes of this call; a second call goes on (%(default)s)",
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=[check.name for check in CHECKS],
-        metavar="NAME",
-        help=f"only these checks, also if they have run: {', '.join(c.name for c in CHECKS)}",
-    )
-    parser.add_argument(
-        "--hardware",
-        default="h100",
-        metavar="NAME|FILE",
-        help="hardware of the predicted times, as for megatron-muon plan (%(default)s)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another value of one of its constants; may be given several times",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write a copy of {NAME}")
+    add = parser.add_argument
+    add("--folder", type=Path, default=_FOLDER, metavar="DIR", help="of all files (%(default)s)")
+    text = "ranks (default: one for each GPU; 2 without one)"
+    add("--ranks", type=count(most=64), metavar="N", help=text)
+    text = "cpu runs ranks over gloo, also where there are GPUs (default: cuda where it is)"
+    add("--device", choices=["cuda", "cpu"], help=text)
+    minutes = up_to(10_000, least=0.01)
+    text = "after which no other test starts (%(default)s)"
+    add("--minutes", type=minutes, default=15, metavar="N", help=text)
+    add("--only", nargs="+", metavar="NAME", help="only tests/gpu/test_gpu_NAME.py")
+    text = "hardware of the predicted times, as for megatron-muon plan (%(default)s)"
+    add("--hardware", default="h100", metavar="NAME|FILE", help=text)
+    text = "another value of one of its constants; may be given several times"
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+    add("--json", type=Path, metavar="FILE", help=f"write a copy of {NAME}")
     return parser

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from megatron_muon.lab.accept.outcome import Figure, Finding, Outcome
-from megatron_muon.lab.accept.table import CHECKS
+from megatron_muon.lab.accept.results import Check, Figure
 
-_TITLES = {check.name: check.title for check in CHECKS}
+_LINES = 25  # of a failed test's account
 
 
-def as_markdown(environment: Mapping[str, str], outcomes: Sequence[Outcome]) -> str:
-    """The whole report.
+def as_json(environment: Mapping[str, str], checks: Sequence[Check]) -> str:
+    """Environment, and every test with its verdict and figures."""
+    rows = [{"verdict": check.verdict, **dataclasses.asdict(check)} for check in checks]
+    return json.dumps({"environment": environment, "checks": rows}, indent=1) + "\n"
 
-    Args:
-        environment: names and values.
-        outcomes: of every check, in order.
-    """
-    lines = ["# megatron-muon accept", "", verdict(outcomes), ""]
+
+def as_markdown(environment: Mapping[str, str], checks: Sequence[Check]) -> str:
+    """The whole report; ``environment`` has names and values."""
+    lines = ["# megatron-muon accept", "", verdict(checks), ""]
     lines += ["## Environment", "", *_table(["", ""], environment.items()), ""]
-    lines += ["## Checks", "", *_checks(outcomes), ""]
-    lines += ["## Figures", "", *_figures(outcomes), ""]
-    lines += ["## Not as predicted", "", *_wrong(outcomes), ""]
-    lines += _logs(outcomes)
+    lines += ["## Checks", "", *_checks(checks), ""]
+    lines += ["## Figures", "", *_figures(checks), ""]
+    lines += ["## Not as predicted", "", *_wrong(checks), ""]
+    lines += _logs(checks)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def verdict(outcomes: Sequence[Outcome]) -> str:
+def verdict(checks: Sequence[Check]) -> str:
     """One sentence on all checks."""
-    bad = [outcome.check for outcome in outcomes if outcome.verdict == "FAILED"]
-    missing = [outcome.check for outcome in outcomes if outcome.verdict == "not run"]
-    partly = [outcome.check for outcome in outcomes if outcome.verdict == "ok" and outcome.missing]
+    bad = [check.name for check in checks if check.verdict == "FAILED"]
+    missing = [check.name for check in checks if check.verdict == "not run"]
+    partly = [check.name for check in checks if check.verdict == "ok" and check.missing]
     said = [f"**FAILED: {', '.join(bad)}.**"] if bad else ["No check failed."]
     if missing:
         said.append(f"Not run: {', '.join(missing)}.")
@@ -39,64 +41,50 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     return " ".join(said)
 
 
-def _checks(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    rows = []
-    for outcome in outcomes:
-        said = _verdict_of(outcome)
-        rows.append(
-            (f"**{outcome.check}**: {_TITLES.get(outcome.check, '')}", said, _took(outcome))
-        )
-        rows += [(f"· {part.name}", _of_part(part), part.text) for part in outcome.parts]
+def _checks(checks: Sequence[Check]) -> Iterator[str]:
+    rows: list[tuple[str, str, str]] = []
+    for check in checks:
+        word: str = check.verdict
+        if word == "ok" and check.missing:
+            word = f"ok; {check.missing} of {len(check.tests)} not run"
+        rows.append((f"**{check.name}**", word, f"{check.seconds:.0f} s"))
+        bold = {"FAILED": "**FAILED**"}
+        rows += [
+            (f"· {test.name}", bold.get(test.verdict, test.verdict), test.text)
+            for test in check.tests
+        ]
     yield from _table(["check", "verdict", "what was looked at, or why not"], rows)
 
 
-def _verdict_of(outcome: Outcome) -> str:
-    if outcome.verdict == "ok" and outcome.missing:
-        return f"ok; {outcome.missing} of {len(outcome.parts)} parts not run"
-    return outcome.verdict
-
-
-def _of_part(part: Finding) -> str:
-    return f"**{part.verdict}**" if part.verdict == "FAILED" else part.verdict
-
-
-def _took(outcome: Outcome) -> str:
-    return f"{outcome.seconds:.0f} s" if outcome.seconds else ""
-
-
-def _figures(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _figures(checks: Sequence[Check]) -> Iterator[str]:
     rows = []
-    for outcome in outcomes:
-        for part in outcome.parts:
-            for figure in part.figures:
-                ratio = "" if figure.ratio is None else f"{figure.ratio:.3g}"
-                values = (said(figure.predicted), said(figure.measured))
-                rows.append((outcome.check, figure.name, figure.unit, *values, ratio))
+    for check in checks:
+        for figure in figures_of([check]):
+            ratio = "" if figure.ratio is None else f"{figure.ratio:.3g}"
+            values = (said(figure.predicted), said(figure.measured))
+            rows.append((check.name, figure.name, figure.unit, *values, ratio))
     if not rows:
         yield "None."
         return
     yield from _table(["check", "figure", "unit", "predicted", "measured", "ratio"], rows)
 
 
-def wrong(outcomes: Sequence[Outcome]) -> list[Figure]:
+def figures_of(checks: Sequence[Check]) -> list[Figure]:
+    """All figures, in order."""
+    return [figure for check in checks for test in check.tests for figure in test.figures]
+
+
+def wrong(figures: Sequence[Figure]) -> list[Figure]:
     """Figures with both values that are not as predicted."""
-    figures = [figure for outcome in outcomes for part in outcome.parts for figure in part.figures]
     return [figure for figure in figures if figure.is_compared and not figure.as_predicted]
 
 
-def _wrong(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    mispredicted = wrong(outcomes)
-    compared = sum(
-        figure.is_compared
-        for outcome in outcomes
-        for part in outcome.parts
-        for figure in part.figures
-    )
-    if not compared:
-        yield "Nothing was both predicted and measured."
-        return
+def _wrong(checks: Sequence[Check]) -> Iterator[str]:
+    figures = figures_of(checks)
+    mispredicted = wrong(figures)
+    compared = sum(figure.is_compared for figure in figures)
     if not mispredicted:
-        yield f"Nothing: all {compared} figures that were predicted and measured are as predicted."
+        yield f"Nothing: {compared} figures were predicted and measured, and are as predicted."
         return
     yield from (f"- {_correction(figure)}" for figure in mispredicted)
     settings = corrections(mispredicted)
@@ -137,18 +125,20 @@ def said(value: float | None) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 
-def _logs(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    for outcome in outcomes:
-        if outcome.verdict == "FAILED" and outcome.log:
-            fence = "`" * 4
-            yield f"## Output of {outcome.check}, its end"
-            yield from ("", fence, *outcome.log.replace(fence, "'").splitlines(), fence, "")
+def _logs(checks: Sequence[Check]) -> Iterator[str]:
+    for check in checks:
+        for test in check.tests:
+            if test.log:
+                fence = "`" * 4
+                lines = test.log.replace(fence, "'").splitlines()[-_LINES:]
+                yield f"## Failure of {check.name}: {test.name}"
+                yield from ("", fence, *(line[:300] for line in lines), fence, "")
 
 
-def _table(heads: Sequence[str], rows: object) -> Iterator[str]:
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(heads)} |"
     yield "|" + " --- |" * len(heads)
-    for row in rows:  # type: ignore[attr-defined]
+    for row in rows:
         yield f"| {' | '.join(_cell(cell) for cell in row)} |"
 
 

@@ -96,7 +96,8 @@ def run_ranks(task: Task) -> list[Any]:
             for rank in range(task.world):
                 ours, theirs = multiprocessing.Pipe(duplex=False)
                 arguments = (theirs, task, rank, str(Path(folder, "rendezvous")))
-                process = context.Process(target=_work, args=arguments, daemon=True)
+                # no daemon, which may start no process, as Megatron's save does
+                process = context.Process(target=_work, args=arguments, daemon=False)
                 process.start()
                 theirs.close()
                 pipes.append(ours)

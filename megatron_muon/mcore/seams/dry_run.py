@@ -6,7 +6,7 @@ does not need them. The rows of hybrid models are their own part, since a GPT do
 
 from __future__ import annotations
 
-from megatron_muon.mcore.seams.row import NEWEST, OLDEST, Part, Seam, Use, Version
+from megatron_muon.mcore.seams.row import NEWEST, OLDEST, Seam, Use, Version
 
 _STATE = "megatron.core.parallel_state"
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -15,7 +15,6 @@ _LAYER = "megatron.core.transformer.transformer_layer"
 _MTP = "megatron.core.transformer.multi_token_prediction"
 _PIPELINE = "megatron.core.transformer.pipeline_parallel_layer_layout"
 _VARIANTS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
-_CLIP = "megatron.core.optimizer.clip_grads"
 _MIXER = "megatron.core.ssm.mamba_mixer"
 _DELTA = "megatron.core.ssm.gated_delta_net"
 _PATTERN = ("megatron.core.ssm.mamba_hybrid_layer_allocation", (0, 17), (0, 17))
@@ -30,9 +29,8 @@ def _seam(
     since: Version = OLDEST,
     until: Version = NEWEST,
     use: Use = "called",
-    part: Part = "dry_run",
 ) -> Seam:
-    return Seam(module, name, use, relied_on, parameters, since, until, part=part)
+    return Seam(module, name, use, relied_on, parameters, since, until, part="dry_run")
 
 
 def _hybrid(
@@ -251,20 +249,4 @@ SEAMS = (
     _hybrid(_MIXER, "HAVE_EINOPS", "whether there is einops", (0, 14), use="replaced"),
     _hybrid(_DELTA, "HAVE_FLA", "whether there are kernels", (0, 16), use="replaced"),
     _hybrid(_DELTA, "chunk_gated_delta_rule", "one of those kernels", (0, 16), use="replaced"),
-    # --- the virtual GPU
-    _seam(
-        "megatron.core.tensor_parallel.random",
-        "get_cuda_rng_tracker",
-        "the tracker, whose fork is replaced: no random number is drawn",
-        part="virtual_gpu",
-    ),
-    *(
-        _seam(_CLIP, name, relied_on, (), since, use="replaced", part="virtual_gpu")
-        for name, relied_on, since in (
-            ("multi_tensor_applier", "calls a kernel on lists of tensors", OLDEST),
-            ("l2_norm_impl", "Transformer Engine's norm of gradients", OLDEST),
-            ("multi_tensor_scale_impl", "Transformer Engine's scaling of gradients", OLDEST),
-            ("multi_tensor_scale_tensor_impl", "the same by a factor on the GPU", (0, 18)),
-        )
-    ),
 )

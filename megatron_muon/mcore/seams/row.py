@@ -14,8 +14,8 @@ __all__ = ["NEWEST", "OLDEST", "Attribute", "Part", "Seam", "Use", "Version"]
 Use = Literal["called", "wrapped", "replaced", "overridden", "subclassed", "read"]
 # The part of this package that needs a row, and checks it. ``core``, ``torch``: every run with
 # Muon, at ``install()``. ``training``: a run that Megatron-LM starts. ``dry_run``, ``hybrid``:
-# commands that build a model on the meta device. ``virtual_gpu``: ``certify``. ``bench``: the
-# benchmark; ``upstream``: its row of Megatron's own Muon. ``traces``: a run whose steps are traced.
+# commands that build a model on the meta device. ``bench``: the benchmark; ``upstream``: its row of
+# Megatron's own Muon. ``traces``: a run whose steps are traced.
 # ``cpu``: the runtime without a GPU; ``cpu_training``: the same with Megatron-LM's scripts.
 # ``kernels``: checked where the package of kernels is installed.
 Part = Literal[
@@ -23,7 +23,6 @@ Part = Literal[
     "training",
     "dry_run",
     "hybrid",
-    "virtual_gpu",
     "bench",
     "upstream",
     "traces",

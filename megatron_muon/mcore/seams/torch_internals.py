@@ -60,20 +60,6 @@ SEAMS = (
     ),
     _torch("torch.cuda._sanitizer", "CUDASanitizerErrors", "read", "that error", "bench"),
     _torch(
-        "torch._C",
-        "_disabled_torch_function_impl",
-        "read",
-        "functions of such a tensor are torch's own",
-        "virtual_gpu",
-    ),
-    _torch(
-        "torch.distributed.distributed_c10d",
-        "_world.pg_group_ranks",
-        "read",
-        "the ranks of every process group",
-        "virtual_gpu",
-    ),
-    _torch(
         "torch.autograd",
         "_profiler_enabled",
         "called",

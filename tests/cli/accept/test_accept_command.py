@@ -1,111 +1,147 @@
-"""``megatron-muon accept`` runs every check on a CPU, and what it can on the virtual GPU."""
+"""``megatron-muon accept`` runs the clone's tests on GPUs, and its report says how each ended."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_muon.lab.accept.table import CHECKS
-from megatron_muon.lab.bench.step.meter import launched
+from megatron_muon.lab.accept import command
+from megatron_muon.lab.commands import main
+from support import ROOT
 from support.benching import environment
 
-pytestmark = pytest.mark.timeout(900)
+MADE = """
+import os, signal, time
+import pytest
+from megatron_muon.lab.accept.results import Figure
+
+pytestmark = pytest.mark.gpu
+
+def test_it_holds(report):
+    report(Figure("a time", "ms", 2.0, 4.0, constant="launch_us", value=9.0), text="<two> | ranks")
+    time.sleep(SECONDS)
+
+def test_it_fails():
+    assert 2 == 3
+
+@pytest.mark.timeout(0.5)
+def test_it_hangs():
+    time.sleep(60)
+
+@pytest.mark.parametrize("name", ["a b"])
+def test_it_cannot_run(name, needs_gpu):
+    needs_gpu()
+"""
+KILLED = "import os, signal\nimport pytest\npytestmark = pytest.mark.gpu\n"
+KILLED += "def test_it_ends():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+Accepted = tuple[int, dict[str, Any], str]
 
 
-def accepted(folder: Path, device: str) -> tuple[dict[str, Any], str]:
-    """A call of the command over every check: outcomes by check, and the report."""
-    command = [sys.executable, "-m", "megatron_muon", "accept", "--folder", str(folder)]
-    ended = subprocess.run(
-        [*command, "--device", device, "--json", str(folder / "copy.json")],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=folder,
+def accepted(folder: Path, *words: str) -> Accepted:
+    """Exit status, checks by name, and the report."""
+    status = main(["accept", "--folder", str(folder), "--device", "cpu", *words])
+    found = json.loads((folder / "accept.json").read_text())
+    return (
+        status,
+        {check["name"]: check for check in found["checks"]},
+        ((folder / "accept.md").read_text()),
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    stored = json.loads((folder / "accept.json").read_text())
-    assert json.loads((folder / "copy.json").read_text()) == stored
-    report = (folder / "accept.md").read_text()
-    assert ended.stdout.startswith(report.rstrip())
-    assert not list(folder.glob("*.result")) and not list(folder.glob("*.tmp"))
-    return {outcome["check"]: outcome for outcome in stored["outcomes"]}, report
 
 
-def verdicts(outcome: dict[str, Any]) -> dict[str, str]:
-    return {part["name"]: part["verdict"] for part in outcome["parts"]}
+def made(tree: Path, patch: pytest.MonkeyPatch, **files: str) -> None:
+    """Have the command run other files than those of tests/gpu."""
+    gpu = tree / "tests" / "gpu"
+    gpu.mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "conftest.py", tree / "tests")
+    shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", gpu)
+    (tree / "tests" / "slow.txt").touch()
+    for name, text in files.items():
+        (gpu / f"test_gpu_{name}.py").write_text(text)
+    patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    patch.setattr(command, "_tests", lambda: gpu)
 
 
-def test_every_check_runs_on_a_cpu(tmp_path: Path) -> None:
-    by_check, report = accepted(tmp_path, "cpu")
-    assert list(by_check) == [check.name for check in CHECKS]
-    assert {name: outcome["verdict"] for name, outcome in by_check.items()} == {
-        "sanitizer": "not run",
-        **dict.fromkeys(
-            ("doctor", "bits", "cost", "newton-schulz", "step", "training", "checkpoint"), "ok"
-        ),
+def test_it_runs_the_tests_of_the_clone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, checks, report = accepted(tmp_path, "--only", "training")
+    assert status == 0
+    assert {name: check["verdict"] for name, check in checks.items()} == {
+        **dict.fromkeys(("bits", "checkpoint", "cost", "doctor", "newton_schulz"), "not run"),
+        **dict.fromkeys(("sanitizer", "step"), "not run"),
+        "training": "ok",
     }
-    assert verdicts(by_check["cost"]) == {
-        "bytes": "ok",
-        **dict.fromkeys(("peak memory", "launches", "time"), "not run"),
-    }
-    assert all(figure["measured"] > 0 for figure in by_check["cost"]["parts"][0]["figures"])
-    assert len(verdicts(by_check["checkpoint"])) == 6
-    assert set(verdicts(by_check["checkpoint"]).values()) == {"ok"}
-    assert "Not run: sanitizer. Run in part: bits, cost." in report
+    assert checks["training"]["tests"][0]["text"].startswith("loss ")
+    assert capfd.readouterr().out.startswith(report.rstrip())
+    assert "| ranks | 2 |" in report
     assert str(tmp_path) not in report and "site-packages" not in report
 
 
-def test_the_virtual_gpu_runs_what_it_can(tmp_path: Path) -> None:
-    by_check, report = accepted(tmp_path, "virtual")
-    ok = {name for name, outcome in by_check.items() if outcome["verdict"] == "ok"}
-    assert ok == {"doctor", "sanitizer", "cost"}
-    for name, outcome in by_check.items():
-        for part in outcome["parts"]:
-            assert part["verdict"] != "not run" or "virtual GPU" in part["text"], (name, part)
-    assert verdicts(by_check["sanitizer"]) == {
-        "torch's CUDA sanitizer": "not run",
-        "no race in two steps": "ok",
-        "a race that is planted is found": "ok",
+def test_every_end_of_a_test_is_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "tree", monkeypatch, made=MADE.replace("SECONDS", "0"))
+    status, checks, report = accepted(tmp_path / "out")
+    assert status == 1 and checks["made"]["verdict"] == "FAILED"
+    verdicts = {test["name"]: test["verdict"] for test in checks["made"]["tests"]}
+    assert verdicts == {
+        "it holds": "ok",
+        "it fails": "FAILED",
+        "it hangs": "FAILED",
+        "it cannot run, a b": "not run",
     }
-    assert verdicts(by_check["cost"])["bytes of the plan"] == "ok"
-    assert "launches of Muon and AdamW, most of a rank" in report
+    assert "| &lt;two&gt; \\| ranks" in report and "Timeout (>0.5s)" in report
+    assert "| made | a time | ms | 2 | 4 | 2 |" in report
+    assert "Corrects `launch_us`: set it to 9." in report and "--set launch_us=9" in report
+    assert "assert 2 == 3" in report and "| no GPU |" in report
 
 
-class _Event:
-    def __init__(self, name: str, device: Any, annotation: bool = False) -> None:
-        self._name, self._device, self._annotation = name, device, annotation
+def test_a_test_without_time_or_an_end_is_not_taken_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "late", monkeypatch, made=MADE.replace("SECONDS", "1"))
+    status, checks, _ = accepted(tmp_path / "out", "--minutes", "0.01")
+    assert status == 1
+    assert [test["text"] for test in checks["made"]["tests"][1:]] == [
+        "no time was left for it: see --minutes"
+    ] * 3
+    made(tmp_path / "killed", monkeypatch, killed=KILLED)
+    status, checks, _ = accepted(tmp_path / "out")
+    assert status == 1 and checks["killed"]["verdict"] == "FAILED"
+    assert checks["killed"]["tests"][-1]["text"] == "pytest was ended by signal 9"
 
-    def name(self) -> str:
-        return self._name
 
-    def device_type(self) -> Any:
-        return self._device
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "speed"], "--only speed: choose from bits, checkpoint, cost, doctor"),
+        (["--json", "/no/such/file"], "--json /no/such/file: there is no fol"),
+        (["--minutes", "0"], "argument --minutes: must be"),
+    ],
+)
+def test_wrong_flags_end_with_2(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["accept", "--folder", str(tmp_path), *words])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
-    def is_user_annotation(self) -> bool:
-        return self._annotation
+
+def test_flags_that_do_not_fit_the_machine_end_with_2(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["accept", "--folder", str(tmp_path), "--device", "cpu", "--ranks", "3"]) == 2
+    assert "--ranks 3: give 1 or an even number" in capfd.readouterr().err
 
 
-def test_launches_are_a_profilers_kernels_and_copies() -> None:
-    from torch.autograd import DeviceType
-
-    events = [
-        _Event("aten::mm", DeviceType.CPU),
-        _Event("ampere_bf16_gemm", DeviceType.CUDA),
-        _Event("ncclDevKernel_SendRecv", DeviceType.CUDA),
-        _Event("Memcpy DtoD (Device -> Device)", DeviceType.CUDA),
-        _Event("Memset (Device)", DeviceType.CUDA),
-        _Event("muon/gather", DeviceType.CUDA, annotation=True),
-    ]
-
-    class Profiler:
-        class kineto_results:
-            @staticmethod
-            def events() -> list[_Event]:
-                return events
-
-    assert launched(Profiler) == {"kernels": 2, "copies": 1, "memsets": 1}
+def test_a_package_without_its_tests_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel = tmp_path / "site-packages" / "megatron_muon" / "lab" / "accept" / "command.py"
+    monkeypatch.setattr(command, "__file__", str(wheel))
+    with pytest.raises(SystemExit) as ended:
+        main(["accept", "--folder", str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert "clone the repository, `pip install -e '.[test]'` there" in capsys.readouterr().err

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_muon.lab.certify.kinds import Chosen
-from megatron_muon.lab.certify.ranks import report_of
 from megatron_muon.lab.dry_run.kinds import buffers_of, optimizer_of, planned_kinds
 from megatron_muon.lab.plan.options import parsed, parser
 from megatron_muon.lab.pricing.memory import at_rest, peaks
 from megatron_muon.lab.pricing.traffic import exchanges_of, traffic_of
 from megatron_muon.lab.pricing.work import held_elements
 from megatron_muon.lab.routes.model_flags import imported_config_class, megatron_is_quiet, settled
-from megatron_muon.lab.virtual_gpu.megatron import OptimizerSettings, record_training
+from support.virtual_gpu.megatron import OptimizerSettings, record_training
+from support.virtual_gpu.rank_report import report_of
 
 LAYERS = (
     "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --swiglu "
@@ -44,7 +43,7 @@ WORLDS = [
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.words)
 def test_bytes_messages_and_memory_are_those_of_the_rank(world: World) -> None:
-    config_class = imported_config_class("a test", "virtual_gpu")
+    config_class = imported_config_class("a test")
     flags = parsed(parser(config_class), (LAYERS + world.words).split(), config_class)[0]
     run = settled(flags)
     with megatron_is_quiet():
@@ -63,7 +62,7 @@ def test_bytes_messages_and_memory_are_those_of_the_rank(world: World) -> None:
         recording = record_training(
             flags, run.ranks, rank, run.config, OptimizerSettings()
         ).recording
-        report = report_of(recording, Chosen(rank, "the test"))
+        report = report_of(recording)
         assert (report.sent, report.messages) == (sent.sent[at], sent.messages[at])
         assert report.connections == sent.peers[at]
         for name, nbytes in rest[at].items():  # an allocator rounds each tensor up to 512 bytes

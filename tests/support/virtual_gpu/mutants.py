@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.lab.virtual_gpu.device.nccl import Handle, Launcher, Operation
+from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
 
 Launch = Callable[..., Handle | None]
 

@@ -143,10 +143,8 @@ def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[s
     """
     if not megatron_muon.cpu.enabled():
         megatron_muon.cpu.enable(allow_cuda=True)
-    from megatron_muon.lab.dry_run import world
-    from megatron_muon.lab.dry_run.model import ranks_of
-    from megatron_muon.lab.dry_run.stages import built, planned_optimizers
     from megatron_muon.lab.routes.model_flags import muon_settings
+    from support.virtual_gpu.dry_run import built, planned_optimizers, ranks_of, world
 
     flags = flags_of(model.words.split())
     config = dataclasses.replace(muon_settings(flags), **settings)

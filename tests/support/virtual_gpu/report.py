@@ -25,10 +25,10 @@ if __name__ == "__main__":  # as the tests' conftest does
     import typing_override  # noqa: F401
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.lab.virtual_gpu.recording import Recording
-from megatron_muon.lab.virtual_gpu.step import record_step
 from megatron_muon.planning.plan import ExchangePlan
 from support.virtual_gpu.plans import MODELS, Model, plans_of
+from support.virtual_gpu.recording import Recording
+from support.virtual_gpu.step import record_step
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.lab.virtual_gpu.recording import Recording
 from support.virtual_gpu.plans import flags_of
+from support.virtual_gpu.recording import Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ def record_megatron(
     run: Run, rank: int, config: MuonConfig | None = None, *, steps: int = 2
 ) -> Recording:
     """The recording that ``record_training`` makes of a run."""
-    from megatron_muon.lab.dry_run.model import ranks_of
-    from megatron_muon.lab.virtual_gpu.megatron import OptimizerSettings, record_training
+    from support.virtual_gpu.dry_run import ranks_of
+    from support.virtual_gpu.megatron import OptimizerSettings, record_training
 
     flags = flags_of(run.words())
     training = OptimizerSettings(run.optimizer, run.clip, steps)

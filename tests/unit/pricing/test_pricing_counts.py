@@ -11,10 +11,10 @@ from megatron_muon.lab.pricing import memory, paper
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import Optimizer, price_step
 from megatron_muon.lab.pricing.traffic import Traffic, exchanges_of, traffic_of
-from megatron_muon.lab.virtual_gpu.step import record_step
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.planning.plan import ExchangePlan
 from support.virtual_gpu.plans import small_plan
+from support.virtual_gpu.step import record_step
 
 CONFIG = MuonConfig()
 MIB = 1 << 20

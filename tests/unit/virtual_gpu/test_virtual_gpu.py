@@ -13,21 +13,21 @@ import torch
 
 import megatron_muon.runtime.round
 from megatron_muon import MuonConfig
-from megatron_muon.lab.certify.messages import compare_with_plan, planned_messages
-from megatron_muon.lab.virtual_gpu.device.nccl import Handle, Launcher, Operation
-from megatron_muon.lab.virtual_gpu.races import MEMORY, Memory, races
-from megatron_muon.lab.virtual_gpu.recording import Recording
-from megatron_muon.lab.virtual_gpu.stage import check_stage
-from megatron_muon.lab.virtual_gpu.step import record_step
-from megatron_muon.lab.virtual_gpu.trace import Kernel
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.runtime.exchange.pieces import RoundExchange
 from megatron_muon.runtime.fused import Fused
 from megatron_muon.runtime.nonfinite import Nonfinite
 from support.small_squares import rows_of_small_squares
+from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
+from support.virtual_gpu.messages import compare_with_plan, planned_messages
 from support.virtual_gpu.mutants import Launch, early_free, early_read, with_launch
 from support.virtual_gpu.plans import small_plan
+from support.virtual_gpu.races import MEMORY, Memory, races
+from support.virtual_gpu.recording import Recording
+from support.virtual_gpu.stage import check_stage
+from support.virtual_gpu.step import record_step
+from support.virtual_gpu.trace import Kernel
 
 SIZES = {"one round": 1 << 30, "some": 60_000, "a round each": 1}  # a fc1 has 160 kB
 SETTINGS: dict[str, dict[str, Any]] = {

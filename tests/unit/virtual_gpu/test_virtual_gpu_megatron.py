@@ -9,11 +9,11 @@ from functools import cache
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.lab.virtual_gpu.recording import Recording
-from megatron_muon.lab.virtual_gpu.stage import check_stage
 from megatron_muon.mcore.bucket_groups.early import EarlyGathers
 from support.installed import VERSION
+from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.runs import Run, record_megatron
+from support.virtual_gpu.stage import check_stage
 
 CONFIG = MuonConfig(round_bytes=30_000)  # several rounds: a fc1 has 44 kB
 LATE = replace(CONFIG, early_param_gather="off")

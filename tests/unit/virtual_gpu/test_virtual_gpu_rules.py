@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 import megatron_muon.cpu
-from megatron_muon.lab.virtual_gpu.device.launches import multi_tensor_launches
-from megatron_muon.lab.virtual_gpu.races import MEMORY, races
-from megatron_muon.lab.virtual_gpu.recording import Recording
-from megatron_muon.lab.virtual_gpu.stage import check_stage
-from megatron_muon.lab.virtual_gpu.step import record
+from support.virtual_gpu.device.launches import multi_tensor_launches
+from support.virtual_gpu.races import MEMORY, races
+from support.virtual_gpu.recording import Recording
+from support.virtual_gpu.stage import check_stage
+from support.virtual_gpu.step import record
 
 Program = Callable[[Any, Any], None]
 N = 1024

@@ -1,1 +1,0 @@
-"""The checks of ``megatron-muon accept``; each runs in a process of its own."""

@@ -1,0 +1,174 @@
+"""Tests on GPUs and their figures, as data: what pytest's junit XML says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Verdict = Literal["ok", "FAILED", "not run"]
+# Names of the properties that tests record.
+FIGURE, LOOKED_AT = "figure", "looked at"
+COLLECTED, ENVIRONMENT = "collected", "environment"  # of the whole suite
+NO_TIME = "no time was left for it: see --minutes"
+EXACT = (1.0, 1.0)  # bounds of a ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number that was predicted, measured, or both.
+
+    Attributes:
+        name, unit: its name and unit.
+        predicted, measured: values; None where there is none.
+        least, most: bounds of measured / predicted within which it is as predicted.
+        constant: constant of the time model (``pricing.hardware``) that a wrong prediction
+            corrects; empty where none does.
+        value: value to set that constant to; None where the measurement gives none.
+        corrects: in words, what else a wrong prediction corrects.
+    """
+
+    name: str
+    unit: str
+    predicted: float | None = None
+    measured: float | None = None
+    least: float = 0.8
+    most: float = 1.25
+    constant: str = ""
+    value: float | None = None
+    corrects: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None where one is missing or the predicted value is 0."""
+        if self.predicted is None or self.measured is None:
+            return None
+        if self.predicted == 0:
+            return 1.0 if self.measured == 0 else None
+        return self.measured / self.predicted
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether there are both values."""
+        return self.predicted is not None and self.measured is not None
+
+    @property
+    def as_predicted(self) -> bool:
+        """Whether the measured value is within the bounds; False where no ratio exists."""
+        ratio = self.ratio
+        return ratio is not None and self.least <= ratio <= self.most
+
+    def as_json(self) -> str:
+        """Its fields; numbers that are not finite become null."""
+        fields = dataclasses.asdict(self)
+        odd = [key for key, value in fields.items() if str(value) in ("nan", "inf", "-inf")]
+        return json.dumps(fields | dict.fromkeys(odd))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A test after its run; it is one claim.
+
+    Attributes:
+        name: the claim.
+        verdict: ``ok``, ``FAILED`` or ``not run``.
+        text: what was looked at, the fault, or why it was not run.
+        seconds: wall time.
+        figures: its numbers.
+        log: pytest's account of a failure.
+    """
+
+    name: str
+    verdict: Verdict
+    text: str = ""
+    seconds: float = 0.0
+    figures: tuple[Figure, ...] = ()
+    log: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The tests of one file, ``test_gpu_NAME.py``; at least one."""
+
+    name: str
+    tests: tuple[Outcome, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """``FAILED`` if a test failed; ``ok`` if one was run; else ``not run``."""
+        verdicts = {test.verdict for test in self.tests}
+        if "FAILED" in verdicts:
+            return "FAILED"
+        return "ok" if "ok" in verdicts else "not run"
+
+    @property
+    def missing(self) -> int:
+        """Number of tests that were not run."""
+        return sum(test.verdict == "not run" for test in self.tests)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all of them."""
+        return sum(test.seconds for test in self.tests)
+
+
+def read(
+    names: Sequence[str], asked: Sequence[str], junit: Path, ended: str
+) -> tuple[dict[str, str], list[Check]]:
+    """The environment that the tests name, and all checks in order.
+
+    Args:
+        names: of all checks.
+        asked: of those that pytest was to run.
+        junit: pytest's XML, if it came to write it.
+        ended: how pytest ended, where that was an error of its own; else empty.
+    """
+    root = ElementTree.parse(junit).getroot() if junit.exists() else ElementTree.Element("none")
+    of_suite = {
+        each.get("name"): json.loads(each.get("value", ""))
+        for each in root.iterfind("testsuite/properties/property")
+    }
+    found: dict[str, list[Outcome]] = {name: [] for name in names}
+    ran = set()
+    for case in root.iter("testcase"):
+        name, function = (case.get("classname") or "").split(".")[-1], case.get("name", "")
+        ran.add((name, function))
+        found.setdefault(name.removeprefix("test_gpu_"), []).append(_test(case))
+    for test in of_suite.get(COLLECTED, []):
+        file, _, function = test.partition("::")
+        name = Path(file).stem
+        if (name, function) not in ran:
+            late = Outcome(_claim(function), "not run", NO_TIME)
+            found.setdefault(name.removeprefix("test_gpu_"), []).append(late)
+    for name, tests in found.items():
+        if ended and name in asked:
+            tests.append(Outcome("pytest ends well", "FAILED", ended))
+        elif not tests:
+            why = "no test was collected" if name in asked else "not asked for by --only"
+            tests.append(Outcome(name, "not run", why))
+    return of_suite.get(ENVIRONMENT, {}), [Check(name, tuple(each)) for name, each in found.items()]
+
+
+def _claim(function: str) -> str:
+    name, bracket, case = function.partition("[")
+    words = name.removeprefix("test_").replace("_", " ")
+    return f"{words}, {case.removesuffix(']')}" if bracket else words
+
+
+def _test(case: ElementTree.Element) -> Outcome:
+    recorded = [(each.get("name"), each.get("value", "")) for each in case.iter("property")]
+    figures = tuple(Figure(**json.loads(value)) for name, value in recorded if name == FIGURE)
+    texts = "; ".join(value for name, value in recorded if name == LOOKED_AT)
+    name = _claim(case.get("name", ""))
+    seconds = float(case.get("time", 0))
+    bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+    if bad is not None:
+        return Outcome(name, "FAILED", bad.get("message", ""), seconds, figures, bad.text or "")
+    skipped = case.find("skipped")
+    if skipped is not None:
+        return Outcome(name, "not run", skipped.get("message", ""), seconds, figures)
+    return Outcome(name, "ok", texts, seconds, figures)

@@ -1,1 +1,0 @@
-"""``megatron-muon certify``: a model's optimizer step on a GPU that is not there."""

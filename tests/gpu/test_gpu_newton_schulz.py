@@ -1,0 +1,59 @@
+"""Newton-Schulz beside other packages' on the device, and its accuracy there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon.lab.accept.results import Figure
+from support.gpu.commands import ended
+from support.gpu.settings import Settings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
+
+
+def rows_of(settings: Settings, file: Path, words: str) -> list[Any]:
+    command = ["bench", "newton-schulz", *words.split(), "--device", settings.device]
+    done = ended(settings, *command, "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows: list[Any] = json.loads(file.read_text())["rows"]
+    return rows
+
+
+def test_it_is_timed_beside_other_packages(
+    settings: Settings, report: Callable[..., None], tmp_path: Path
+) -> None:
+    gpu, cpu = "--shapes 2048x2048 4096x14336 --rounds 9", "--shapes 128x512 --rounds 3"
+    rows = rows_of(settings, tmp_path / "times.json", gpu if settings.gpus else cpu)
+    names = dict.fromkeys(row["name"] for row in rows)
+    report(
+        *(
+            Figure(f"{row['name']}, {row['shape']}", "ms", None, row["ms"]["median"])
+            for row in rows
+        ),
+        text=f"rows: {', '.join(names)}",
+    )
+    assert rows
+
+
+def test_every_direction_is_finite(
+    settings: Settings, report: Callable[..., None], tmp_path: Path
+) -> None:
+    shape = "512x2048" if settings.gpus else "64x128"
+    words = f"--accuracy --coefficients simple --shapes {shape}"
+    every = rows_of(settings, tmp_path / "errors.json", words)
+    rows = [row for row in every if isinstance(row, dict)]  # a text says why a row is missing
+    worst: dict[str, float] = {}
+    for row in rows:
+        key = f"largest error to float64: {row['dtype']}, {row['iteration']}"
+        worst[key] = max(worst.get(key, 0.0), row["error"])
+    report(
+        *(Figure(name, "", None, value) for name, value in worst.items()),
+        text=f"{len({row['input'] for row in rows})} kinds of input",
+    )
+    assert rows, every
+    assert [row for row in rows if not row["finite"]] == []

@@ -1,0 +1,20 @@
+"""A small GPT learns with Muon: forward, backward, reduction and step on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from support.gpu.model import on_ranks
+from support.gpu.settings import Settings
+from support.gpu.training import faults, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+
+def test_a_small_gpt_learns(settings: Settings, report: Callable[..., None]) -> None:
+    ranks = on_ranks(settings, train, settings, 110.0)
+    losses = ranks[0]
+    report(text=f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
+    assert faults(ranks) == ""

@@ -1,0 +1,246 @@
+"""Bytes, memory, launches and time of a step: predicted, and measured on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_muon.lab.accept.results import EXACT, Figure
+from megatron_muon.lab.bench.speeds import SpeedsJob
+from megatron_muon.lab.bench.speeds import measure as measure_speeds
+from megatron_muon.lab.bench.step.measure import Measured, StepJob, measure
+from megatron_muon.lab.bench.step.meter import Counted, Times
+from megatron_muon.lab.pricing import step as pricing
+from megatron_muon.lab.pricing.hardware import Hardware
+from megatron_muon.lab.pricing.step import StepTime
+from megatron_muon.lab.pricing.streams import WAITING
+from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.matmul import plan_device
+from support.gpu import speeds
+from support.gpu.model import flags_of, on_ranks, row_of
+from support.gpu.predicted import PredictedStep, solved
+from support.gpu.settings import Settings
+from support.virtual_gpu.step import virtual_gpu
+
+Price = Callable[[Hardware], StepTime]
+_ROUNDS = {"cpu": 1, "cuda": 7}
+_SECONDS = 200.0
+_EXCHANGE = ("muon-gather", "muon-scatter")
+# Phases of the time model, the stopwatch's parts that are their time, and the constant that the
+# phase depends on most.
+_PHASES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str], ...] = (
+    ("AdamW's part", (pricing.ADAMW,), ("muon-adamw",), "memory_efficiency"),
+    ("momentum", (pricing.MOMENTUM,), ("muon-momentum",), "memory_efficiency"),
+    ("Newton-Schulz", (pricing.NEWTON_SCHULZ,), ("muon-newton_schulz",), "gemm_efficiency"),
+    ("update", (pricing.UPDATE,), ("muon-update",), "memory_efficiency"),
+    ("exchange and staging", (pricing.STAGING, WAITING), _EXCHANGE, "node_efficiency"),
+)
+
+
+def device_of(settings: Settings) -> Device:
+    """The kind of device that plans are for."""
+    return plan_device(torch.device(settings.device))
+
+
+def measured_on_ranks(settings: Settings) -> list[Measured]:
+    """Every rank's measurements of Muon's step."""
+    flags, row = flags_of(settings), row_of("muon-contiguous")
+    job = StepJob(flags, (row,), _ROUNDS[settings.device], launches=settings.gpus)
+    return [each for (each,) in on_ranks(settings, measure, job, _SECONDS)]
+
+
+def sent(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]:
+    """The exchange's bytes: the plan's, the meter's, and those seen from outside."""
+    figures = []
+    for rank, (planned, of_rank) in enumerate(zip(expected.sent, ranks, strict=True)):
+        counts = of_rank.counted.sent_bytes
+        outside = counts.get("gather", 0) + counts.get("scatter", 0)
+        for who, measured in (("by our meter", of_rank.metered_bytes), ("from outside", outside)):
+            name = f"bytes that rank {rank} sends, {who}"
+            figures.append(Figure(name, "B", planned, measured, *EXACT, corrects="The plan."))
+    return figures
+
+
+def peak(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]:
+    """Most bytes in a step above those at its start; ``torch.cuda``'s against the virtual GPU's."""
+    return [
+        Figure(
+            f"peak memory of rank {report.rank} above its state",
+            "B",
+            report.peak_bytes,
+            measured.peak_bytes,
+            least=0.9,
+            most=1.1,
+            corrects="`virtual_gpu/memory.py`; cuBLAS' workspaces and fragmentation are not in it.",
+        )
+        for report, measured in zip(expected.reports, ranks, strict=True)
+    ]
+
+
+def launches(expected: PredictedStep, ranks: Sequence[Measured]) -> list[Figure]:
+    """Kernels and copies by torch's profiler against the virtual GPU's; memsets do not count.
+
+    None where the profiler saw no kernel.
+    """
+    if not any(measured.launched.get("kernels") for measured in ranks):
+        return []
+    return [
+        Figure(
+            f"launches of rank {report.rank} in a step",
+            "",
+            report.launches,
+            measured.launched.get("kernels", 0) + measured.launched.get("copies", 0),
+            least=0.9,
+            most=1.1,
+            corrects="Counts of kernels in `virtual_gpu/device/launches.py`.",
+        )
+        for report, measured in zip(expected.reports, ranks, strict=True)
+    ]
+
+
+def constants(settings: Settings, hardware: Hardware) -> list[Figure]:
+    """Constants of the time model, each by a measurement of its own.
+
+    Without a GPU they are a virtual one's. Ranks over gloo take the place of the link between GPUs.
+    """
+    if settings.gpus:
+        (figures,) = on_ranks(Settings("cuda", 1), _speeds, hardware, _SECONDS)
+    else:
+        with virtual_gpu():
+            figures = list(speeds.speeds(hardware, torch.device("cuda")))
+    if settings.ranks > 1:
+        size = ((512, 2048), 64 << 20, 5) if settings.gpus else ((64, 128), 1 << 10, 1)
+        job = SpeedsJob(row_of("muon-contiguous").config, *size, gpu=settings.gpus)
+        ranks = on_ranks(settings, measure_speeds, job, _SECONDS)
+        gbytes = statistics.median(each.link_gbytes or 0.0 for each in ranks)
+        figures.append(speeds.link(hardware, gbytes))
+    return figures
+
+
+def _speeds(hardware: Hardware) -> list[Figure]:
+    """On a rank."""
+    return list(speeds.speeds(hardware, torch.device("cuda", torch.cuda.current_device())))
+
+
+def times(
+    price: Price,
+    ranks: Sequence[Measured],
+    hardware: Hardware,
+    measured_constants: Sequence[Figure],
+) -> list[Figure]:
+    """The time model's phases against the stopwatch's, with the constants that were measured.
+
+    Args:
+        price: ``PredictedStep.price``.
+        ranks: measurements of each rank.
+        hardware: hardware of the predictions.
+        measured_constants: each by a measurement of its own. A phase is priced with them, too, so
+            that what is left over is the phase's own.
+    """
+    own = with_measured(hardware, measured_constants)
+    figures: list[Figure] = []
+    total = 0.0
+    for name, phases, parts, constant in _PHASES:
+        measured = max(_median(rank, parts) for rank in ranks)
+        total += measured
+        figures += _phase(name, phases, constant, measured, price, (hardware, own))
+    figures += _whole("step without what AdamW has alike", total, price, (hardware, own))
+    host = max(rank.host_ms for rank in ranks)
+    figures += _host(host, price, (hardware, own))
+    return figures
+
+
+def as_predicted_on(
+    expected: PredictedStep, hardware: Hardware, rank: int = 0, **changes: Any
+) -> Measured:
+    """What a rank would measure if the time model with this hardware were true."""
+    step = expected.price(hardware)
+    parts = {
+        part: 1e3 * sum(step.phases[phase] for phase in phases) / len(own)
+        for _, phases, own, _ in _PHASES
+        for part in own
+    }
+    made = Measured(
+        times=[Times(sum(parts.values()), parts, 0.0)],
+        counted=Counted({"gather": expected.sent[rank], "scatter": 0}),
+        metered_bytes=expected.sent[rank],
+        peak_bytes=expected.reports[rank].peak_bytes,
+        launched={"kernels": expected.reports[rank].launches - 3, "copies": 3, "memsets": 9},
+        host_ms=1e3 * step.host,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def with_measured(hardware: Hardware, measured_constants: Sequence[Figure]) -> Hardware:
+    """The hardware with the constants that were measured."""
+    values = {figure.constant: figure.value for figure in measured_constants if figure.constant}
+    known = {name: value for name, value in values.items() if value is not None and value > 0}
+    return hardware.with_values(known, "measured by tests/gpu")
+
+
+def _median(rank: Measured, parts: Sequence[str]) -> float:
+    return statistics.median(
+        sum(times.parts_ms.get(part, 0.0) for part in parts) for times in rank.times
+    )
+
+
+def _phase(
+    name: str,
+    phases: Sequence[str],
+    constant: str,
+    measured: float,
+    price: Price,
+    hardware: tuple[Hardware, Hardware],
+) -> Iterator[Figure]:
+    """A phase as the preset predicts it, and as the measured constants do.
+
+    Only the second names a constant: with the first, the measured constants explain a difference.
+    """
+
+    def ms(one: Hardware) -> float:
+        step = price(one)
+        return 1e3 * sum(step.phases[phase] for phase in phases)
+
+    stated, own = hardware
+    yield Figure(
+        f"{name}", "ms", ms(stated), measured, corrects="See the constants measured one by one."
+    )
+    yield Figure(
+        f"{name}, with measured constants",
+        "ms",
+        ms(own),
+        measured,
+        constant=constant,
+        value=solved(own, constant, ms, measured),
+    )
+
+
+def _whole(
+    name: str, measured: float, price: Price, hardware: tuple[Hardware, Hardware]
+) -> Iterator[Figure]:
+    stated, own = hardware
+    why = "The sum of the phases, each on the rank where it takes longest."
+    yield Figure(name, "ms", 1e3 * price(stated).seconds, measured, corrects=why)
+    with_own = f"{name}, with measured constants"
+    yield Figure(with_own, "ms", 1e3 * price(own).seconds, measured, corrects=why)
+
+
+def _host(measured: float, price: Price, hardware: tuple[Hardware, Hardware]) -> Iterator[Figure]:
+    """The host's time of a step, whose norm and gather of parameters the model leaves out."""
+
+    def ms(one: Hardware) -> float:
+        return 1e3 * price(one).host
+
+    yield Figure(
+        "the host launches a step, with measured constants",
+        "ms",
+        ms(hardware[1]),
+        measured,
+        constant="phase_us",
+        value=solved(hardware[1], "phase_us", ms, measured),
+        corrects="The measured time also has the gradient norm and the gather of parameters.",
+    )

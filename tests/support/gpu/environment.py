@@ -1,0 +1,79 @@
+"""The environment that a result depends on: versions, device and settings, by name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import warnings
+from typing import Any
+
+import torch
+
+from megatron_muon.version import __version__
+from support.gpu.settings import Settings
+
+# Packages whose versions the report names, if they are installed.
+_PACKAGES = (
+    *("transformer-engine", "apex", "emerging-optimizers", "dion"),
+    *("gram-newton-schulz", "quack-kernels", "triton", "numpy", "nvidia-nccl-cu12"),
+)
+
+
+def described(settings: Settings) -> dict[str, str]:
+    """The environment in words, for the report; no name of a machine, a user or a path."""
+    versions = {name: version for name in _PACKAGES if (version := _version(name))}
+    return {
+        "megatron_muon": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "megatron-core": _version("megatron-core") or _imported_core(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "none",
+        "NCCL": _nccl(),
+        "driver": _driver(),
+        "device": device_name(settings),
+        "ranks": str(settings.ranks),
+        **{f"package {name}": version for name, version in versions.items()},
+    }
+
+
+def device_name(settings: Settings) -> str:
+    """The GPUs by name and number; the kind of CPU without one."""
+    if settings.device == "cpu":
+        return f"CPU {platform.machine()}"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    kinds = dict.fromkeys(names)
+    return ", ".join(f"{names.count(name)} x {name}" for name in kinds)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _imported_core() -> str:
+    """The version of a megatron.core that pip has not installed, such as a checkout's."""
+    from megatron_muon.mcore.seams.rows import megatron_version
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return megatron_version()[0]
+
+
+def _nccl() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    nccl: Any = torch.cuda.nccl
+    version = nccl.version()
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+
+
+def _driver() -> str:
+    """The driver's version, from the file in which Linux has it."""
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            return file.readline().strip() or "unknown"
+    except OSError:
+        return "none"

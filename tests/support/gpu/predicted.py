@@ -1,0 +1,95 @@
+"""A step's predicted cost: by its plan, the virtual GPU and the time model."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.lab.bench.step.rows import NO_CLIP
+from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
+from megatron_muon.lab.pricing.step import StepTime, price_step
+from megatron_muon.orthogonalize.iteration import Device
+from support.virtual_gpu.dry_run import optimizer_of, planned_on, ranks_of
+from support.virtual_gpu.megatron import OptimizerSettings, record_training
+from support.virtual_gpu.rank_report import RankReport, report_of
+
+_SPAN = 1000.0  # a constant is looked for from a thousandth to a thousand times its value
+_HALVINGS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedStep:
+    """The predictions of a step.
+
+    Attributes:
+        sent: bytes that each rank sends in the exchange, by the plan.
+        reports: what each rank does, on the virtual GPU; empty for a CPU.
+        price: the step's times on some hardware.
+    """
+
+    sent: list[int]
+    reports: list[RankReport]
+    price: Callable[[Hardware], StepTime]
+
+
+def predicted(flags: Namespace, config: MuonConfig, device: Device) -> PredictedStep:
+    """Predict the step of every rank of a model in one pipeline stage.
+
+    Args:
+        flags: flags of the model and its ranks.
+        config: settings of Muon.
+        device: kind of device that the plan is for; for a GPU each rank steps on the virtual one.
+    """
+    ranks = ranks_of(flags)
+    (parts,) = planned_on([device], flags, config, ranks, 0)
+    optimizers = [optimizer_of(part) for part in parts]
+    sent = [sum(each) for each in zip(*(one.plan.sent_bytes() for one in optimizers), strict=True)]
+    steps = range(ranks.world if device == "cuda" else 0)
+    return PredictedStep(
+        sent,
+        [report(flags, config, rank) for rank in steps],
+        lambda hardware: price_step(optimizers, config, hardware, device=device),
+    )
+
+
+def report(flags: Namespace, config: MuonConfig, rank: int) -> RankReport:
+    """A rank's second step, on the virtual GPU."""
+    training = OptimizerSettings(clip_grad=NO_CLIP)
+    trained = record_training(flags, ranks_of(flags), rank, config, training)
+    return report_of(trained.recording)
+
+
+def solved(
+    hardware: Hardware, constant: str, time: Callable[[Hardware], float], measured: float
+) -> float | None:
+    """The value of a constant with which the time model gives a measured time.
+
+    Args:
+        hardware: other constants; the constant's value is where the search begins.
+        constant: its name; the time must rise or fall with it.
+        time: a time of the model, such as that of a phase.
+        measured: the time to find, in the same unit.
+
+    Returns:
+        The value; None where no possible value gives that time.
+    """
+    at = float(getattr(hardware, constant))
+    low, high = at / _SPAN, min(at * _SPAN, CONSTANTS[constant].metadata.get("most", math.inf))
+
+    def of(value: float) -> float:
+        return time(hardware.with_values({constant: value}, "searched"))
+
+    ends = of(low), of(high)
+    if not min(ends) <= measured <= max(ends) or ends[0] == ends[1]:
+        return None
+    rises = ends[1] > ends[0]
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        if (of(middle) < measured) is rises:
+            low = middle
+        else:
+            high = middle
+    return float(f"{math.sqrt(low * high):.4g}")

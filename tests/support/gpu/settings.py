@@ -1,0 +1,57 @@
+"""The settings of tests/gpu, from pytest's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+DeviceName = Literal["cuda", "cpu"]
+CPU_RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a result depends on.
+
+    Attributes:
+        device: ``cuda``, or ``cpu`` for ranks over gloo.
+        ranks: number of ranks, each with a GPU on ``cuda``.
+        hardware: hardware of the predicted times: a preset's name, or a file.
+        changes: ``NAME=VALUE`` for other constants of it.
+    """
+
+    device: DeviceName
+    ranks: int
+    hardware: str = "h100"
+    changes: tuple[str, ...] = ()
+
+    @property
+    def gpus(self) -> bool:
+        """Whether ranks have GPUs."""
+        return self.device == "cuda"
+
+
+def settings_of(
+    device: DeviceName | None, ranks: int | None, hardware: str, changes: Sequence[str]
+) -> Settings:
+    """The settings of flags, with this machine's values where a flag is missing.
+
+    Raises:
+        ValueError, TypeError, OSError: flags are wrong or do not fit this machine; names the flag.
+    """
+    import torch
+
+    from megatron_muon.lab.pricing.presets import hardware_of
+
+    gpus = torch.cuda.device_count()
+    device = device or ("cuda" if gpus else "cpu")
+    if device == "cuda" and not gpus:
+        raise ValueError("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
+    ranks = ranks or (gpus if device == "cuda" else CPU_RANKS)
+    if device == "cuda" and ranks > gpus:
+        raise ValueError(f"--ranks {ranks}: each needs a GPU, and torch sees {gpus}")
+    if ranks > 1 and ranks % 2:
+        raise ValueError(f"--ranks {ranks}: give 1 or an even number, which TP and DP divide")
+    hardware_of(hardware, changes)
+    return Settings(device, ranks, hardware, tuple(changes))

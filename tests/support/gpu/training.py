@@ -1,0 +1,69 @@
+"""A small GPT learns with Muon: forward, backward, reduction and step on the device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.runtime import collectives
+from support.gpu.model import built_on_rank, flags_of
+from support.gpu.settings import Settings
+
+_STEPS = 30
+_BATCH = 8
+_FALL = 0.75  # of the first loss may be left: 64 of the 512 tokens are in the text
+_PERIOD = 7
+_LR = 0.01
+
+
+def faults(ranks: list[list[float]]) -> str:
+    """Why the losses of all ranks are no training; empty where they are."""
+    losses = ranks[0]
+    if not all(math.isfinite(loss) for loss in losses):
+        return "a loss is not finite"
+    if any(other != losses for other in ranks):
+        return "ranks have other losses after their all-reduce"
+    if losses[-1] > _FALL * losses[0]:
+        return f"more than {_FALL:g} of the first loss is left"
+    return ""
+
+
+def train(settings: Settings) -> list[float]:
+    """The mean loss over all ranks of each step; torch's world is up."""
+    flags, built = flags_of(settings, tiny=True), built_on_rank(settings)
+    device = torch.device(torch.cuda.current_device())
+    (chunk,) = built.chunks
+    for group in built.optimizer.param_groups:
+        group["lr"] = _LR
+    losses = []
+    for step in range(_STEPS):
+        chunk.zero_grad_buffer()
+        built.optimizer.zero_grad()
+        loss = _loss(chunk, flags, step, device)
+        loss.backward()
+        chunk.finish_grad_sync()
+        successful, _, _ = built.optimizer.step()
+        if not successful:
+            raise RuntimeError(f"Megatron skipped step {step}: gradients are not finite")
+        world = dist.group.WORLD
+        assert world is not None
+        every = collectives.all_gather_flat("muon/accept", loss.detach().view(1), world)
+        losses.append(torch.cat(every).mean().item())
+    return losses
+
+
+def _loss(chunk: Any, flags: Any, step: int, device: torch.device) -> torch.Tensor:
+    """The mean over the tokens of this DP rank's text, which repeats itself."""
+    from megatron.core import parallel_state
+
+    seed = 1000 * step + parallel_state.get_data_parallel_rank()
+    numbers = torch.Generator().manual_seed(seed)
+    start = torch.randint(64, (_BATCH, _PERIOD), generator=numbers)
+    length = flags.seq_length + 1
+    text = start.repeat(1, -(-length // _PERIOD))[:, :length].to(device)
+    positions = torch.arange(flags.seq_length, device=device).repeat(_BATCH, 1)
+    losses: torch.Tensor = chunk(text[:, :-1], positions, None, labels=text[:, 1:])
+    return losses.float().mean()

@@ -1,0 +1,255 @@
+"""The functions of ``torch.distributed`` over a virtual GPU: nothing arrives, all is recorded.
+
+The host waits in ``barrier`` and ``all_gather_object`` only. Groups come from torch's "fake"
+backend. A function of torch.distributed that is not here raises. Source: ``distributed_c10d.py``
+of torch 2.4 to 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from support.virtual_gpu.device.nccl import Handle, Launcher, Operation
+from support.virtual_gpu.trace import RecordedMessage
+
+_REFUSED = (
+    *("all_to_all", "gather", "scatter", "reduce", "reduce_scatter", "gather_object"),
+    *("broadcast_object_list", "scatter_object_list", "all_gather_coalesced", "monitored_barrier"),
+    *("all_reduce_coalesced", "send_object_list", "recv_object_list", "batch_send_recv"),
+)
+
+
+class VirtualNccl(Launcher):
+    """The functions of torch.distributed, over one GPU."""
+
+    # --- collectives -----------------------------------------------------------------------------
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Handle | None:
+        size = dist.get_world_size(group)
+        incoming = _splits(output, output_split_sizes, size, "output")
+        outgoing = _splits(input, input_split_sizes, size, "input")
+        part = Operation(
+            "all_to_all",
+            [input],  # type: ignore[list-item]
+            [output],  # type: ignore[list-item]
+            ("all_to_all", input.dtype),
+            tuple(
+                RecordedMessage(r, input.dtype, n * input.itemsize)
+                for r, n in enumerate(outgoing)
+                if n
+            ),
+            tuple(
+                RecordedMessage(r, output.dtype, n * output.itemsize)
+                for r, n in enumerate(incoming)
+                if n
+            ),
+        )
+        return self.run(part, group, async_op)
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Handle | None:
+        agreed = ("all_reduce", tensor.dtype, tensor.numel(), str(op))
+        return self.run(_part(agreed, [tensor], [tensor]), group, async_op)
+
+    def all_gather_into_tensor(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Handle | None:
+        size = dist.get_world_size(group)
+        if output_tensor.numel() != size * input_tensor.numel():
+            raise ValueError(f"{output_tensor.numel()} is not {size} x {input_tensor.numel()}")
+        agreed = ("all_gather", input_tensor.dtype, input_tensor.numel())
+        return self.run(_part(agreed, [input_tensor], [output_tensor]), group, async_op)
+
+    def all_gather(
+        self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Handle | None:
+        agreed = ("all_gather", tensor.dtype, tensor.numel())
+        return self.run(_part(agreed, [tensor], tensor_list), group, async_op)
+
+    def reduce_scatter_tensor(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Handle | None:
+        size = dist.get_world_size(group)
+        if input.numel() != size * output.numel():
+            raise ValueError(f"{input.numel()} is not {size} x {output.numel()}")
+        agreed = ("reduce_scatter", input.dtype, input.numel(), str(op))
+        return self.run(_part(agreed, [input], [output]), group, async_op)
+
+    def broadcast(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        group: Any = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+    ) -> Handle | None:
+        root = _in_group(group, src, group_src)
+        agreed = ("broadcast", tensor.dtype, tensor.numel(), root)
+        mine = dist.get_rank(group) == root
+        part = _part(agreed, [tensor] if mine else [], [] if mine else [tensor])
+        return self.run(part, group, async_op)
+
+    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> None:
+        """An all-reduce that the host waits for."""
+        if async_op:
+            raise NotImplementedError("a barrier that nobody waits for")
+        self.run(_part(("barrier",), [], []), group, False)
+        self.gpu.synchronize("barrier", self.gpu.stream)
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        """Every rank says what this one says; the host reads the sizes and the bytes."""
+        object_list[:] = [obj] * len(object_list)
+        for what in ("sizes", "bytes"):
+            self.run(_part(("all_gather", "object", what), [], []), group, False)
+            self.gpu.synchronize("all_gather_object", self.gpu.stream)
+
+    # --- point to point --------------------------------------------------------------------------
+
+    def isend(
+        self,
+        tensor: Tensor,
+        dst: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_dst: int | None = None,
+    ) -> Handle | None:
+        peer = _in_group(group, dst, group_dst)
+        message = RecordedMessage(peer, tensor.dtype, tensor.nbytes)
+        part = Operation("send", [tensor], [], (), sends=(message,))  # type: ignore[list-item]
+        return self.run(part, group, True, peer)
+
+    def irecv(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_src: int | None = None,
+    ) -> Handle | None:
+        peer = _in_group(group, src, group_src)
+        message = RecordedMessage(peer, tensor.dtype, tensor.nbytes)
+        part = Operation("recv", [], [tensor], (), receives=(message,))  # type: ignore[list-item]
+        return self.run(part, group, True, peer)
+
+    def send(self, *args: Any, **kwargs: Any) -> None:
+        work = self.isend(*args, **kwargs)
+        if work is not None:
+            work.wait()
+
+    def recv(self, *args: Any, **kwargs: Any) -> None:
+        work = self.irecv(*args, **kwargs)
+        if work is not None:
+            work.wait()
+
+    def batch_isend_irecv(self, p2p_op_list: Sequence[dist.P2POp]) -> list[Handle]:
+        """One launch on the group's stream."""
+        groups = {self.group(op.group).name for op in p2p_op_list}
+        if len(groups) != 1:
+            raise ValueError(f"a batch of operations is over one group, got {sorted(groups)}")
+        with self.coalescing(p2p_op_list[0].group, async_ops=True) as manager:
+            for op in p2p_op_list:
+                op.op(op.tensor, op.peer, op.group, op.tag)
+        return manager.works
+
+    # --- in place --------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Replace torch.distributed's functions by these, also where a module imported one."""
+        changes: dict[int, Any] = {}
+        for name in _FUNCTIONS:
+            original = getattr(distributed_c10d, name, None)
+            if original is not None:
+                changes[id(original)] = getattr(self, name)
+        for name in _REFUSED:
+            original = getattr(distributed_c10d, name, None)
+            if original is not None:
+                changes[id(original)] = _refusing(name)
+        kept = list(_rebind(changes))
+        try:
+            yield
+        finally:
+            for module, name, original in kept:
+                setattr(module, name, original)
+
+
+_FUNCTIONS = (
+    *("_coalescing_manager", "all_to_all_single", "all_reduce", "all_gather_into_tensor"),
+    *("_all_gather_base", "_reduce_scatter_base", "all_gather", "reduce_scatter_tensor"),
+    *("broadcast", "barrier", "all_gather_object", "isend", "irecv", "send", "recv"),
+    *("batch_isend_irecv", "all_gather_single", "reduce_scatter_single"),
+)
+# older and newer names of the same
+for _name in ("_all_gather_base", "all_gather_single"):
+    setattr(VirtualNccl, _name, VirtualNccl.all_gather_into_tensor)
+for _name in ("_reduce_scatter_base", "reduce_scatter_single"):
+    setattr(VirtualNccl, _name, VirtualNccl.reduce_scatter_tensor)
+VirtualNccl._coalescing_manager = VirtualNccl.coalescing  # type: ignore[attr-defined]
+
+
+def _rebind(changes: dict[int, Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Put the new functions wherever a loaded module of torch or Megatron has an old one."""
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith(("torch.distributed", "megatron")):
+            continue
+        if changes.keys().isdisjoint(map(id, vars(module).values())):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in changes and callable(value):
+                setattr(module, name, changes[id(value)])
+                yield module, name, value
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refused(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"the virtual GPU has no torch.distributed.{name}")
+
+    return refused
+
+
+def _part(agreed: tuple[object, ...], reads: Sequence[Any], writes: Sequence[Any]) -> Operation:
+    return Operation(str(agreed[0]), list(reads), list(writes), agreed)
+
+
+def _splits(tensor: Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> Sequence[int]:
+    """Elements for or from each rank.
+
+    Raises:
+        ValueError: they are not those of the tensor.
+    """
+    if sizes is None or not len(sizes):
+        if tensor.numel() % ranks:
+            raise ValueError(f"{which} of {tensor.numel()} elements over {ranks} ranks")
+        return [tensor.numel() // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != tensor.numel():
+        raise ValueError(f"{which} of {tensor.numel()} elements, split as {list(sizes)}")
+    return sizes
+
+
+def _in_group(group: Any, rank: int | None, group_rank: int | None) -> int:
+    if group_rank is not None:
+        return group_rank
+    if rank is None:
+        raise ValueError("no peer is named")
+    return rank if group is None else dist.get_group_rank(group, rank)

@@ -1,0 +1,106 @@
+"""Bytes that a rank's allocator has handed out, over a trace."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from support.virtual_gpu.trace import (
+    Allocation,
+    Free,
+    Kernel,
+    RecordedCollective,
+    StepStart,
+    Trace,
+    WorkWait,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most memory that the last step takes.
+
+    Attributes:
+        state: bytes at its start: parameters, gradients, optimizer state.
+        over_state: most bytes above those at any time.
+        by_phase: the same, within each phase.
+        holders: at that time, bytes above the state by the line that allocated them.
+        state_blocks: bytes of the state by block.
+        above: at that time, what was allocated above the state.
+    """
+
+    state: int
+    over_state: int
+    by_phase: dict[str, int]
+    holders: dict[str, int]
+    state_blocks: dict[int, int]
+    above: tuple[Allocation, ...]
+
+
+def peak(trace: Trace) -> Peak:
+    """Torch 2.8's: what a collective uses is kept until ``Work.wait``."""
+    replay = _Replay()
+    for event in trace.events:
+        replay.take(event)
+    holders: dict[str, int] = defaultdict(int)
+    for allocation in replay.at_peak:
+        holders[str(allocation.place)] += allocation.nbytes
+    largest = dict(sorted(holders.items(), key=lambda item: -item[1]))
+    return Peak(
+        state=replay.base,
+        over_state=max(replay.most, 0),
+        by_phase=dict(replay.by_phase),
+        holders=largest,
+        state_blocks=replay.state,
+        above=tuple(replay.at_peak),
+    )
+
+
+class _Replay:
+    def __init__(self) -> None:
+        self.live: dict[int, Allocation] = {}
+        self.bytes = self.base = 0
+        self.most = -1
+        self.at_peak: list[Allocation] = []
+        self.by_phase: dict[str, int] = defaultdict(int)
+        self.state: dict[int, int] = {}
+        self._kept: dict[int, int] = defaultdict(int)
+        self._works: dict[int, list[int]] = {}
+        self._freed: set[int] = set()
+
+    def take(self, event: object) -> None:
+        if isinstance(event, StepStart):
+            self.base, self.most = self.bytes, -1
+            self.at_peak = []
+            self.state = {block: one.nbytes for block, one in self.live.items()}
+            self.by_phase.clear()
+        elif isinstance(event, Allocation):
+            self.live[event.block] = event
+            self.bytes += event.nbytes
+            self._note(event.phase)
+        elif isinstance(event, Free):
+            self._freed.add(event.block)
+            self._release(event.block)
+        elif isinstance(event, RecordedCollective) and event.asynchronous:
+            self._works[event.work] = [b for b, _, _ in (*event.reads, *event.writes)]
+            for block in self._works[event.work]:
+                self._kept[block] += 1
+        elif isinstance(event, WorkWait):
+            for block in self._works.pop(event.work, ()):
+                self._kept[block] -= 1
+                if block in self._freed:
+                    self._release(block)
+        elif isinstance(event, Kernel):
+            self._note(event.phase)
+
+    def _note(self, phase: str) -> None:
+        over = self.bytes - self.base
+        if over > self.by_phase[phase]:
+            self.by_phase[phase] = over
+        if over > self.most:
+            self.most = over
+            self.at_peak = [a for block, a in self.live.items() if block not in self.state]
+
+    def _release(self, block: int) -> None:
+        if not self._kept[block] and block in self.live:
+            self.bytes -= self.live.pop(block).nbytes

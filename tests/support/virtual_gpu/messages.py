@@ -1,0 +1,143 @@
+"""The messages of the exchange: what a rank sends and takes beside what the plan says of its peers.
+
+The plan's side is counted from its segments, without the code that makes a rank's part of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize.iteration import Device, dtype_of, held_dtype
+from megatron_muon.orthogonalize.matmul import torch_dtype, travel_dtype
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.planning.strips import SharedMessages
+from support.virtual_gpu.trace import RecordedCollective, RecordedMessage
+
+# (dtype, bytes) of the messages from one rank of the stage to another, in order
+Sizes = dict[tuple[int, int], list[tuple[torch.dtype, int]]]
+
+
+def planned_messages(
+    plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "cuda"
+) -> Sizes:
+    """Every message of a step, by sender and receiver.
+
+    Args:
+        plans: of the stage's optimizers, in the order in which they step.
+        config: the settings that they were made with.
+        device: kind of the ranks' device.
+    """
+    sizes: Sizes = defaultdict(list)
+    travels, directions = travel_dtype(config), torch_dtype(dtype_of(config, device))
+    squares = torch_dtype(held_dtype(dtype_of(config, device), device))
+    dtypes = {"numbers": torch.float32, "squares": squares, "elements": travels}
+    for plan in plans:
+        gathers, scatters = _by_round(plan)
+        for number, gather, scatter in _in_turn(gathers, scatters):
+            for pair, nbytes in gather.items():
+                sizes[pair].append((travels, nbytes))
+            for message in _between_homes(plan, number):
+                dtype = dtypes[message.kind]
+                for pair, nbytes in message.sizes.items():
+                    sizes[pair].append((dtype, nbytes))
+            for pair, nbytes in scatter.items():
+                sizes[pair].append((directions, nbytes))
+    return dict(sizes)
+
+
+def _between_homes(plan: ExchangePlan, number: int | None) -> Iterator[SharedMessages]:
+    """The messages between the homes of each matrix of a round that several share."""
+    for one in plan.shared:
+        if number is not None and one.parameter in plan.rounds[number]:
+            yield from one.messages()
+
+
+def _by_round(plan: ExchangePlan) -> tuple[list[_Round], list[_Round]]:
+    """Pieces to homes, each with an element for whether it moves; and directions back."""
+    gathers: list[_Round] = [defaultdict(int) for _ in plan.rounds]
+    scatters: list[_Round] = [defaultdict(int) for _ in plan.rounds]
+    round_of = plan.round_of()
+    for segment in plan.segments:
+        home, number = plan.matrices[segment.matrix].home, round_of[segment.parameter]
+        if home == segment.rank:
+            continue
+        if not segment.replica:
+            gathers[number][segment.rank, home] += (segment.elements.size + 1) * plan.itemsize
+        scatters[number][home, segment.rank] += segment.elements.size * plan.itemsize
+    return gathers, scatters
+
+
+_Round = defaultdict[tuple[int, int], int]
+
+
+def _in_turn(
+    gathers: Sequence[_Round], scatters: Sequence[_Round]
+) -> Iterator[tuple[int | None, _Round, _Round]]:
+    """``(round that is orthogonalized or None, messages before it, after it)``, in turn.
+
+    A round is gathered before the one before it is orthogonalized and its directions go back.
+    """
+    nothing: _Round = defaultdict(int)
+    yield from ((None, gather, nothing) for gather in gathers[:1])
+    for at, scatter in enumerate(scatters):
+        yield at, (gathers[at + 1] if at + 1 < len(gathers) else nothing), scatter
+
+
+def compare_with_plan(rank: int, calls: Iterable[RecordedCollective], planned: Sizes) -> list[str]:
+    """Faults of one rank's messages in a step, in words.
+
+    Args:
+        rank: of the stage.
+        calls: its launches of the exchange in that step, in order.
+        planned: by ``planned_messages``.
+    """
+    sent: dict[int, list[RecordedMessage]] = defaultdict(list)
+    taken: dict[int, list[RecordedMessage]] = defaultdict(list)
+    for call in calls:
+        for message in call.sends:
+            sent[message.peer].append(message)
+        for message in call.receives:
+            taken[message.peer].append(message)
+    faults = []
+    pairs = [pair for pair in planned if rank in pair]
+    wanted_of = [b if a == rank else a for a, b in pairs]
+    for peer in sorted({*sent, *taken, *wanted_of}):
+        for messages, pair in ((sent[peer], (rank, peer)), (taken[peer], (peer, rank))):
+            wanted = planned.get(pair, [])
+            seen = [(message.dtype, message.nbytes) for message in messages]
+            if seen != wanted:
+                faults.append(_said(rank, pair, seen, wanted))
+    return faults
+
+
+def _said(
+    rank: int,
+    pair: tuple[int, int],
+    seen: Sequence[tuple[torch.dtype, int]],
+    wanted: Sequence[tuple[torch.dtype, int]],
+) -> str:
+    sender, receiver = pair
+    does, other, others = (
+        ("sends", receiver, "takes") if sender == rank else ("takes", sender, "sends")
+    )
+    at = next(
+        (i for i, (one, two) in enumerate(zip(seen, wanted, strict=False)) if one != two),
+        min(len(seen), len(wanted)),
+    )
+    towards = "to" if sender == rank else "from"
+    return (
+        f"rank {rank} of the stage {does} {_size(seen, at)} {towards} rank {other} as message "
+        f"{at}, where by the plan rank {other} {others} {_size(wanted, at)} "
+        f"({len(seen)} messages, {len(wanted)} planned)"
+    )
+
+
+def _size(messages: Sequence[tuple[torch.dtype, int]], at: int) -> str:
+    if at >= len(messages):
+        return "nothing"
+    dtype, nbytes = messages[at]
+    return f"{nbytes:,} B of {str(dtype).removeprefix('torch.')}"

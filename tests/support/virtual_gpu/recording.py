@@ -1,0 +1,111 @@
+"""The record of one rank, and the figures that follow from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from support.virtual_gpu.memory import Peak, peak
+from support.virtual_gpu.races import MEMORY, Race, races
+from support.virtual_gpu.trace import (
+    Event,
+    HostSync,
+    IterationStart,
+    Kernel,
+    RecordedCollective,
+    StepStart,
+    Trace,
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A rank's trace of one or more steps. Counts are of the last step, races of all.
+
+    Attributes:
+        rank: of the world that was recorded.
+        trace: everything.
+        held: kinds of the state's blocks, where they are known.
+    """
+
+    rank: int
+    trace: Trace
+    held: Mapping[int, str] = field(default_factory=dict)
+
+    @cached_property
+    def step(self) -> list[Event]:
+        """Events of the last step."""
+        return self._from_last(StepStart)
+
+    @cached_property
+    def iteration(self) -> list[Event]:
+        """Events of the last training iteration, whose end is the last step."""
+        return self._from_last(IterationStart)
+
+    @cached_property
+    def before(self) -> list[Event]:
+        """Events before the first training iteration: those of the construction."""
+        events = self.trace.events
+        kinds = (StepStart, IterationStart)
+        first = next((i for i, event in enumerate(events) if isinstance(event, kinds)), len(events))
+        return events[:first]
+
+    def _from_last(self, kind: type) -> list[Event]:
+        events = self.trace.events
+        starts = [i for i, event in enumerate(events) if isinstance(event, kind)]
+        return events[starts[-1] :] if starts else events
+
+    @property
+    def launches(self) -> int:
+        """Kernels and collectives launched in the last step."""
+        return sum(self.launches_by_phase.values())
+
+    @property
+    def operations(self) -> int:
+        """Operations and collectives of the last step; some operations launch several kernels."""
+        return len(self.collectives) + sum(isinstance(event, Kernel) for event in self.step)
+
+    @cached_property
+    def launches_by_phase(self) -> Counter[str]:
+        """Launches of the last step by phase."""
+        return self._counted(by_name=False)
+
+    @cached_property
+    def launches_by_name(self) -> Counter[str]:
+        """Launches of the last step by operation."""
+        return self._counted(by_name=True)
+
+    def _counted(self, by_name: bool) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for event in self.step:
+            if isinstance(event, (Kernel, RecordedCollective)):
+                count = event.launches if isinstance(event, Kernel) else 1
+                counts[event.name if by_name else event.phase] += count
+        return counts
+
+    @cached_property
+    def host_syncs(self) -> list[HostSync]:
+        """Where the host waited in the last step."""
+        return [event for event in self.step if isinstance(event, HostSync)]
+
+    @cached_property
+    def collectives(self) -> list[RecordedCollective]:
+        """The last step's collectives, in order."""
+        return [event for event in self.step if isinstance(event, RecordedCollective)]
+
+    @cached_property
+    def peak(self) -> Peak:
+        """Memory of the last step."""
+        return peak(self.trace)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in the last step above those at its start."""
+        return self.peak.over_state
+
+    @cached_property
+    def races(self) -> list[Race]:
+        """The races of all steps, under every handling of collectives' memory."""
+        return [race for memory in MEMORY for race in races(self.trace, memory)]

@@ -1,0 +1,125 @@
+"""The real ``DistributedMuon.step`` of one rank of any stage, on a virtual GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+import megatron_muon.cpu
+from megatron_muon.config import MuonConfig
+from megatron_muon.orthogonalize import matmul, triton_operations
+from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.runtime import fused
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.exchange.pieces import Exchange
+from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
+from megatron_muon.runtime.patches import replaced
+from megatron_muon.runtime.tracing import phases
+from support.virtual_gpu.device.communication import VirtualNccl
+from support.virtual_gpu.device.cuda import on_gpu
+from support.virtual_gpu.device.gpu import Gpu
+from support.virtual_gpu.device.guard import without_driver
+from support.virtual_gpu.device.nccl import alone_as
+from support.virtual_gpu.device.tensors import CUDA
+from support.virtual_gpu.recording import Recording
+from support.virtual_gpu.trace import StepStart, Trace
+
+
+@contextmanager
+def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
+    """A GPU, switched on, with ``torch.cuda`` and ``torch.distributed`` over it.
+
+    It has triton, installed here or not: a fused kernel is one operation, which is recorded and not
+    run. ``MuonConfig.elementwise`` says whether a step has them. It has no quack-kernels.
+
+    Args:
+        scalar: what the host reads wherever it reads an element.
+    """
+    gpu = Gpu(scalar)
+    with ExitStack() as stack:
+        stack.enter_context(without_driver())
+        stack.enter_context(replaced(triton_operations, has_triton=lambda: True))
+        stack.enter_context(replaced(matmul, _quack=lambda: None))
+        for part in (without_cpu_runtime(), on_gpu(gpu), VirtualNccl(gpu).in_place()):
+            stack.enter_context(part)
+        stack.enter_context(_steady_memory())
+        stack.enter_context(gpu)
+        yield gpu
+
+
+def record(rank: int, size: int, program: Callable[[Gpu, Any], None]) -> Recording:
+    """A program, run as one rank of a world.
+
+    Args:
+        rank, size: of the world.
+        program: called with the GPU and the world's group, without gradients.
+    """
+    with virtual_gpu() as gpu, alone_as(rank, size) as group, torch.no_grad():
+        program(gpu, group)
+        return closed(rank, gpu)
+
+
+def closed(rank: int, gpu: Gpu, held: Mapping[int, str] | None = None) -> Recording:
+    """The trace so far: what is freed later is not in it."""
+    return Recording(rank, Trace(list(gpu.trace.events)), held or {})
+
+
+def record_step(
+    plan: ExchangePlan, rank: int, config: MuonConfig, *, steps: int = 1, adamw: int = 0
+) -> Recording:
+    """The work of ``rank`` in ``steps`` steps of Muon alone.
+
+    Args:
+        plan: the stage's; its ranks are the world.
+        rank: as in ``plan.grid``.
+        config: the settings that the plan was made with.
+        steps: counts are of the last; two show races from one step to the next.
+        adamw: launches of AdamW, which here touches no memory.
+    """
+
+    own = plan.for_rank(rank)
+
+    def program(gpu: Gpu, group: Any) -> None:
+        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.pieces.items()}
+        for shard in shards.values():
+            shard.grad = torch.empty_like(shard)
+        state = {shard: {MOMENTUM_KEY: torch.empty_like(shard)} for shard in shards.values()}
+        groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
+        meter = Meter()
+        exchange = Exchange(own, plan.matrices, group, travel_dtype(config), CUDA, meter)
+        phase = phases(lambda: None)
+        elementwise = fused.elementwise_on(CUDA, config)
+        muon = DistributedMuon(config, plan, own, exchange, shards, meter, phase, elementwise)
+        for _ in range(steps):
+            gpu.trace.events.append(StepStart())
+            muon.step(groups, state, lambda: gpu.launch("adamw", [], [], adamw))
+
+    return record(rank, plan.size, program)
+
+
+@contextmanager
+def without_cpu_runtime() -> Iterator[None]:
+    """Megatron's CPU runtime, where a test session has it on, is off within it."""
+    if not megatron_muon.cpu.enabled():
+        yield
+        return
+    megatron_muon.cpu.disable()
+    try:
+        yield
+    finally:
+        megatron_muon.cpu.enable(allow_cuda=True, late=True)
+
+
+@contextmanager
+def _steady_memory() -> Iterator[None]:
+    """No garbage collection, which would free tensors in cycles at any time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
