@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.files.writable import require_writable
-from megatron_muon.lab.dry_run.flags import not_read, split_known
-from megatron_muon.lab.dry_run.not_built import why_another_model
 from megatron_muon.lab.dry_run.numbers import MOST_RANKS, count, up_to
 from megatron_muon.lab.routes.model_flags import (
     REFUSALS,
     add_model_flags,
-    imported_config_class,
+    import_megatron,
     megatron_is_quiet,
     said,
     settled,
@@ -41,13 +39,9 @@ def main(argv: Sequence[str]) -> int:
         0 where every claim of the verdict holds, 1 where one does not; wrong arguments end the
         process with status 2, as argparse does.
     """
-    config_class = imported_config_class(_PROGRAM, "virtual_gpu")
-    parser = _parser(config_class)
-    known, unknown = split_known(parser, argv)
-    given = parser.parse_args(known)
-    for flag in unknown:
-        if reason := why_another_model(flag):
-            parser.error(reason)
+    import_megatron(_PROGRAM, "virtual_gpu")
+    parser = _parser()
+    given = parser.parse_args(argv)
     from megatron_muon.lab.certify.certificate import certify
     from megatron_muon.lab.certify.kinds import stage_kinds
     from megatron_muon.lab.certify.report import as_json, as_text
@@ -65,8 +59,6 @@ def main(argv: Sequence[str]) -> int:
     except REFUSALS as error:
         parser.error(said(error))
     notes = list(run.notes)
-    if unknown:
-        notes.append(not_read(parser, unknown, config_class))
     seconds = time.perf_counter() - start
     print(as_text(certificate, run, notes, seconds))
     if given.json is not None:
@@ -84,7 +76,7 @@ def _ranks(text: str) -> int:
     return 0 if text == "all" else count(most=MOST_RANKS)(text)
 
 
-def _parser(config_class: type) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         usage=f"{_PROGRAM} FLAGS --world-size N [--ranks all|K] [--json FILE] (--help lists them)",
@@ -108,5 +100,5 @@ def _parser(config_class: type) -> argparse.ArgumentParser:
         help="norm that gradients are clipped to; 0 for no clipping (%(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and faults")
-    add_model_flags(parser, config_class)
+    add_model_flags(parser)
     return parser

@@ -6,8 +6,8 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron_muon.lab.dry_run import world
-from megatron_muon.lab.dry_run.kinds import stage_makeup
 from megatron_muon.lab.dry_run.stages import planned_stage
+from megatron_muon.lab.plan.kinds import stage_makeup
 from megatron_muon.lab.routes.model_flags import Settled
 from megatron_muon.planning.plan import ExchangePlan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_muon
-from megatron_muon.lab.dry_run.versions import has_flag
 from megatron_muon.lab.patch import tree as patch_tree
 from megatron_muon.lab.patch.command import describe
 from megatron_muon.lab.patch.lines import PatchError
@@ -169,7 +169,7 @@ def _hooks() -> Examined:
 
 # Parts of the seam table: those that a run needs, and those that it can do without.
 _OF_RUNS: tuple[Part, ...] = ("core", "torch")
-_OF_COMMANDS: tuple[Part, ...] = ("dry_run", "hybrid", "bench", "upstream", "traces")
+_OF_COMMANDS: tuple[Part, ...] = ("dry_run", "bench", "upstream", "traces")
 
 
 def _those_there(*parts: Part) -> str:
@@ -293,7 +293,11 @@ def _refused() -> Examined:
 def _refused_flags() -> Examined:
     """The flags that ``install.REFUSED`` refuses and that this Megatron-LM has."""
     flags = importlib.import_module("megatron_muon.megatron_lm.install").REFUSED
-    return Examined("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
+    core = importlib.import_module("megatron.core.optimizer").OptimizerConfig
+    model = importlib.import_module("megatron.core.transformer").TransformerConfig
+    known = {field.name for made in (core, model) for field in dataclasses.fields(made)}
+    there = [flag for flag in sorted(flags) if flag[2:].replace("-", "_") in known]
+    return Examined("refused flags", ", ".join(there))
 
 
 def _location(module: str) -> Path | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,12 @@ _MOST = {
 }
 _MOST_ELSE = 1 << 24
 _MOST_TEXT = 1000  # characters
-_REPEATS = re.compile("[0-9]{3}")  # layers, in a layout of pipeline stages
+# Arguments of models whose matrices are not counted here.
+_OTHER_MODELS = (
+    *("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern", "spec"),
+    *("experimental_attention_variant", "heterogeneous_layers_config_path"),
+    *("pipeline_model_parallel_layout", "yaml_cfg"),
+)
 
 
 def matrices_by_name(
@@ -54,14 +58,12 @@ def _matrices(
 
     if not megatron_muon.cpu.enabled():
         megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
-    from megatron.core.transformer import TransformerConfig
-
     from megatron_muon.lab.dry_run.flags import add_megatron_flags
-    from megatron_muon.lab.dry_run.stages import routes
+    from megatron_muon.lab.routes.parameters import routes
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--world-size", type=int)
-    add_megatron_flags(parser, TransformerConfig)
+    add_megatron_flags(parser)
     flags = parser.parse_args([])
     _take(flags, parser, args)
     _require_possible(flags, parameters)
@@ -87,6 +89,9 @@ def _take(
         ValueError: a value cannot come from the flag's parser.
     """
     actions = {action.dest: action for action in parser._actions}
+    for name in _OTHER_MODELS:
+        if getattr(args, name, None):
+            raise ValueError(f"the argument {name} is of a model whose matrices are not counted")
     for name, value in vars(args).items():
         action = actions.get(name)
         if action is None or not hasattr(flags, name) or isinstance(value, Unknown):
@@ -101,17 +106,10 @@ def _fits(action: argparse.Action, value: Any) -> bool:
         return isinstance(value, bool)
     if action.choices is not None:
         return value in action.choices
-    if action.dest in ("moe_layer_freq", "linear_attention_freq"):
+    if action.dest == "moe_layer_freq":
         return type(value) is int or _is_pattern(value)
     if action.type not in (None, str):  # a kind of number
         return type(value) in (int, float) and abs(value) <= _MOST.get(action.dest, _MOST_ELSE)
-    if action.nargs == "*":
-        return isinstance(value, list) and len(value) < 9 and all(map(_is_short_text, value))
-    is_layout = action.dest == "pipeline_model_parallel_layout"
-    return _is_short_text(value) and not (is_layout and _REPEATS.search(value))
-
-
-def _is_short_text(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _MOST_TEXT
 
 

@@ -24,24 +24,23 @@ from typing import Any
 
 from figures.priced_models import CASES
 from megatron_muon.lab.plan.first_gather import FirstGather
-from megatron_muon.lab.plan.options import parser
+from megatron_muon.lab.plan.options import command_line
 from megatron_muon.lab.plan.run import plan_run
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import hardware_of
-from megatron_muon.lab.routes.model_flags import imported_config_class
 from support.virtual_gpu.plans import OVERLAP
 
 
 def _rows(case: Any, hardware: Hardware) -> Iterator[str]:
     words = f"{case.words} {OVERLAP} --stage {case.stage}".split()
-    given = parser(imported_config_class("figures.early_gather")).parse_args(words)
+    line = command_line(words)
     halves = {
         name: getattr(hardware, name) / 2 for name in ("node_efficiency", "network_efficiency")
     }
     halved = hardware.with_values(halves, "half the links")
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run, shared = (plan_run(given, each, "cuda", ["contiguous"]) for each in (hardware, halved))
+        run, shared = (plan_run(line, each, "cuda", ["contiguous"]) for each in (hardware, halved))
     step = run.seconds("contiguous")
     slowed = min(shared.seconds("contiguous"), step + _competing(run.kinds[0].first_gathers))
     whole = step + run.training.seconds(hardware)

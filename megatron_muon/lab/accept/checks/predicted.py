@@ -11,9 +11,9 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.step.rows import NO_CLIP
 from megatron_muon.lab.certify.kinds import Chosen
 from megatron_muon.lab.certify.ranks import RankReport, report_of
-from megatron_muon.lab.dry_run.kinds import optimizer_of
 from megatron_muon.lab.dry_run.model import ranks_of
 from megatron_muon.lab.dry_run.stages import planned_on
+from megatron_muon.lab.plan.kinds import optimizer_of
 from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
 from megatron_muon.lab.pricing.step import StepTime, price_step
 from megatron_muon.orthogonalize.iteration import Device

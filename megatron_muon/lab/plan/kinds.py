@@ -13,7 +13,13 @@ from megatron_muon.cpu.fused_adam import scratch_bytes
 from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.chunks import optimizer_config
 from megatron_muon.lab.dry_run.model import Ranks
-from megatron_muon.lab.dry_run.stages import Planned, built, planned_optimizers, sizes_of
+from megatron_muon.lab.dry_run.stages import (
+    Planned,
+    as_rank,
+    built,
+    planned_optimizers,
+    sizes_of,
+)
 from megatron_muon.lab.pricing.memory import Buffers
 from megatron_muon.lab.pricing.step import Optimizer
 from megatron_muon.mcore.bucket_groups.early_setting import settled
@@ -62,7 +68,7 @@ def stage_makeup(
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``.
     """
-    with world.as_rank(world.first_ranks(ranks)[number], ranks):
+    with as_rank(world.first_ranks(ranks)[number], flags, ranks):
         return _makeup(flags, config, ranks, built(flags, config, ranks))
 
 
@@ -102,8 +108,8 @@ def planned_kinds(
     """
     alike: dict[tuple[object, ...], PlannedKind] = {}
     for number in numbers:
-        with world.as_rank(world.first_ranks(ranks)[number], ranks):
-            flags, config = runs[0]
+        flags, config = runs[0]
+        with as_rank(world.first_ranks(ranks)[number], flags, ranks):
             chunks = built(flags, config, ranks)
             makeup = _makeup(flags, config, ranks, chunks)
             if makeup in alike:
