@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_muon.lab.commands import main
+from megatron_muon.lab.routes.model_flags import CommandLine
 from support.benching import SMALL
 from support.models.model_flags import TINY
 
@@ -20,21 +21,12 @@ LINES: dict[str, list[str]] = {
     "newton-schulz": ["bench", "newton-schulz"],
     "speeds": ["bench", "speeds"],
 }
-# Settings of a loss or a run that may be negative, and of which no parameter depends.
-SIGNED = {
-    *("--moe-z-loss-coeff", "--moe-router-bias-update-rate", "--moe-router-topk-scaling-factor"),
-    *("--mtp-loss-scaling-factor", "--glu-linear-offset", "--activation-func-clamp-value"),
-    *("--hidden-dropout", "--attention-dropout", "--moe-input-jitter-eps"),
-    *("--mup-width-mult", "--mup-embedding-mult", "--mup-output-mult", "--mup-base-head-dim"),
-    *("--mup-attn-scale-power", "--mhc-init-gating-factor", "--moe-expert-rank-capacity-factor"),
-    *("--moe-router-quantile-balancing-ema",),
-}
+SIGNED = {"--hidden-dropout", "--attention-dropout"}
 # Where 0 is "none".
 ZERO = {
     *("--num-experts", "--mtp-num-layers", "--moe-shared-expert-intermediate-size"),
-    *("--moe-router-topk-limited-devices", "--q-lora-rank", "--mhc-sinkhorn-iterations"),
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
-    *("--hybrid-attention-ratio", "--hybrid-mlp-ratio", "--muon-momentum"),
+    "--muon-momentum",
 }
 
 
@@ -46,13 +38,9 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     }
     name = modules.get(command, f"{command}.command")
     module = importlib.import_module(f"megatron_muon.lab.{name}")
+    made = (getattr(module, "command_parser", None) or module._parser)()
     if command == "routes":
-        from megatron.core.transformer import TransformerConfig
-
-        made = module._parser(TransformerConfig)
-    else:
-        made = getattr(module, "command_parser", None) or module._parser
-        made = made()
+        CommandLine(made, [])
     assert isinstance(made, argparse.ArgumentParser)
     return made
 

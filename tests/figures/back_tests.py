@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from figures.planned_models import EP, KIMI_K2, OVERLAP, PP, QWEN3_30B, planned
+from figures.planned_models import OVERLAP, planned
 
 _TERA = 1e12
 
@@ -35,11 +35,10 @@ class Report:
 
 
 REPORTS = (
-    Report("Qwen3-30B-A3B, 8 GB300", f"{QWEN3_30B} {EP} 8 --world-size 8", 713, 686, 35),
+    Report("Qwen3-30B-A3B, 8 GB300", "--model qwen3-30b-a3b --ep 8 --world-size 8", 713, 686, 35),
     Report(
         "Kimi K2, 256 GB300",
-        f"{KIMI_K2.split(PP)[0]} {PP} 4 --decoder-last-pipeline-num-layers 13 {EP} 64 "
-        "--world-size 256",
+        "--model kimi-k2 --pp 4 --decoder-last-pipeline-num-layers 13 --ep 64 --world-size 256",
         1051,
         1029,
         51,

@@ -1,8 +1,8 @@
 """Six models at 32 to 4,096 ranks: ``cd tests && python -m figures.planned_models [WORD ...]``.
 
 Prints the table of docs/plan.md, of the models whose name has one of the words. Every row is
-``megatron-muon plan`` with the flags below. Sizes are those of each model's config.json; how its
-ranks are divided is an assumption, as is the number of tokens in a step.
+``megatron-muon plan --model`` with the flags below. How the ranks are divided is an assumption, as
+is the number of tokens in a step.
 """
 
 from __future__ import annotations
@@ -15,36 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
-from megatron_muon.lab.plan.options import DEVICES, hardware_given, parsed, parser
+from megatron_muon.lab.plan.options import DEVICES, command_line, hardware_given
 from megatron_muon.lab.plan.rows import Name
 from megatron_muon.lab.plan.run import RunPlan, plan_run
-from megatron_muon.lab.routes.model_flags import imported_config_class
-from support.models.model_flags import DEEPSEEK_V3 as DEEPSEEK_V3_WORDS
-from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
+from support.virtual_gpu.plans import OVERLAP
 
-TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-EP = "--expert-tensor-parallel-size 1 --expert-model-parallel-size"
-_MLA = (
-    "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
-    "--v-head-dim 128 --qk-layernorm --swiglu --normalization RMSNorm --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --padded-vocab-size 163840 --moe-grouped-gemm "
-    "--position-embedding-type rope --bf16 --use-distributed-optimizer "
-)
-_DEEPSEEK_V3 = " ".join(DEEPSEEK_V3_WORDS).split("--expert-model-parallel-size", maxsplit=1)[0]
-DEEPSEEK_V3 = f"{_DEEPSEEK_V3} --global-batch-size 15360 "  # arXiv 2412.19437, section 4.2
-KIMI_K2 = _MLA + (  # 67 M tokens: arXiv 2507.20534
-    "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 64 "
-    "--q-lora-rank 1536 --num-experts 384 --moe-ffn-hidden-size 2048 --moe-router-topk 8 "
-    "--moe-shared-expert-intermediate-size 2048 --moe-layer-freq ([0]*1+[1]*60) "
-    "--seq-length 4096 --global-batch-size 16384 "
-    f"{PP} 16 --decoder-last-pipeline-num-layers 1 "
-)
-MOONLIGHT = _MLA + (
-    "--num-layers 27 --hidden-size 2048 --ffn-hidden-size 11264 --num-attention-heads 16 "
-    "--num-experts 64 --moe-ffn-hidden-size 1408 --moe-router-topk 6 "
-    "--moe-shared-expert-intermediate-size 2816 --moe-layer-freq ([0]*1+[1]*26) "
-    "--seq-length 8192 "
-)
+_PP16 = "--pp 16 --decoder-last-pipeline-num-layers 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +28,7 @@ class Model:
     """A model, and ``(ranks, further flags, how they are divided)`` of each row."""
 
     name: str
-    words: str
+    preset: str
     worlds: tuple[tuple[int, str, str], ...]
 
 
@@ -61,19 +37,18 @@ def _worlds(words: str, name: str, *sizes: int) -> tuple[tuple[int, str, str], .
 
 
 MODELS = (
-    Model("Llama-3-8B", LLAMA_8B, _worlds(f"{TP} 2", "TP2", 32, 256, 1024, 4096)),
-    Model("Llama-3-70B", LLAMA_70B, _worlds(f"{TP} 8 {PP} 4", "TP8 PP4", 32, 256, 1024, 4096)),
-    Model("Qwen3-30B-A3B", QWEN3_30B, _worlds(f"{EP} 8", "EP8", 32, 256, 1024, 4096)),
-    Model("Moonlight 16B", MOONLIGHT, _worlds(f"{EP} 8", "EP8", 32, 256, 1024, 4096)),
-    Model(
-        "DeepSeek-V3",
-        DEEPSEEK_V3,
-        _worlds(f"{EP} 16", "PP16 EP16", 256) + _worlds(f"{EP} 64", "PP16 EP64", 1024, 4096),
-    ),
-    Model(
-        "Kimi K2",
-        KIMI_K2,
-        _worlds(f"{EP} 16", "PP16 EP16", 256) + _worlds(f"{EP} 64", "PP16 EP64", 1024, 4096),
+    Model("Llama-3-8B", "llama3-8b", _worlds("--tp 2", "TP2", 32, 256, 1024, 4096)),
+    Model("Llama-3-70B", "llama3-70b", _worlds("--tp 8 --pp 4", "TP8 PP4", 32, 256, 1024, 4096)),
+    Model("Qwen3-30B-A3B", "qwen3-30b-a3b", _worlds("--ep 8", "EP8", 32, 256, 1024, 4096)),
+    Model("Moonlight 16B", "moonlight-16b-a3b", _worlds("--ep 8", "EP8", 32, 256, 1024, 4096)),
+    *(
+        Model(
+            name,
+            preset,
+            _worlds(f"{_PP16} --ep 16", "PP16 EP16", 256)
+            + _worlds(f"{_PP16} --ep 64", "PP16 EP64", 1024, 4096),
+        )
+        for name, preset in (("DeepSeek-V3", "deepseek-v3"), ("Kimi K2", "kimi-k2"))
     ),
 )
 HEAD = (
@@ -99,7 +74,7 @@ def main() -> None:
 def rows(model: Model, more: str) -> Iterator[str]:
     """A line for each of its worlds."""
     for size, words, name in model.worlds:
-        argv = f"{model.words} {OVERLAP} {words} --world-size {size} {more}".split()
+        argv = f"--model {model.preset} {OVERLAP} {words} --world-size {size} {more}".split()
         yield f"| {model.name} {name} | {size:,} | {' | '.join(_cells(planned(argv)))} |"
 
 
@@ -107,9 +82,8 @@ def planned(argv: list[str]) -> RunPlan:
     """The plan of a command line."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config_class = imported_config_class("figures.planned_models")
-        given, _ = parsed(parser(config_class), argv, config_class)
-        return plan_run(given, hardware_given(given), DEVICES[given.products])
+        line = command_line(argv)
+        return plan_run(line, hardware_given(line.given), DEVICES[line.given.products])
 
 
 def _cells(plan: RunPlan) -> Iterator[str]:

@@ -11,14 +11,14 @@ from typing import Any
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
 from megatron_muon.coefficients import NsDtype
 from megatron_muon.config import MuonConfig, NsIteration
-from megatron_muon.lab.dry_run.kinds import optimizer_of
 from megatron_muon.lab.dry_run.model import Ranks
 from megatron_muon.lab.dry_run.stages import planned_on
-from megatron_muon.lab.plan.options import parser
+from megatron_muon.lab.plan.kinds import optimizer_of
+from megatron_muon.lab.plan.options import command_line
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.step import StepTime, price_adamw, price_step
 from megatron_muon.lab.pricing.upstream import price_layer_wise
-from megatron_muon.lab.routes.model_flags import imported_config_class, megatron_is_quiet, settled
+from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
 
 Changes = Mapping[str, Any]  # settings of MuonConfig to change, by name
@@ -118,12 +118,12 @@ def priced_of(
         hardware: hardware of every rank.
         more: changes of settings to price, in addition to ``VARIANTS``.
     """
-    given = parser(imported_config_class("figures.priced_stages")).parse_args(words)
-    run = settled(given)
-    numbers = range(run.ranks.pp) if given.stage is None else [given.stage]
+    line = command_line(words)
+    run, stage = line.settled(), line.given.stage
+    numbers = range(run.ranks.pp) if stage is None else [stage]
     with megatron_is_quiet():
         stages = [
-            priced_stage(given, run.config, run.ranks, number, hardware, (*VARIANTS, *more))
+            priced_stage(run.flags, run.config, run.ranks, number, hardware, (*VARIANTS, *more))
             for number in numbers
         ]
     return stages, run.notes

@@ -14,7 +14,7 @@ import warnings
 from figures.priced_models import CASES
 from figures.priced_stages import priced_of
 from megatron_muon.lab.pricing.presets import hardware_of
-from megatron_muon.lab.routes.model_flags import imported_config_class
+from megatron_muon.lab.routes.model_flags import import_megatron
 from support.virtual_gpu.plans import OVERLAP, settled_flags
 
 QKV, FC1 = "*.linear_qkv.weight", "*.linear_fc1.weight*"
@@ -38,7 +38,7 @@ CHOICES = {
 
 def main() -> None:
     """Print a row for each choice."""
-    imported_config_class("figures.split_costs")  # before Megatron is imported
+    import_megatron("figures.split_costs")  # before Megatron is imported
     from megatron_muon.lab.dry_run.model import ranks_of
     from megatron_muon.lab.dry_run.stages import planned_stage
     from megatron_muon.megatron_lm.flags.settings import muon_config

@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import pytest
 
-from figures.planned_models import PP, TP
 from figures.priced_models import CASES, Case
 from figures.priced_stages import priced_of
 from figures.scale.split_matrices import CASES as LARGE
@@ -30,7 +29,7 @@ def test_auto_shortens_the_predicted_step(name: str, at_most: Fraction) -> None:
 
 # Of these two speeds alone chose a number of strips that the time model has 6 to 30 % slower.
 STAGES = {case.name: case for case in (*CASES, *LARGE)} | {
-    name: Case(name, f"{LLAMA_70B} {TP} 8 {PP} 4 --world-size 256", stage)
+    name: Case(name, f"{LLAMA_70B} --tp 8 --pp 4 --world-size 256", stage)
     for name, stage in (("Llama-3-70B TP8 PP4 DP8", 0), ("its last stage", 3))
 }
 

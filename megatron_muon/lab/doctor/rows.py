@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import megatron_muon
-from megatron_muon.lab.dry_run.versions import has_flag
 from megatron_muon.mcore.seams.row import Part
 from megatron_muon.mcore.seams.rows import (
     Version,
@@ -188,7 +188,7 @@ def _hooks() -> Examined:
 
 # Parts of the seam table: those that a run needs, and those that it can do without.
 _OF_RUNS: tuple[Part, ...] = ("core", "torch")
-_OF_COMMANDS: tuple[Part, ...] = ("dry_run", "hybrid", "bench", "upstream", "traces")
+_OF_COMMANDS: tuple[Part, ...] = ("dry_run", "bench", "upstream", "traces")
 
 
 def _those_there(*parts: Part) -> str:
@@ -311,7 +311,11 @@ def _refused() -> Examined:
 def _refused_flags() -> Examined:
     """The flags that ``install.REFUSED`` refuses and that this Megatron-LM has."""
     flags = importlib.import_module("megatron_muon.megatron_lm.install").REFUSED
-    return Examined("refused flags", ", ".join(flag for flag in sorted(flags) if has_flag(flag)))
+    core = importlib.import_module("megatron.core.optimizer").OptimizerConfig
+    model = importlib.import_module("megatron.core.transformer").TransformerConfig
+    known = {field.name for made in (core, model) for field in dataclasses.fields(made)}
+    there = [flag for flag in sorted(flags) if flag[2:].replace("-", "_") in known]
+    return Examined("refused flags", ", ".join(there))
 
 
 def _location(module: str) -> Path | None:

@@ -1,8 +1,7 @@
-"""Megatron's model chunks in their DDP, as Megatron-LM builds them from settings.
+"""A GPT's chunks of Megatron's local modules in their DDP, as Megatron-LM builds them.
 
 Sources: ``get_model`` (megatron/training/training.py) and gpt_builders.py, which is part of
-pretrain_gpt.py before 0.15; at core_v0.12.3 to core_v0.19.0 and main. They agree but where it is
-said. The hybrid model's layers are in ``hybrid.layers``.
+pretrain_gpt.py before 0.15.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,16 +19,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 
-from megatron_muon.lab.dry_run.hybrid.gated_delta import (
-    of_mtp,
-    variant_of,
-    with_variant,
-    without_variant,
-)
-from megatron_muon.lab.dry_run.hybrid.settings import is_hybrid
-from megatron_muon.lab.dry_run.model import padded_vocab
-from megatron_muon.lab.dry_run.stand_ins import without_fla
-from megatron_muon.lab.dry_run.versions import having
+from megatron_muon.lab.dry_run.model import having, padded_vocab
 
 
 def build_chunks(
@@ -98,44 +87,23 @@ def optimizer_config(flags: Namespace) -> Any:
 
 def _model(flags: Namespace, config: Any, vp_stage: int | None) -> Any:
     chunk = _named_chunk(vp_stage)
-    kind = "rope" if flags.use_rotary_position_embeddings else flags.position_embedding_type
+    learned = flags.position_embedding_type == "learned_absolute"
     positions = flags.max_position_embeddings or flags.seq_length
-    if flags.no_position_embedding and kind != "rope":
-        raise ValueError("--no-position-embedding needs --position-embedding-type rope")
-    if kind == "learned_absolute" and not positions:
+    if learned and not positions:
         raise ValueError("--max-position-embeddings needed for learned_absolute embeddings")
-    options: dict[str, Any] = {
-        "vocab_size": padded_vocab(flags),
-        "max_sequence_length": positions or 1,
-        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **chunk),
-        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **chunk),
-        "share_embeddings_and_output_weights": not flags.untie_embeddings_and_output_weights,
-        "position_embedding_type": "rope" if kind == "yarn" else kind,  # neither has parameters
-    }
-    if is_hybrid(flags):
-        from megatron_muon.lab.dry_run.hybrid.layers import (
-            build_hybrid,  # a GPT does without its imports
-        )
-
-        staged = (
-            {} if vp_stage is None else chunk
-        )  # before 0.17 it has one chunk and no word for it
-        return build_hybrid(flags, config, **options, **staged)
-    return _gpt(flags, config, chunk, options)
-
-
-def _gpt(
-    flags: Namespace, config: Any, chunk: dict[str, int | None], options: dict[str, Any]
-) -> Any:
-    spec = _layer_spec(flags, config, chunk)
-    with without_fla() if variant_of(flags) else nullcontext():
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            mtp_block_spec=_mtp_spec(flags, config, spec, chunk),
-            **options,
-            **chunk,
-        )
+    spec = _layer_spec(config, chunk)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=_mtp_spec(flags, config, spec, chunk),
+        vocab_size=padded_vocab(flags),
+        max_sequence_length=positions or 1,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **chunk),
+        share_embeddings_and_output_weights=not flags.untie_embeddings_and_output_weights,
+        position_embedding_type=flags.position_embedding_type,
+        **chunk,
+    )
 
 
 def _named_chunk(vp_stage: int | None) -> dict[str, int | None]:
@@ -147,23 +115,15 @@ def _named_chunk(vp_stage: int | None) -> dict[str, int | None]:
     return {}
 
 
-def _layer_spec(flags: Namespace, config: Any, chunk: dict[str, int | None]) -> Any:
-    variant = variant_of(flags)
-    if not flags.num_experts and variant is None:
-        return _one_layer(flags, config)
-    block = gpt_layer_specs.get_gpt_decoder_block_spec(
-        without_variant(config),
-        use_transformer_engine=False,
-        normalization=config.normalization,
-        qk_l2_norm=_qk_l2_norm(flags),
-        **chunk,
-    )
-    if variant is not None:
-        block.layer_specs = with_variant(config, block.layer_specs, chunk)
-    return block
+def _layer_spec(config: Any, chunk: dict[str, int | None]) -> Any:
+    if config.num_moe_experts:
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization, **chunk
+        )
+    return _one_layer(config)
 
 
-def _one_layer(flags: Namespace, config: Any) -> Any:
+def _one_layer(config: Any) -> Any:
     """The layer of a dense model, or one with experts."""
     make = gpt_layer_specs.get_gpt_layer_local_spec
     legacy = getattr(config, "moe_use_legacy_grouped_gemm", False)  # a parameter up to 0.16
@@ -173,32 +133,21 @@ def _one_layer(flags: Namespace, config: Any) -> Any:
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
-        qk_l2_norm=_qk_l2_norm(flags),
         **having(make, moe_use_legacy_grouped_gemm=legacy),
     )
 
 
-def _qk_l2_norm(flags: Namespace) -> bool:
-    return getattr(flags, "qk_l2_norm", False)  # a flag since 0.13
-
-
 def _mtp_spec(flags: Namespace, config: Any, spec: Any, chunk: dict[str, int | None]) -> Any:
     """MTP's layer is like the decoder's last one; on this stage, before 0.16."""
-    if flags.mtp_num_layers is None:
+    if not flags.mtp_num_layers:
         return None
     layer = spec
     if hasattr(spec, "layer_specs") and not spec.layer_specs:
-        layer = _one_layer(flags, config)  # no layer of the decoder is on this stage
+        layer = _one_layer(config)  # no layer of the decoder is on this stage
     elif hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):  # since 0.16
         layer = gpt_layer_specs.get_gpt_decoder_layer_specs(
-            without_variant(config),
-            use_transformer_engine=False,
-            normalization=config.normalization,
-            qk_l2_norm=_qk_l2_norm(flags),
-            **chunk,
+            config, use_transformer_engine=False, normalization=config.normalization, **chunk
         )[-1]
-    if variant_of(flags) is not None:
-        layer = of_mtp(config, layer)
     return gpt_layer_specs.get_gpt_mtp_block_spec(
         config, layer, use_transformer_engine=False, **chunk
     )
@@ -210,12 +159,6 @@ def _ddp_config(flags: Namespace, parameters: int) -> Any:
     Args:
         parameters: elements in all chunks of this rank.
     """
-    if flags.fp8_param_gather:
-        raise NotImplementedError(
-            "--fp8-param-gather is not supported here: weights in fp8 have grad buffers of their "
-            "own, and the layers that are built here are in bf16; without it the routing is the "
-            "same, the buffers are not"
-        )
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not flags.grad_reduce_in_bf16
         if flags.bf16
@@ -226,10 +169,6 @@ def _ddp_config(flags: Namespace, parameters: int) -> Any:
         num_distributed_optimizer_instances=flags.num_distributed_optimizer_instances,
         bucket_size=flags.ddp_bucket_size,
         pad_buckets_for_high_nccl_busbw=flags.ddp_pad_buckets_for_high_nccl_busbw,
-        **having(
-            DistributedDataParallelConfig,
-            use_megatron_fsdp=getattr(flags, "use_megatron_fsdp", False),  # since 0.14
-        ),
     )
     if flags.ddp_num_buckets is not None:
         config.bucket_size = parameters // flags.ddp_num_buckets

@@ -1,26 +1,24 @@
-"""From flags to the settings of Megatron's model and of the ranks, as Megatron-LM does.
+"""From flags to the settings of Megatron's GPT and of the ranks, as Megatron-LM derives them.
 
 Sources: ``validate_args`` and ``core_transformer_config_from_args`` of
 megatron/training/arguments.py, and ``_vocab_size_with_padding`` of
-megatron/training/tokenizer/tokenizer.py (since 0.17 of
-megatron/core/tokenizers/utils/build_tokenizer.py), at core_v0.12.3 to core_v0.19.0 and main. They
-agree but where it is said.
+megatron/training/tokenizer/tokenizer.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from megatron_muon.lab.dry_run.hybrid.settings import chunks as hybrid_chunks
-from megatron_muon.lab.dry_run.hybrid.settings import is_hybrid
-from megatron_muon.mcore.seams.rows import check_part, megatron_version
+from megatron_muon.mcore.seams.rows import megatron_version
 
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _ORDER, _ORDER_PP_INSIDE = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"
@@ -44,6 +42,9 @@ class Ranks:
 def ranks_of(flags: Namespace) -> Ranks:
     """The division, of the smallest world that it fits where no size is given.
 
+    Args:
+        flags: of ``flags``, or Megatron-LM's arguments.
+
     Raises:
         ValueError: it does not come out even.
     """
@@ -51,16 +52,6 @@ def ranks_of(flags: Namespace) -> Ranks:
     cp, ep = flags.context_parallel_size, flags.expert_model_parallel_size
     expert_tp = flags.expert_tensor_parallel_size or tp
     instances = flags.num_distributed_optimizer_instances
-    for name, size in {
-        "--tensor-model-parallel-size": tp,
-        "--pipeline-model-parallel-size": pp,
-        "--context-parallel-size": cp,
-        "--expert-model-parallel-size": ep,
-        "--expert-tensor-parallel-size": expert_tp,
-        "--num-distributed-optimizer-instances": instances,
-    }.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
     dense, experts = tp * cp * pp, expert_tp * ep * pp
     world = math.lcm(dense, experts) if flags.world_size is None else flags.world_size
     for what, size, shards in (
@@ -85,31 +76,31 @@ def transformer_config(flags: Namespace, ranks: Ranks) -> Any:
         ValueError, AssertionError: Megatron itself finds something wrong.
     """
     _require(flags, "num_layers", "hidden_size", "num_attention_heads")
-    if flags.group_query_attention:
-        _require_groups(flags.num_query_groups, ranks.tp)
     config_class = MLATransformerConfig if flags.multi_latent_attention else TransformerConfig
     options = {name: getattr(flags, name) for name in _fields() if hasattr(flags, name)}
+    groups = flags.num_query_groups if flags.group_query_attention else None
+    if groups is not None:
+        _require_groups(groups, ranks.tp)
+    dtype = torch.float16 if flags.fp16 else torch.bfloat16 if flags.bf16 else torch.float32
     options |= _sizes(flags) | {
         "num_moe_experts": flags.num_experts or None,
-        "num_query_groups": flags.num_query_groups if flags.group_query_attention else None,
+        "mtp_num_layers": flags.mtp_num_layers or None,
+        "moe_shared_expert_intermediate_size": flags.moe_shared_expert_intermediate_size or None,
+        "num_query_groups": groups,
         "sequence_parallel": flags.sequence_parallel and ranks.tp > 1,
         "expert_tensor_parallel_size": ranks.expert_tp,
         "virtual_pipeline_model_parallel_size": ranks.chunks,
         "num_layers_in_first_pipeline_stage": flags.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": flags.decoder_last_pipeline_num_layers,
-        "gated_linear_unit": flags.swiglu or getattr(flags, "quick_geglu", False),
+        "gated_linear_unit": flags.swiglu,
         "activation_func": torch.nn.functional.silu if flags.swiglu else torch.nn.functional.gelu,
-        "params_dtype": _dtype(flags),
-        "pipeline_dtype": _dtype(flags),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
         "moe_grouped_gemm": has_grouped_weights(flags),
         "moe_token_dispatcher_type": "alltoall",  # no dispatcher has parameters; this one fits all
     }
-    if "transformer_impl" in _fields():  # since 0.14; the layers are chosen in ``chunks``
-        options["transformer_impl"] = "local"
     if flags.multi_latent_attention:
         options |= {name: getattr(flags, name) for name in _MLA}
-    if is_hybrid(flags):
-        options["is_hybrid_model"] = True
     return config_class(**options)
 
 
@@ -118,11 +109,8 @@ def validated(flags: Namespace, ranks: Ranks) -> Namespace:
 
     Raises:
         ValueError: a flag is missing, or is not possible here.
-        SeamError: Megatron lacks what the model is built of; names it.
     """
     _require(flags, "num_layers", "hidden_size", "num_attention_heads")
-    if is_hybrid(flags):
-        check_part("hybrid")
     sizes = {
         "padded_vocab_size": padded_vocab(flags),
         "world_size": ranks.world,
@@ -133,34 +121,17 @@ def validated(flags: Namespace, ranks: Ranks) -> Namespace:
     return Namespace(**{**vars(flags), **_sizes(flags), **sizes, **layout})
 
 
-def _dtype(flags: Namespace) -> torch.dtype:
-    """The dtype of the parameters."""
-    if flags.fp16:
-        return torch.float16
-    return torch.bfloat16 if flags.bf16 else torch.float32
-
-
 def padded_vocab(flags: Namespace) -> int:
     """Rows of the embedding over all TP ranks.
 
     Raises:
         ValueError: no size is given.
     """
-    padded = getattr(flags, "padded_vocab_size", None)  # a flag since 0.14
-    if padded is not None:
-        return int(padded)
-    if flags.vocab_size is None:
-        raise ValueError(
-            "give --padded-vocab-size, or --vocab-size where the script takes it from a tokenizer"
-        )
-    with_eod = ["NullMultimodalTokenizer"]  # a token that --vocab-size does not count
-    if megatron_version()[1] < (0, 18):
-        with_eod.append("NullTokenizer")
-    size = flags.vocab_size + (flags.tokenizer_type in with_eod)
-    if not getattr(flags, "pad_vocab_size", True):  # a flag since 0.18
-        raise ValueError("--no-pad-vocab-size needs --padded-vocab-size: it is taken as it is")
+    if flags.padded_vocab_size is not None:
+        return int(flags.padded_vocab_size)
+    _require(flags, "vocab_size")
     multiple = flags.make_vocab_size_divisible_by * flags.tensor_model_parallel_size
-    return int(math.ceil(size / multiple) * multiple)
+    return int(math.ceil(flags.vocab_size / multiple) * multiple)
 
 
 def has_grouped_weights(flags: Namespace) -> bool:
@@ -168,10 +139,12 @@ def has_grouped_weights(flags: Namespace) -> bool:
 
     Later a local model has a linear for each expert, with --moe-grouped-gemm too.
     """
-    if "moe_use_legacy_grouped_gemm" not in _fields() or is_hybrid(flags):
-        return False
-    legacy = flags.moe_use_legacy_grouped_gemm or flags.transformer_impl == "local"
-    return bool(flags.moe_grouped_gemm and legacy)
+    return bool(flags.moe_grouped_gemm) and "moe_use_legacy_grouped_gemm" in _fields()
+
+
+def having(made: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """The options that ``made``, a function or a dataclass, has in the installed version."""
+    return {k: v for k, v in options.items() if k in inspect.signature(made).parameters}
 
 
 def _fields() -> set[str]:
@@ -195,7 +168,10 @@ def _require_groups(groups: int, tp_size: int) -> None:
 def _require(flags: Namespace, *names: str) -> None:
     missing = [f"--{name.replace('_', '-')}" for name in names if not getattr(flags, name)]
     if missing:
-        raise ValueError(f"{', '.join(missing)} needed")
+        raise ValueError(
+            f"{', '.join(missing)} needed: give the run's script and its arguments, a preset by "
+            "--model, or a GPT's sizes"
+        )
 
 
 def _sizes(flags: Namespace) -> dict[str, int | None]:
@@ -215,33 +191,16 @@ def _sizes(flags: Namespace) -> dict[str, int | None]:
 
 def _chunks(flags: Namespace) -> int | None:
     """Model chunks of a rank, None for one."""
-    if is_hybrid(flags):
-        return hybrid_chunks(flags)
-    pp = flags.pipeline_model_parallel_size
-    layout = getattr(flags, "pipeline_model_parallel_layout", None)  # a flag since 0.13
-    each, count = flags.num_layers_per_virtual_pipeline_stage, None
-    if layout is not None:
-        from megatron.core.transformer.pipeline_parallel_layer_layout import (
-            PipelineParallelLayerLayout,
-        )
-
-        count, rest = divmod(PipelineParallelLayerLayout.get_num_stages_from_str(layout), pp)
-        if rest:
-            raise ValueError(f"--pipeline-model-parallel-layout {layout!r} is not for {pp} stages")
-    elif flags.num_virtual_stages_per_pipeline_rank is not None:
-        count = flags.num_virtual_stages_per_pipeline_rank
-    elif each is not None:
+    if hasattr(flags, "virtual_pipeline_model_parallel_size"):  # Megatron-LM has validated them
+        return flags.virtual_pipeline_model_parallel_size or None
+    pp, count = flags.pipeline_model_parallel_size, flags.num_virtual_stages_per_pipeline_rank
+    each = flags.num_layers_per_virtual_pipeline_stage
+    if count is None and each is not None:
         _require(flags, "num_layers")
-        layers = flags.num_layers + sum(
-            (
-                flags.account_for_embedding_in_pipeline_split,
-                flags.account_for_loss_in_pipeline_split,
-            )
-        )
-        if each < 1 or layers % (pp * each):
+        if flags.num_layers % (pp * each):
             raise ValueError(
-                f"--num-layers-per-virtual-pipeline-stage {each} does not divide {layers} layers "
-                f"over {pp} stages"
+                f"--num-layers-per-virtual-pipeline-stage {each} does not divide "
+                f"{flags.num_layers} layers over {pp} stages"
             )
-        count = layers // (pp * each)
+        count = flags.num_layers // (pp * each)
     return None if count == 1 else count

@@ -1,135 +1,209 @@
-"""Stand-ins for packages of kernels, so that Megatron's layers can be made where they are missing.
+"""Stand-ins for packages of kernels, so that a script builds its model where they are missing.
 
-mamba_ssm, flash-linear-attention and Transformer Engine run on a GPU. To know which parameters a
-layer has, nothing of theirs is run. Nor is einops, which the layers' forward passes call.
+Transformer Engine, mamba_ssm and flash-linear-attention run on a GPU. To know which parameters a
+model has, nothing of theirs is run. A stand-in has the parameters of the original with the same
+names, shapes and marks, and no forward. Sources: ``Linear``, ``LayerNormLinear``, ``GroupedLinear``
+of transformer_engine/pytorch/module at v2.8, and mamba_ssm/ops/triton/layernorm_gated.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import functools
+import importlib.util
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
 
-from megatron_muon.runtime.patches import replaced
-
-_SSM = "megatron.core.ssm."
-MIXER = f"{_SSM}mamba_mixer"
-_DELTA = "megatron.core.ssm.gated_delta_net"  # one module in 0.16 to 0.18, several later
-# Modules that Megatron's own need at import, by the package that the error names: the first in 0.15
-# and 0.16, the others before 0.13.
-_NEEDED = {
-    "triton": ("triton", "triton.language"),
-    "transformer_engine": ("megatron.core.extensions.transformer_engine",),
-    "mamba_ssm": (
-        *("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"),
-        *("mamba_ssm.ops.triton.layernorm_gated", "mamba_ssm.ops.triton.ssd_combined"),
-    ),
+# The packages, and the version that each stand-in reports: Megatron asks for a least one.
+VERSIONS = {
+    "transformer_engine": "2.8.0",
+    "transformer_engine_torch": "2.8.0",
+    "mamba_ssm": "2.2.5",
+    "causal_conv1d": "1.5.2",
+    "fla": "0.4.0",
+    "einops": "0.8.0",
 }
+_Device = torch.device | str | None
 
 
-def _kernel(*args: Any, **options: Any) -> Any:
-    raise AssertionError("nothing is run here")
+def install() -> list[str]:
+    """Stand in for each missing package, from now on; call it before Megatron is imported.
 
-
-_FLA: dict[str, Any] = {
-    **{"HAVE_FLA": True, "HAVE_FLA_GDN2": True},
-    **{"chunk_gated_delta_rule": _kernel, "chunk_gdn2": _kernel},
-}
-
-
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    """Mamba mixers and gated delta nets can be made within it."""
-    mixer = imported(MIXER)
-    with ExitStack() as stack:
-        for name in [name for name in sys.modules if name.startswith(_SSM)]:  # all that it imports
-            stack.enter_context(replaced(sys.modules[name], HAVE_EINOPS=True))
-        stack.enter_context(replaced(mixer, ExtendedRMSNorm=_GatedNorm, HAVE_MAMBA_SSM=True))
-        stack.enter_context(without_fla())
-        yield
-
-
-@contextmanager
-def without_fla() -> Iterator[None]:
-    """Gated delta nets can be made within it, in the versions that have them."""
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module(_DELTA)
-    modules = [module for name, module in sys.modules.items() if name.startswith(_DELTA)]
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(replaced(module, **_FLA))
-        yield
-
-
-def imported(name: str) -> Any:
-    """A module of Megatron's, with stand-ins for what its import needs and this machine lacks.
-
-    Only for that: what Megatron can do without it finds missing, and says so afterwards as before.
+    Returns:
+        The packages that are missing.
     """
-    with ExitStack() as stack:
-        for _ in _NEEDED:
-            try:
-                return importlib.import_module(name)
-            except ImportError as error:
-                stack.enter_context(_standing_in(error))
-        return importlib.import_module(name)
+    missing = [name for name in VERSIONS if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.meta_path.append(_Finder(missing))
+    return missing
 
 
-@contextmanager
-def _standing_in(error: ImportError) -> Iterator[None]:
-    """Stand-ins for the package whose absence is this error, or led to it."""
-    names: tuple[str, ...] = ()
-    cause: BaseException | None = error
-    while cause is not None and not names:
-        names = _NEEDED.get((getattr(cause, "name", None) or "").split(".")[0], ())
-        cause = cause.__context__
-    if not names or names[0] in sys.modules:
-        raise error
-    modules = {each: _Anything(each) for each in names}
-    for each, module in modules.items():
-        parent, _, child = each.rpartition(".")
-        if parent in modules:
-            setattr(modules[parent], child, module)
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for each in names:
-            del sys.modules[each]
+class _Named(type):
+    """Classes that have every name, as a module has: ``te.pytorch.distributed`` of ``te``."""
+
+    def __getattr__(cls, name: str) -> Any:
+        path = vars(cls).get("_path")
+        if path is None or name.startswith("__"):
+            raise AttributeError(name)
+        return _thing(f"{path}.{name}")
 
 
-class _GatedNorm(torch.nn.Module):
-    """mamba_ssm's gated RMSNorm, as far as a model is built of it: its weight."""
-
-    def __init__(self, hidden: int, device: Any = None, dtype: Any = None, **options: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
-
-
-class _AnyModule(torch.nn.Module):
-    """A class made of anything, also of a function that it decorates, with options or without."""
+class _AnyModule(torch.nn.Module, metaclass=_Named):
+    """A class, a function, a decorator or a context manager: whatever a name stands for."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self, self))  # of functions that return a pair
 
     def forward(self, *args: Any, **options: Any) -> Any:
         return self
 
 
-class _Anything(types.ModuleType):
-    """A package that has every name; each is an empty class."""
+class _Norm(torch.nn.Module):
+    """LayerNorm, RMSNorm, and mamba_ssm's gated RMSNorm."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
+    has_bias = False
+
+    def __init__(
+        self,
+        hidden_size: int | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        device: _Device = None,
+        dtype: torch.dtype | None = None,
+        params_dtype: torch.dtype | None = None,
+        normalized_shape: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        size = hidden_size or normalized_shape or 0
+        for name in ("weight", "bias") if self.has_bias else ("weight",):
+            values = torch.empty(size, device=device, dtype=dtype or params_dtype)
+            setattr(self, name, _parameter(values, sequence_parallel=sequence_parallel))
+
+
+class _LayerNorm(_Norm):
+    has_bias = True
+
+
+class _Linear(torch.nn.Module):
+    """Linear, cut over TP; ``LayerNormLinear`` and ``GroupedLinear`` by their own arguments."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        num_gemms: int = 0,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        bias: bool = True,
+        parallel_mode: str | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: _Device = None,
+        normalization: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if normalization is not None:
+            for name in ("weight", "bias") if normalization == "LayerNorm" else ("weight",):
+                values = torch.empty(in_features, device=device, dtype=params_dtype)
+                norm = _parameter(values, sequence_parallel=sequence_parallel)
+                setattr(self, f"layer_norm_{name}", norm)
+        if parallel_mode == "column":
+            out_features //= tp_size
+        elif parallel_mode == "row":
+            in_features //= tp_size
+        self.in_features, self.out_features = in_features, out_features
+        self.parallel_mode, self.tp_size, self.num_gemms = parallel_mode, tp_size, num_gemms
+        dim = 1 if parallel_mode == "row" else 0
+        for number in range(num_gemms) if num_gemms else ("",):
+            values = torch.empty(out_features, in_features, device=device, dtype=params_dtype)
+            setattr(self, f"weight{number}", _parallel(values, dim))
+            if not bias:
+                continue
+            values = torch.empty(out_features, device=device, dtype=params_dtype)
+            bias_of = _parallel(values, 0)
+            if parallel_mode == "row":
+                bias_of = _parameter(values, sequence_parallel=sequence_parallel)
+            setattr(self, f"bias{number}", bias_of)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        pass
+
+
+class _LayerNormLinear(_Linear):
+    def __init__(self, *args: Any, normalization: str = "LayerNorm", **options: Any) -> None:
+        super().__init__(*args, normalization=normalization, **options)
+
+
+class _GroupedLinear(_Linear):
+    def __init__(self, num_gemms: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, num_gemms=num_gemms, **options)
+
+
+def _parameter(values: torch.Tensor, **marks: Any) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(values)
+    made.__dict__.update(marks)
+    return made
+
+
+def _parallel(values: torch.Tensor, dim: int) -> torch.nn.Parameter:
+    return _parameter(values, tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
+
+
+_KNOWN: dict[str, type[torch.nn.Module]] = {
+    "transformer_engine.pytorch.Linear": _Linear,
+    "transformer_engine.pytorch.LayerNormLinear": _LayerNormLinear,
+    "transformer_engine.pytorch.GroupedLinear": _GroupedLinear,
+    "transformer_engine.pytorch.LayerNorm": _LayerNorm,
+    "transformer_engine.pytorch.RMSNorm": _Norm,
+    "mamba_ssm.ops.triton.layernorm_gated.RMSNorm": _Norm,
+}
+
+
+@functools.cache
+def _thing(path: str) -> Any:
+    return _KNOWN.get(path) or _Named(path.rpartition(".")[2], (_AnyModule,), {"_path": path})
+
+
+class _Anything(types.ModuleType):
+    """A module that has every name: one of ``_KNOWN``, or an empty class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (_AnyModule,), {})
+        return _thing(f"{self.__name__}.{name}")
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds every module of the missing packages."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] not in self._packages:
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _Anything(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__dict__["__version__"] = VERSIONS[module.__name__.partition(".")[0]]

@@ -24,8 +24,12 @@ META = torch.device("meta")
 
 
 @contextmanager
-def as_rank(rank: int, ranks: Ranks) -> Iterator[None]:
+def as_rank(rank: int, ranks: Ranks, **options: Any) -> Iterator[None]:
     """Be one rank of the world, with Megatron's groups around it; their collectives do nothing.
+
+    Args:
+        rank, ranks: which rank, of what world.
+        options: further arguments of ``initialize_model_parallel``.
 
     Raises:
         RuntimeError: this process is in a process group already.
@@ -35,7 +39,7 @@ def as_rank(rank: int, ranks: Ranks) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks.world)
     try:
         with _only_own_groups(rank):
-            initialize_groups(ranks, create_gloo_process_groups=False)
+            initialize_groups(ranks, create_gloo_process_groups=False, **options)
         yield
     finally:
         parallel_state.destroy_model_parallel()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.lab.dry_run.kinds import PlannedKind, buffers_of, optimizer_of, planned_kinds
-from megatron_muon.lab.dry_run.model import Ranks, transformer_config
+from megatron_muon.lab.dry_run.model import Ranks
 from megatron_muon.lab.dry_run.stages import Planned
 from megatron_muon.lab.plan.first_gather import FirstGather, first_gathers
 from megatron_muon.lab.plan.homes import Homes, homes_of
+from megatron_muon.lab.plan.kinds import PlannedKind, buffers_of, optimizer_of, planned_kinds
 from megatron_muon.lab.plan.rows import (
     NAMES,
     OURS,
@@ -27,7 +27,7 @@ from megatron_muon.lab.pricing import training
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.streams import nodes_of
 from megatron_muon.lab.pricing.training import Training, flops_per_token
-from megatron_muon.lab.routes.model_flags import Settled, megatron_is_quiet, settled
+from megatron_muon.lab.routes.model_flags import CommandLine, megatron_is_quiet
 from megatron_muon.orthogonalize.iteration import Device, split_of
 from megatron_muon.planning.describe import Share
 
@@ -113,41 +113,46 @@ class RunPlan:
 
 
 def plan_run(
-    given: Namespace, hardware: Hardware, device: Device, wanted: Collection[Name] = NAMES
+    line: CommandLine,
+    hardware: Hardware,
+    device: Device,
+    wanted: Collection[Name] = NAMES,
+    words: Sequence[str] = (),
 ) -> RunPlan:
     """Plan one stage of each kind, and price it.
 
     Args:
-        given: parsed flags, of ``options.parser``.
+        line: the run.
         hardware: of every rank.
         device: kind of device, with or without a library's symmetric products.
-        wanted: the algorithms; AdamW's row is always there.
+        wanted: the algorithms; AdamW's row and that of the run's own layout are always there.
+        words: further flags, of the command or of the run.
 
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin
             refuses the flags.
     """
-    layout: Name = given.muon_dp_layout or "contiguous"
-    first = [layout, *(name for name in OURS if name != layout and name in wanted)]
-    runs = [_in_layout(given, name) for name in first]
-    if split_of(runs[0][1].config, device) != "off":  # others' algorithms take whole matrices
-        given = Namespace(**{**vars(given), "muon_split_matrices": "off"})
-        runs.append(_in_layout(given, "contiguous"))
-    ranks = runs[0][1].ranks
+    own = line.settled(words)
+    ranks, config, options = own.ranks, own.config, line.options(line.own(words))
+    layout: Name = own.flags.muon_dp_layout or "contiguous"
+    layouts = [layout, *(name for name in OURS if name != layout and name in wanted)]
+    runs = [own, *(line.settled([*words, "--muon-dp-layout", name]) for name in layouts[1:])]
+    if split_of(config, device) != "off":  # others' algorithms take whole matrices
+        whole = ["--muon-split-matrices", "off", "--muon-dp-layout", "contiguous"]
+        runs.append(line.settled([*words, *whole]))
     numbers = range(ranks.pp)
-    if given.stage is not None:
-        if given.stage >= ranks.pp:
-            raise ValueError(f"--stage {given.stage}: the last pipeline stage is {ranks.pp - 1}")
-        numbers = range(given.stage, given.stage + 1)
+    if options.stage is not None:
+        if options.stage >= ranks.pp:
+            raise ValueError(f"--stage {options.stage}: the last pipeline stage is {ranks.pp - 1}")
+        numbers = range(options.stage, options.stage + 1)
     with megatron_is_quiet():
-        kinds = planned_kinds([(flags, run.config) for flags, run in runs], ranks, device, numbers)
-        config = runs[0][1].config
-        overlaps = runs[0][0].overlap_param_gather
+        kinds = planned_kinds([(run.flags, run.config) for run in runs], ranks, device, numbers)
+        gathers = ranks if own.flags.overlap_param_gather else None
         staged = tuple(
-            _stage_plan(kind, first, config, hardware, device, wanted, ranks if overlaps else None)
+            _stage_plan(kind, layouts, config, hardware, device, {layout, *wanted}, gathers)
             for kind in kinds
         )
-        made, assumptions = _training(runs[0][0], ranks, kinds)
+        made, assumptions = _training(own.flags, options.mfu, ranks, kinds)
     return RunPlan(
         ranks=ranks,
         config=config,
@@ -156,16 +161,10 @@ def plan_run(
         device=device,
         kinds=staged,
         training=made,
-        buckets=runs[0][0].ddp_num_buckets,
-        notes=tuple(runs[0][1].notes),
+        buckets=own.flags.ddp_num_buckets,
+        notes=tuple(own.notes),
         assumptions=tuple(assumptions),
     )
-
-
-def _in_layout(given: Namespace, layout: str) -> tuple[Namespace, Settled]:
-    flags = Namespace(**vars(given))
-    flags.muon_dp_layout = layout
-    return flags, settled(flags)
 
 
 def _stage_plan(
@@ -230,19 +229,18 @@ def _stage(planned: list[Planned], nodes: tuple[int, ...], number: int) -> Plann
 
 
 def _training(
-    flags: Namespace, ranks: Ranks, kinds: list[PlannedKind]
+    flags: Namespace, mfu: float | None, ranks: Ranks, kinds: list[PlannedKind]
 ) -> tuple[Training, list[str]]:
     """Forward and backward, and what is assumed about them."""
-    config = transformer_config(flags, ranks)
     sequence = flags.seq_length or flags.max_position_embeddings or _SEQUENCE
     active = sum(kind.share.active * len(kind.stages) for kind in kinds)
     planned = sum(len(kind.stages) for kind in kinds)
     active = active * ranks.pp // planned  # where --stage leaves some out
     each = flops_per_token(
         active,
-        layers=config.num_layers,
-        heads=config.num_attention_heads,
-        head_size=config.kv_channels,
+        layers=flags.num_layers,
+        heads=flags.num_attention_heads,
+        head_size=flags.kv_channels or flags.hidden_size // flags.num_attention_heads,
         sequence=sequence,
     )
     tokens = training.TOKENS
@@ -250,9 +248,8 @@ def _training(
     if flags.global_batch_size is not None:
         tokens = flags.global_batch_size * sequence
         said = f"tokens per step {tokens:,} (--global-batch-size x sequences of {sequence:,})"
-    mfu, source = training.MFU, training.MFU_SOURCE
-    if flags.mfu is not None:
-        mfu, source = flags.mfu, "--mfu"
+    source = training.MFU_SOURCE if mfu is None else "--mfu"
+    mfu = training.MFU if mfu is None else mfu
     return Training(tokens, each, mfu, ranks.world), [
         said,
         f"mfu of forward and backward {mfu:g} ({source}); --mfu",

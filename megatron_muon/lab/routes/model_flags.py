@@ -1,4 +1,4 @@
-"""A model by Megatron's flags: what the commands that build one without a GPU have in common."""
+"""A run by its command line: the script and its arguments, or a preset of a model."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import argparse
 import dataclasses
 import importlib
 import logging
+import os
 import sys
+import textwrap
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import megatron_muon
 from megatron_muon.config import MuonConfig
-from megatron_muon.lab.dry_run.flags import add_megatron_flags
-from megatron_muon.lab.dry_run.hybrid.settings import settle
+from megatron_muon.lab.dry_run.flags import add_megatron_flags, add_rank_flags
+from megatron_muon.lab.dry_run.numbers import MOST_RANKS, count
+from megatron_muon.lab.dry_run.presets import PRESETS
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.megatron_lm.flags.settings import muon_config
+from megatron_muon.megatron_lm.launch import MixedInstallationError
 from megatron_muon.presence import CoreNotFoundError
 
 if TYPE_CHECKING:
@@ -28,25 +33,127 @@ if TYPE_CHECKING:
 
 # Megatron or the plugin refuses the flags: the user's error, to be said as argparse does.
 REFUSALS = (ValueError, NotImplementedError, AssertionError, RuntimeError)
+OF_MODELS = f"""\
+SCRIPT is the run's own, such as pretrain_gpt.py in a Megatron-LM checkout, with
+its arguments behind it as the run has them: it parses them and builds its model
+itself. Without a checkout --model has presets:
+{textwrap.fill(", ".join(PRESETS), 78)}.
+Megatron-LM's flags of a GPT, of its ranks (--tp, --pp, --cp, --ep, --etp, --dp)
+and of its buckets change them, and Muon's flags can be given as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A run that flags ask for.
+    """A run that a command line asks for.
 
     Attributes:
+        flags: Megatron's arguments, with the layers and the buckets that the run would choose.
         config: Muon's settings.
         ranks: how its ranks are divided.
-        notes: what there is to say about the choice of buckets.
+        notes: what there is to say about the choice of buckets, and about flags.
     """
 
+    flags: Namespace
     config: MuonConfig
     ranks: Ranks
     notes: list[str]
 
 
+class CommandLine:
+    """The command line of a command that plans a run: its options, then the run's own words."""
+
+    def __init__(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+        """Read it.
+
+        Args:
+            parser: of the command's own options, made with ``allow_abbrev=False``.
+            argv: the command's arguments.
+
+        Raises:
+            SystemExit: argparse refuses an option.
+        """
+        found = [at for at, word in enumerate(argv) if _is_script(word)]
+        self.script = Path(argv[found[0]]).resolve() if found else None
+        self._parser = parser
+        end = found[0] if found else len(argv)
+        self._options, self._words = list(argv[:end]), list(argv[end + 1 :])
+        _add_model(parser)
+        if self.script is None:
+            add_model_flags(parser)
+        self.given = self.options()
+        if self.script is not None and self.given.model is not None:
+            parser.error("--model is for where no script is given: leave one of both out")
+
+    def options(self, words: Sequence[str] = ()) -> Namespace:
+        """The command's own options, and a preset's flags, with further ones."""
+        given = [*self._options, *words]
+        parsed, unknown = self._parser.parse_known_args(given)
+        if unknown:
+            where = "the run's own go behind its script's name"
+            if self.script is None:
+                where = f"without a run's script only a GPT's flags are known; {where}"
+            self._parser.error(f"unrecognized arguments: {' '.join(unknown)}: {where}")
+        if parsed.model is not None and self.script is None:
+            parsed = self._parser.parse_args([*PRESETS[parsed.model].split(), *given])
+        return parsed
+
+    def settled(self, words: Sequence[str] = ()) -> Settled:
+        """The run, with further options of the command or of the run.
+
+        Raises:
+            ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin
+                refuses it.
+        """
+        own, of_run = self._split(words)
+        options = self.options(own)
+        node_size = getattr(options, "node_size", None)
+        if self.script is None:
+            if node_size is not None and options.muon_node_ranks is None:
+                options.muon_node_ranks = node_size
+            return settled(options)
+        from megatron_muon.lab.dry_run.model import ranks_of
+        from megatron_muon.lab.dry_run.script import arguments_of
+
+        of_run = [*self._words, *of_run]
+        if node_size is not None:
+            of_run = ["--muon-node-ranks", str(node_size), *of_run]
+        world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "0"))
+        with megatron_is_quiet():
+            args, config, notes = arguments_of(
+                self.script, of_run, world_size or ranks_of(self.sizes(of_run)).world
+            )
+        return Settled(args, config, ranks_of(args), notes)
+
+    def sizes(self, words: Sequence[str] | None = None) -> Namespace:
+        """The sizes of ranks among the words, by default among all of the command line."""
+        parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+        parser.add_argument("--world-size", type=int)
+        add_rank_flags(parser)
+        parser.set_defaults(virtual_pipeline_model_parallel_size=None)
+        every = [*self._options, *self._words] if words is None else words
+        if self.given.model is not None:
+            every = [*PRESETS[self.given.model].split(), *every]
+        return parser.parse_known_args(list(every))[0]
+
+    def own(self, words: Sequence[str]) -> list[str]:
+        """Those of the words that are options of the command."""
+        return self._split(words)[0]
+
+    def _split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Words of the command's own options, and those that go behind the script's."""
+        own: list[str] = []
+        of_run: list[str] = []
+        into = own
+        for word in words:
+            if word.startswith("--"):
+                is_own = word.partition("=")[0] in self._parser._option_string_actions
+                into = own if is_own or self.script is None else of_run
+            into.append(word)
+        return own, of_run
+
+
 def settled(flags: Namespace) -> Settled:
-    """Check the flags and choose, in place, what a run would choose: layers and buckets.
+    """Check the flags of a GPT and choose what a run would choose: layers and buckets.
 
     Args:
         flags: of a parser with ``add_model_flags``.
@@ -58,53 +165,77 @@ def settled(flags: Namespace) -> Settled:
     from megatron_muon.lab.dry_run.model import ranks_of, validated
     from megatron_muon.megatron_lm.bucketing import choose_buckets
 
-    settle(flags)
+    if getattr(flags, "dp", None) is not None and flags.world_size is None:
+        sizes = flags.tensor_model_parallel_size * flags.context_parallel_size
+        flags.world_size = flags.dp * sizes * flags.pipeline_model_parallel_size
     config = muon_settings(flags)
     ranks = ranks_of(flags)
     with megatron_is_quiet():
         args = validated(flags, ranks)
         notes = choose_buckets(args)
     flags.ddp_num_buckets = args.ddp_num_buckets
-    return Settled(config, ranks, notes)
+    return Settled(flags, config, ranks, notes)
 
 
-def add_model_flags(parser: argparse.ArgumentParser, config_class: type) -> None:
-    """Muon's flags and Megatron's.
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add Muon's flags and those of Megatron's that describe a GPT, all hidden from ``--help``.
 
     Args:
         parser: made with ``allow_abbrev=False``.
-        config_class: ``imported_config_class()``.
     """
+    parser.add_argument("--dp", type=count(most=MOST_RANKS), help=argparse.SUPPRESS)
+    before = set(parser._actions)
     add_flags(parser)
-    add_megatron_flags(parser, config_class)
+    for action in set(parser._actions) - before:
+        action.help = argparse.SUPPRESS
+    add_megatron_flags(parser)
 
 
-def imported_config_class(program: str, *parts: Part) -> type:
-    """Import Megatron, and return its TransformerConfig.
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", choices=PRESETS, metavar="NAME", help="a preset, in place of SCRIPT"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=count(most=MOST_RANKS),
+        metavar="N",
+        help="number of ranks (default: WORLD_SIZE, or as few as the sizes allow)",
+    )
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") and not word.startswith("-")
+
+
+def import_megatron(program: str, *parts: Part, script: Path | None = None) -> None:
+    """Import Megatron, or end the process with an error.
 
     Args:
-        program: name of the command, for the error that ends the process where that fails.
+        program: name of the command, for the error.
         parts: of what the package relies on, to be checked beside ``dry_run``.
+        script: one of a Megatron-LM checkout, whose Megatron it is.
     """
     from megatron_muon.mcore.seams.rows import SeamError, check_part
 
     with megatron_is_quiet():
         try:
+            if script is not None:
+                from megatron_muon.lab.dry_run.script import prepare
+
+                prepare(script)
             if not megatron_muon.cpu.enabled():
                 megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
-            transformer = importlib.import_module("megatron.core.transformer")
+            importlib.import_module("megatron.core.transformer")
             check_part("dry_run", *parts)
         except CoreNotFoundError:
             raise  # ``cli.main`` prints its message, which says how to get a core
-        except SeamError as error:
+        except (SeamError, MixedInstallationError, FileNotFoundError) as error:
             stop(str(error), program)
         except ImportError as error:
             stop(
                 f"megatron.core cannot be imported ({error}); megatron-muon doctor says more",
                 program,
             )
-    config_class: type = transformer.TransformerConfig
-    return config_class
 
 
 def stop(text: str, program: str) -> NoReturn:

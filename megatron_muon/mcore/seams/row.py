@@ -13,15 +13,17 @@ __all__ = ["NEWEST", "OLDEST", "Attribute", "Part", "Seam", "Use", "Version"]
 # that a ``with`` replaces is put back at its end.
 Use = Literal["called", "wrapped", "replaced", "overridden", "subclassed", "read"]
 # The part of this package that needs a row, and checks it. ``core``, ``torch``: every run with
-# Muon, at ``install()``. ``training``: a run that Megatron-LM starts. ``dry_run``, ``hybrid``:
-# commands that build a model on the meta device. ``bench``: the benchmark; ``upstream``: its row of
-# Megatron's own Muon. ``traces``: a run whose steps are traced.
+# Muon, at ``install()``. ``training``: a run that Megatron-LM starts. ``dry_run``:
+# commands that build a model on the meta device; ``script``: by a run's own script. ``hybrid``:
+# modules that need packages to be imported. ``bench``: the
+# benchmark; ``upstream``: its row of Megatron's own Muon. ``traces``: a run whose steps are traced.
 # ``cpu``: the runtime without a GPU; ``cpu_training``: the same with Megatron-LM's scripts.
 # ``kernels``: checked where the package of kernels is installed.
 Part = Literal[
     "core",
     "training",
     "dry_run",
+    "script",
     "hybrid",
     "bench",
     "upstream",

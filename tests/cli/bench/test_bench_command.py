@@ -215,7 +215,7 @@ def test_a_file_that_cannot_be_written_in_the_end_is_one_line(
         ("--overlap-param-gather", "--overlap-param-gather cannot be given here: a step ends with"),
         ("--overlap-grad-reduce", "--overlap-grad-reduce is said here by --rows"),
         ("--fp8-param-gather", "--fp8-param-gather cannot be given here: weights are bf16"),
-        ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine cannot"),
+        ("--transformer-impl transformer_engine", "--transformer-impl: invalid choice"),
         ("--hidden-size 128", "--hidden-size is said here by --hidden"),
         ("--num-layers=2", "--num-layers is said here by --layers"),
         ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size is said here by --tp"),

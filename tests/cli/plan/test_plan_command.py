@@ -8,22 +8,17 @@ import resource
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_muon.lab.commands import main
-from megatron_muon.lab.plan.options import parsed, parser
+from megatron_muon.lab.plan.options import command_line
 from megatron_muon.lab.plan.rows import NAMES, TITLES
 from megatron_muon.lab.plan.run import RunPlan, plan_run
 from megatron_muon.lab.pricing.presets import H100, PRESETS
-from megatron_muon.lab.routes.model_flags import (
-    imported_config_class,
-    megatron_is_quiet,
-    muon_settings,
-)
+from megatron_muon.lab.routes.model_flags import CommandLine, megatron_is_quiet
 from support.benching import environment
 from support.models.model_flags import LLAMA_3_8B
 from support.models.model_flags import TINY as TINY_WORDS
@@ -33,9 +28,8 @@ TP = "--tensor-model-parallel-size"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 
 
-def given(words: str) -> Namespace:
-    config_class = imported_config_class("a test")
-    return parsed(parser(config_class), words.split(), config_class)[0]
+def given(words: str) -> CommandLine:
+    return command_line(words.split())
 
 
 def planned(words: str, **options: Any) -> RunPlan:
@@ -152,39 +146,36 @@ def test_16384_ranks_take_less_than_30_seconds_and_4_gb_of_one_core() -> None:
 
 def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
     """Twelve ranks each: the second stage's begin in the middle of a node of eight."""
-    from megatron_muon.lab.dry_run.kinds import stage_makeup
-    from megatron_muon.lab.dry_run.model import ranks_of
+    from megatron_muon.lab.plan.kinds import stage_makeup
 
     stages = "--num-layers 4 --pipeline-model-parallel-size 4"
-    flags = given(f"{TINY} {stages} --world-size 48 --muon-node-ranks 8")
+    run = given(f"{TINY} {stages} --world-size 48 --muon-node-ranks 8").settled()
     with megatron_is_quiet():
-        config, ranks = muon_settings(flags), ranks_of(flags)
-        one, two = (stage_makeup(flags, config, ranks, number) for number in (1, 2))
-        wide = dataclasses.replace(config, node_ranks=48)
-        assert stage_makeup(flags, wide, ranks, 1) == stage_makeup(flags, wide, ranks, 2)
+        one, two = (stage_makeup(run.flags, run.config, run.ranks, number) for number in (1, 2))
+        wide = dataclasses.replace(run.config, node_ranks=48)
+        three, four = (stage_makeup(run.flags, wide, run.ranks, number) for number in (1, 2))
+    assert three == four
     assert one != two
 
 
 def test_the_size_of_a_node_is_that_of_the_plans_too() -> None:
-    assert given(f"{TINY} --world-size 8 --node-size 4").muon_node_ranks == 4
-    both = f"{TINY} --world-size 8 --node-size 4 --muon-node-ranks 2"
-    assert given(both).muon_node_ranks == 2
+    words = f"{TINY} --world-size 8 --node-size 4"
+    assert given(words).settled().config.node_ranks == 4
+    assert given(f"{words} --muon-node-ranks 2").settled().config.node_ranks == 2
 
 
 def test_elements_of_adamw_are_those_that_muon_does_not_own() -> None:
-    from megatron_muon.lab.dry_run.kinds import rest_of
-    from megatron_muon.lab.dry_run.model import ranks_of
     from megatron_muon.lab.dry_run.stages import planned_stage
+    from megatron_muon.lab.plan.kinds import rest_of
     from megatron_muon.lab.pricing.work import held_elements
 
-    flags = given(f"{TINY} --world-size 4 {TP} 2")
+    run = given(f"{TINY} --world-size 4 {TP} 2").settled()
     with megatron_is_quiet():
-        ranks = ranks_of(flags)
-        (one,) = planned_stage(flags, muon_settings(flags), ranks, 0)
+        (one,) = planned_stage(run.flags, run.config, run.ranks, 0)
     all_elements = sum(
         stop - start for buffer in one.buffers for start, stop, _ in buffer.param_index_map.values()
     )
-    assert sum(rest_of(one)) + sum(held_elements(one.plan)) == all_elements * ranks.tp
+    assert sum(rest_of(one)) + sum(held_elements(one.plan)) == all_elements * run.ranks.tp
 
 
 def test_every_preset_has_a_source_for_every_constant() -> None:

@@ -14,10 +14,9 @@ from megatron_muon.config import MuonConfig
 from megatron_muon.lab.commands import main
 from megatron_muon.lab.plan import explain
 from megatron_muon.lab.plan.homes import homes_of
-from megatron_muon.lab.plan.options import DEVICES, parsed, parser
+from megatron_muon.lab.plan.options import DEVICES, command_line
 from megatron_muon.lab.plan.run import plan_run
 from megatron_muon.lab.pricing.presets import H100
-from megatron_muon.lab.routes.model_flags import imported_config_class
 from support.models.model_flags import TINY as TINY_WORDS
 from support.virtual_gpu.plans import small_plan
 
@@ -142,13 +141,12 @@ def test_homes_say_how_many_matrices_left_their_largest_holder() -> None:
 
 
 def test_changes_leave_out_what_the_run_has() -> None:
-    config_class = imported_config_class("a test")
     words = (
         f"{TINY} --world-size 4 --muon-dp-layout bucketed --muon-homes local "
         "--muon-split-matrices off --muon-round-mib 64 --products kernel"
     )
-    flags, _ = parsed(parser(config_class), words.split(), config_class)
-    plan = plan_run(flags, H100, DEVICES[flags.products], ["bucketed"])
+    line = command_line(words.split())
+    plan = plan_run(line, H100, DEVICES[line.given.products], ["bucketed"])
     names = [change.name for change in explain.changes(plan)]
     assert names == [
         "--muon-dp-layout contiguous",
@@ -166,8 +164,11 @@ def test_changes_leave_out_what_the_run_has() -> None:
     [
         ("--world-size 4 --sweep tp", "--sweep tp: give NAME=VALUE,VALUE,..."),
         ("--sweep dp=1,x", "--sweep dp: 'x' is not a number of ranks"),
-        ("--world-size 4 --sweep muon-split-matrixes=off,2", "--sweep muon-split-matrixes=off,2: "),
-        ("--world-size 4 --sweep lr=1e-3,1e-4", "--sweep lr=1e-3,1e-4: "),
+        (
+            "--world-size 4 --sweep muon-split-matrixes=off,2",
+            "unrecognized arguments: --muon-split-mat",
+        ),
+        ("--world-size 4 --sweep lr=1e-3,1e-4", "unrecognized arguments: --lr 1e-3"),
         ("--sweep dp=1 --explain", "--explain is about one run: leave --sweep out"),
         ("--world-size 4 --plot x.png", "--plot draws the curves of --sweep: give both"),
     ],

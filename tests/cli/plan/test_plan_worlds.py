@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_muon.lab.dry_run.kinds import buffers_of, optimizer_of, planned_kinds
-from megatron_muon.lab.plan.options import parsed, parser
+from megatron_muon.lab.plan.kinds import buffers_of, optimizer_of, planned_kinds
+from megatron_muon.lab.plan.options import command_line
 from megatron_muon.lab.pricing.memory import at_rest, peaks
 from megatron_muon.lab.pricing.traffic import exchanges_of, traffic_of
 from megatron_muon.lab.pricing.work import held_elements
-from megatron_muon.lab.routes.model_flags import imported_config_class, megatron_is_quiet, settled
+from megatron_muon.lab.routes.model_flags import import_megatron, megatron_is_quiet
 from support.virtual_gpu.megatron import OptimizerSettings, record_training
 from support.virtual_gpu.rank_report import report_of
 
@@ -43,11 +43,10 @@ WORLDS = [
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.words)
 def test_bytes_messages_and_memory_are_those_of_the_rank(world: World) -> None:
-    config_class = imported_config_class("a test")
-    flags = parsed(parser(config_class), (LAYERS + world.words).split(), config_class)[0]
-    run = settled(flags)
+    import_megatron("a test")
+    run = command_line((LAYERS + world.words).split()).settled()
     with megatron_is_quiet():
-        kind = planned_kinds([(flags, run.config)], run.ranks, "cuda", range(1))[0]
+        kind = planned_kinds([(run.flags, run.config)], run.ranks, "cuda", range(1))[0]
     (planned,) = kind.planned
     plans = [one.plan for one in planned]
     sent = traffic_of(exchanges_of(plans), [0] * plans[0].size)
@@ -60,7 +59,7 @@ def test_bytes_messages_and_memory_are_those_of_the_rank(world: World) -> None:
     for rank in world.ranks:
         at = kind.members.index(rank)
         recording = record_training(
-            flags, run.ranks, rank, run.config, OptimizerSettings()
+            run.flags, run.ranks, rank, run.config, OptimizerSettings()
         ).recording
         report = report_of(recording)
         assert (report.sent, report.messages) == (sent.sent[at], sent.messages[at])

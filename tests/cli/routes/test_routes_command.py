@@ -17,6 +17,7 @@ import megatron.core
 import pytest
 
 from megatron_muon.lab.commands import COMMANDS, main
+from megatron_muon.lab.dry_run.presets import PRESETS
 from support import ROOT
 from support.installed import NAME, VERSION, lacks
 from support.models.gpt import Case, Topology, distributed_optimizers, start
@@ -317,6 +318,53 @@ def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     assert all(name in printed for name in COMMANDS)
     assert main([]) == 2 and main(["rotes"]) == 2
     assert "no command 'rotes'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "routes"])
+def test_help_fits_a_terminal_and_needs_no_core(command: str) -> None:
+    """Megatron's flags are Megatron's to list."""
+    code = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "from megatron_muon.lab.commands import main\n"
+        f"main(['{command}', '--help'])"
+    )
+    env = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and 20 < len(lines) <= 60, done.stderr
+    assert max(map(len, lines)) <= 80
+    assert "--model" in done.stdout and "--num-layers" not in done.stdout
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_read_by_its_name_and_changed_by_flags(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Small enough to build in a moment; ``test_dry_run.py`` holds presets to Megatron-LM's own."""
+    small = ["--num-layers", "4", "--dp", "2", "--moe-layer-freq", "1"]
+    routes = routes_json(["--model", name, *small], capsys)
+    assert routes["ranks"]["world"] == 2 and len(routes["stages"]) == 1
+    layers = {row["name"].split(".")[2] for row in routes["stages"][0]["parameters"][1:-2]}
+    assert layers == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--num-layers 2 --no-such 3", "unrecognized arguments: --no-such 3: without a run's"),
+        ("--num-layers 2 x.py --lr 1", "unrecognized arguments: --num-layers 2: the run's own"),
+        ("--model llama3-8b x.py", "--model is for where no script is given"),
+        ("x.py --num-layers 2", "no script "),
+        ("--world-size 2", "--num-layers, --hidden-size, --num-attention-heads needed: give the"),
+        ("--model gpt5", "argument --model: invalid choice: 'gpt5'"),
+    ],
+)
+def test_what_belongs_where_is_said(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["routes", *words.split()])
+    assert ended.value.code == 2 and said in capsys.readouterr().err.strip().split("\n")[-1]
 
 
 def test_the_program_is_installed_under_its_name() -> None:

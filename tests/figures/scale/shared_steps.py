@@ -22,10 +22,10 @@ from figures.priced_models import CASES as MODELS
 from figures.priced_stages import PricedStage, priced_of
 from figures.scale.split_matrices import CASES as LARGE
 from megatron_muon.lab.dry_run.stages import planned_on
-from megatron_muon.lab.plan.options import parser as plan_parser
+from megatron_muon.lab.plan.options import command_line
 from megatron_muon.lab.pricing.presets import hardware_of
 from megatron_muon.lab.pricing.traffic import exchanges_of, traffic_of
-from megatron_muon.lab.routes.model_flags import imported_config_class, megatron_is_quiet, settled
+from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.planning.plan import ExchangePlan
 from support.virtual_gpu.plans import OVERLAP
 
@@ -33,10 +33,10 @@ ASKED = ("off", "2", "4", "8", "auto")
 
 
 def _plans(words: list[str]) -> list[ExchangePlan]:
-    given = plan_parser(imported_config_class("figures.scale.shared_steps")).parse_args(words)
-    run = settled(given)
+    line = command_line(words)
+    run, stage = line.settled(), line.given.stage
     with megatron_is_quiet():
-        (planned,) = planned_on(["cuda_symmetric"], given, run.config, run.ranks, given.stage)
+        (planned,) = planned_on(["cuda_symmetric"], run.flags, run.config, run.ranks, stage)
     return [one.plan for one in planned]
 
 

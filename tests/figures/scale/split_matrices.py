@@ -34,11 +34,11 @@ from figures.priced_models import DEEPSEEK_V3, TP, Case
 from figures.priced_stages import priced_of
 from megatron_muon.config import MuonConfig
 from megatron_muon.lab.dry_run.stages import planned_on
-from megatron_muon.lab.plan.options import parser as plan_parser
+from megatron_muon.lab.plan.options import command_line
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.kernels import newton_schulz, newton_schulz_strip
 from megatron_muon.lab.pricing.presets import hardware_of
-from megatron_muon.lab.routes.model_flags import imported_config_class, megatron_is_quiet, settled
+from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from support.small_squares import rows_of_small_squares
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, LLAMA_405B, OVERLAP
 
@@ -86,10 +86,10 @@ def shared(hardware: Hardware, rows: int, cols: int, ranks: int, config: MuonCon
 
 def _sizes(words: list[str], config: MuonConfig) -> Iterator[tuple[int, int]]:
     """Rows and columns of every matrix of a stage."""
-    given = plan_parser(imported_config_class("figures.scale.split_matrices")).parse_args(words)
-    run = settled(given)
+    line = command_line(words)
+    run, stage = line.settled(), line.given.stage
     with megatron_is_quiet():
-        (planned,) = planned_on(["cuda_symmetric"], given, run.config, run.ranks, given.stage)
+        (planned,) = planned_on(["cuda_symmetric"], run.flags, run.config, run.ranks, stage)
     for optimizer in planned:
         for matrix in optimizer.plan.matrices:
             for _ in range(matrix.units):

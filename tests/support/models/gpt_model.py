@@ -6,7 +6,6 @@ Transformer Engine are wrong, and telling so is the optimizer's work.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,12 +15,10 @@ from unittest import mock
 
 import torch
 
-from megatron_muon.lab.dry_run.hybrid.gated_delta import attention_spec
-from megatron_muon.lab.dry_run.hybrid.layers import build_hybrid
-from megatron_muon.lab.dry_run.stand_ins import without_fla
-from megatron_muon.lab.dry_run.versions import having
+from megatron_muon.lab.dry_run.model import having
 from support import te_on_cpu
 from support.installed import VERSION
+from support.models.local_hybrid import build_mamba, gated_delta_spec, without_fla
 from support.runs.cases import (
     DELTA,
     EXPERTS,
@@ -184,7 +181,7 @@ def layer_spec(case: Case, config: Any, chunk: dict[str, Any]) -> Any:
         return _te_spec(case, config, chunk)
     if case.mixer == "delta":
         plain = get_gpt_layer_local_spec()
-        plain.submodules.self_attention = attention_spec(config)
+        plain.submodules.self_attention = gated_delta_spec(config)
         return plain
     if case.dense_layers:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=False, **chunk)
@@ -293,7 +290,7 @@ def gpt(case: Case, config: Any, vp_stage: int | None) -> Any:
     }
     if case.mixer == "mamba":
         name = "hybrid_override_pattern" if VERSION < (0, 17) else "hybrid_layer_pattern"
-        return build_hybrid(Namespace(**{name: "M" * case.layers}), config, **options)
+        return build_mamba({name: "M" * case.layers}, config, **options)
     standin = case.mla and te_on_cpu.TE is None
     with ExitStack() as stack:
         if standin:

@@ -34,7 +34,7 @@ DEEPSEEK_V3 = (
     "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
     "--qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --num-experts 256 "
     "--moe-ffn-hidden-size 2048 --moe-router-topk 8 --moe-shared-expert-intermediate-size 2048 "
-    "--moe-layer-freq ([0]*3+[1]*58) --moe-grouped-gemm --swiglu --normalization RMSNorm "
+    "--moe-layer-freq ([0]*3+[1]*58) --swiglu --normalization RMSNorm "
     "--disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 129280 "
     "--position-embedding-type rope --seq-length 4096 --bf16 --use-distributed-optimizer "
     "--pipeline-model-parallel-size 16 --decoder-last-pipeline-num-layers 1 "

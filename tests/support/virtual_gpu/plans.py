@@ -126,13 +126,11 @@ def flags_of(words: Sequence[str]) -> Namespace:
 def settled_flags(words: Sequence[str]) -> tuple[Namespace, Settled]:
     """``flags_of``, and the run that they ask for."""
     with _quiet():
-        from megatron.core.transformer import TransformerConfig
-
         from megatron_muon.lab.routes.command import _parser
-        from megatron_muon.lab.routes.model_flags import settled
+        from megatron_muon.lab.routes.model_flags import CommandLine
 
-        flags = _parser(TransformerConfig).parse_args(list(words))
-        return flags, settled(flags)
+        run = CommandLine(_parser(), list(words)).settled()
+        return run.flags, run
 
 
 def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[str, ExchangePlan]]]:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.muon_flags import MOST_STEPS, add_home_flags
-from megatron_muon.lab.dry_run.hybrid.settings import is_hybrid
 from megatron_muon.lab.dry_run.numbers import MOST_HERE, count, positive, up_to
 
 ROWS = (
@@ -121,8 +120,6 @@ def model_flags(program: str, given: Namespace, of_megatron: Sequence[str]) -> N
     Raises:
         ValueError: a flag is not known, or cannot be given here; names it and the way out.
     """
-    from megatron.core.transformer import TransformerConfig
-
     from megatron_muon.lab.dry_run.flags import add_megatron_flags
 
     _refuse(of_megatron)
@@ -144,7 +141,7 @@ def model_flags(program: str, given: Namespace, of_megatron: Sequence[str]) -> N
         sizes["ffn-hidden-size"] = given.ffn
     parser = _ModelParser(prog=program, allow_abbrev=False, add_help=False)
     parser.add_argument("--world-size", type=int)
-    add_megatron_flags(parser, TransformerConfig)
+    add_megatron_flags(parser)
     argv = [f"--{name}={size}" for name, size in sizes.items()]
     flags, unknown = parser.parse_known_args([*argv, *_LIKE_LLAMA, *of_megatron])
     if unknown:
@@ -165,19 +162,9 @@ def _refuse(of_megatron: Sequence[str]) -> None:
 
 
 def _check_values(flags: Namespace) -> None:
-    if flags.transformer_impl != "local":
-        raise ValueError(
-            f"--transformer-impl {flags.transformer_impl} cannot be given here: every row's layers "
-            "are Megatron's local ones; leave it out"
-        )
     if None not in (flags.ddp_bucket_size, flags.ddp_num_buckets):
         raise ValueError(
             "--ddp-bucket-size and --ddp-num-buckets say the same in two ways: give one of them"
-        )
-    if is_hybrid(flags) or getattr(flags, "experimental_attention_variant", None):
-        raise ValueError(
-            "every row's model is a GPT with attention in each layer: leave out --spec, "
-            "--hybrid-... and --experimental-attention-variant"
         )
 
 

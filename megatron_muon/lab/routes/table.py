@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_muon.config import MuonConfig
-from megatron_muon.lab.dry_run.stages import Routed, RoutedParameter, RoutedStage, Routes
+from megatron_muon.lab.routes.parameters import Routed, RoutedParameter, RoutedStage, Routes
 
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")

@@ -15,6 +15,7 @@ from megatron_muon.lab.dry_run.chunks import optimizer_config
 from megatron_muon.lab.dry_run.model import Ranks
 from megatron_muon.lab.dry_run.stages import (
     Planned,
+    as_rank,
     built,
     matched_by,
     planned_optimizers,
@@ -69,7 +70,7 @@ def stage_makeup(
     Raises:
         ValueError, NotImplementedError, AssertionError, RuntimeError: see ``stages.routes``.
     """
-    with world.as_rank(world.first_ranks(ranks)[number], ranks):
+    with as_rank(world.first_ranks(ranks)[number], flags, ranks):
         return _makeup(flags, config, ranks, built(flags, config, ranks))
 
 
@@ -112,7 +113,7 @@ def planned_kinds(
     kept: list[dict[str, int]] = []
     flags, config = runs[0]
     for number in numbers:
-        with world.as_rank(world.first_ranks(ranks)[number], ranks):
+        with as_rank(world.first_ranks(ranks)[number], flags, ranks):
             chunks = built(flags, config, ranks)
             matched |= matched_by(chunks, ranks, config)
             makeup = _makeup(flags, config, ranks, chunks)
@@ -136,7 +137,7 @@ def planned_kinds(
     for number in sorted(set(range(ranks.pp)) - set(numbers)):
         if matched.issuperset(config.patterns):
             break
-        with world.as_rank(world.first_ranks(ranks)[number], ranks):
+        with as_rank(world.first_ranks(ranks)[number], flags, ranks):
             matched |= matched_by(built(flags, config, ranks), ranks, config)
     require_matched(matched, config)
     if len(numbers) == ranks.pp:

@@ -1,1 +1,0 @@
-"""Hybrid (Mamba) models and gated delta nets, as ``routes`` and ``plan`` see them."""

@@ -1,0 +1,238 @@
+"""A run's own script builds its model: the parser, the checks and the model are the script's.
+
+The script runs until it calls ``megatron.training.pretrain``. Then Megatron-LM builds the chunks of
+any rank in their DDP, on the meta device and over process groups that do nothing, until it asks for
+the optimizer. Kernels that are missing have stand-ins; flags that need a GPU and change no
+parameter are left out. Nothing is read or written but what the script itself reads before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import io
+import os
+import runpy
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+import megatron_muon.cpu
+from megatron_muon.config import MuonConfig
+from megatron_muon.lab.dry_run import stand_ins
+from megatron_muon.megatron_lm.launch import check_installation, checkout_of, naming_python
+from megatron_muon.runtime.patches import replaced
+
+_TRAINING = "megatron.training.training"
+_INITIALIZE = "megatron.training.initialize"
+# Of a run that is not planned: what it writes, how it begins, and the memory of its parameters.
+_LEFT_OUT = {
+    **{"tensorboard_dir": None, "wandb_project": "", "enable_one_logger": False},
+    **{"async_save": False, "skip_train": False, "lazy_mpu_init": False},
+    **{"use_cpu_initialization": False, "init_model_with_meta_device": False},
+}
+_IN_FEW_BITS = ("fp8_param_gather", "fp4_param")
+
+
+class _Stopped(BaseException):
+    """The script called pretrain, or Megatron asked for the optimizer; carries the arguments."""
+
+
+class ScriptArguments(Namespace):
+    """Megatron-LM's arguments of a run, validated, which also build its model.
+
+    Attributes:
+        embeddings: further arguments of ``initialize_model_parallel`` that the script has chosen.
+    """
+
+    embeddings: dict[str, Any]
+    _setup: dict[str, Any]
+
+    def chunks(self) -> list[Any]:
+        """This rank's model chunks in their DDP, built as in the run."""
+        training = importlib.import_module(_TRAINING)
+        importlib.import_module("megatron.training.global_vars").set_args(self)
+        self.rank = dist.get_rank()
+        setup, given = training.setup_model_and_optimizer, dict(self._setup)
+        if "pg_collection" in inspect.signature(setup).parameters:
+            groups = importlib.import_module("megatron.core.process_groups_config")
+            given["pg_collection"] = groups.ProcessGroupCollection.use_mpu_process_groups()
+        stop = {"get_megatron_optimizer": _stop, "get_megatron_muon_optimizer": _stop}
+        with replaced(training, **stop):
+            try:
+                setup(**given)
+            except _Stopped as stopped:
+                chunks: list[Any] = stopped.args[0][1]
+                return chunks
+        raise RuntimeError("the script's model is built without asking for an optimizer")
+
+
+@functools.cache
+def prepare(script: Path) -> tuple[str, ...]:
+    """Import the Megatron-LM of a script, once in a process; Megatron must not be imported before.
+
+    Returns:
+        The packages of kernels that are missing and have stand-ins.
+
+    Raises:
+        FileNotFoundError, MixedInstallationError, SeamError: see ``launch.main``.
+    """
+    if not script.is_file():
+        raise FileNotFoundError(f"no script {script}")
+    checkout = checkout_of(script)
+    sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
+    check_installation(checkout)
+    missing = stand_ins.install()
+    with naming_python(checkout / "megatron" / "core"), _unheard():
+        megatron_muon.cpu.enable(allow_cuda=True)
+        importlib.import_module("megatron_muon.cpu.training").enable()
+        importlib.import_module("megatron_muon.megatron_lm.install").install_training()
+        importlib.import_module("megatron_muon.mcore.seams.rows").check_part("script")
+    return tuple(missing)
+
+
+def arguments_of(
+    script: Path, words: Sequence[str], world_size: int
+) -> tuple[ScriptArguments, MuonConfig, list[str]]:
+    """Run a script until it calls ``pretrain``; ``prepare`` comes first.
+
+    Args:
+        script: a training script of a Megatron-LM checkout.
+        words: its arguments; Muon and the distributed optimizer are turned on where they are not.
+        world_size: number of ranks.
+
+    Returns:
+        Its validated arguments; Muon's settings; what there is to say about the choice of buckets,
+        and about flags that are left out.
+
+    Raises:
+        ValueError, AssertionError, NotImplementedError: Megatron or the plugin refuses the flags.
+    """
+    words, notes = _with_muon(words)
+    configs: list[MuonConfig] = []
+    ours = importlib.import_module("megatron_muon.megatron_lm.install")
+    with ExitStack() as stack:
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+        stack.enter_context(patch.dict(os.environ, ranks))
+        stack.enter_context(patch.object(sys, "argv", [str(script), *words]))
+        stack.enter_context(replaced(ours, _tell=notes.extend, _on_the_cpu=_leave_out))
+        core = importlib.import_module("megatron_muon.mcore.install")
+        stack.enter_context(replaced(core, install=configs.append))
+        printed = stack.enter_context(_unheard())
+        _forget()
+        given = _called(script, printed)
+        args = _initialized(given, printed)
+    arguments = ScriptArguments(**vars(args))
+    setup = inspect.signature(importlib.import_module(_TRAINING).setup_model_and_optimizer)
+    given["model_provider_func"] = given.get("model_provider")
+    arguments._setup = {name: given[name] for name in setup.parameters if name in given}
+    names = ("get_embedding_ranks", "get_position_embedding_ranks")
+    arguments.embeddings = {name: given[name] for name in names if name in given}
+    return arguments, configs[-1], notes
+
+
+def _with_muon(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    made: list[str] = list(words)
+    notes: list[str] = []
+    if f" {' '.join(words)} ".replace("=", " ").count(" --muon-backend upstream "):
+        raise ValueError("--muon-backend upstream: this plans the plugin's Muon; leave it out")
+    for flag in ("--optimizer muon", "--use-distributed-optimizer"):
+        if not f" {' '.join(words)} ".count(f" {flag} "):
+            made += flag.split()
+            notes.append(f"planned with {flag}, which a run with Muon needs")
+    return made, notes
+
+
+def _called(script: Path, printed: io.StringIO) -> dict[str, Any]:
+    """The arguments with which the script calls pretrain, by name."""
+    training = importlib.import_module(_TRAINING)
+    signature = inspect.signature(training.pretrain)
+    package = importlib.import_module("megatron.training")
+    with replaced(package, pretrain=_stop), replaced(training, pretrain=_stop):
+        try:
+            with _refusing(printed):
+                runpy.run_path(str(script), run_name="__main__")
+        except _Stopped as stopped:
+            arguments, options = stopped.args
+            return dict(signature.bind(*arguments, **options).arguments)
+    raise ValueError(f"{script} ended before it called pretrain of megatron.training")
+
+
+def _initialized(given: dict[str, Any], printed: io.StringIO) -> Namespace:
+    """Megatron's arguments, parsed and validated by it with what the script gave to pretrain."""
+    module = importlib.import_module(_INITIALIZE)
+    names = inspect.signature(module.initialize_megatron).parameters
+    options = {name: value for name, value in given.items() if name in names}
+    with _refusing(printed):
+        module.initialize_megatron(**options, skip_mpu_initialization=True)
+    args: Namespace = importlib.import_module("megatron.training").get_args()
+    return args
+
+
+def _leave_out(args: Namespace) -> list[str]:
+    """In place of what replaces options on a CPU: nothing is run, so few of them matter."""
+    options = importlib.import_module("megatron_muon.cpu.options")
+    for name, value in _LEFT_OUT.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
+    given = [row for row in options.REFUSED if row.needs_gpu(getattr(args, row.dest, None))]
+    for row in given:
+        if row.dest in _IN_FEW_BITS:
+            raise NotImplementedError(
+                f"{row.option}: such weights have grad buffers of their own, which are not planned "
+                "yet; leave it out: the routing is the same"
+            )
+        value, instead = getattr(args, row.dest), row.instead.split()
+        off = False if isinstance(value, bool) else None
+        setattr(args, row.dest, instead[1] if instead[0] == row.option else off)
+    kept = args.transformer_impl
+    options.replace(args)
+    args.transformer_impl = kept  # where it is missing it has a stand-in
+    told = ", ".join(row.option for row in given)
+    return [f"left out, since it needs a GPU and changes no parameter: {told}"] if given else []
+
+
+def _stop(*args: Any, **options: Any) -> NoReturn:
+    raise _Stopped(args, options)
+
+
+def _forget() -> None:
+    """Forget the arguments of an earlier script, which Megatron keeps once in a process."""
+    for module, name in (
+        ("megatron.training.global_vars", "destroy_global_vars"),
+        ("megatron.core.num_microbatches_calculator", "destroy_num_microbatches_calculator"),
+        ("megatron.core.rerun_state_machine", "destroy_rerun_state_machine"),
+    ):
+        forget: Callable[[], None] = getattr(importlib.import_module(module), name)
+        forget()
+
+
+class _Printed(io.StringIO):
+    def fileno(self) -> int:
+        return 2  # of stderr: a module of 0.16 hands it to faulthandler
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[io.StringIO]:
+    """Within it what Megatron prints goes nowhere else."""
+    printed = _Printed()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        yield printed
+
+
+@contextlib.contextmanager
+def _refusing(printed: io.StringIO) -> Iterator[None]:
+    """Turn the exit of Megatron's parser into an error with its last line."""
+    try:
+        yield
+    except SystemExit as ended:
+        lines = printed.getvalue().strip().split("\n")
+        raise ValueError(lines[-1].partition(" error: ")[2] or lines[-1]) from ended
