@@ -35,8 +35,8 @@ _LAYOUT = {"layout": "PerBufferParamLayout"}
 _ARGUMENTS = {"args": "arguments", "given": "arguments"}
 OBJECTS = {
     "mcore": _BUILT | _LAYOUT,
-    "bench/step": _BUILT,
-    "dry_run": _BUILT,
+    "lab/bench/step": _BUILT,
+    "lab/dry_run": _BUILT,
     "megatron_lm": _ARGUMENTS,
 }
 Bindings = dict[str, str]

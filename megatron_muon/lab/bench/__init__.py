@@ -1,1 +1,1 @@
-"""``megatron-muon bench``, ``accept`` and ``compare``: measurements on ranks of their own."""
+"""``megatron-muon bench`` and ``accept``: measurements on ranks of their own."""
