@@ -203,8 +203,7 @@ def planned_jobs(given: Namespace, of_megatron: list[str], device: Any) -> tuple
 
 
 def main(argv: list[str]) -> None:
-    made = parser()
-    given, of_megatron = made.parse_known_args(argv)
+    given, of_megatron = (made := parser()).parse_known_args(argv)
     gpus = torch.cuda.device_count() > 0
     if not (megatron_muon.cpu.enabled() or (LAUNCHED and gpus)):
         megatron_muon.cpu.enable(allow_cuda=True)  # with GPUs this process only starts ranks
