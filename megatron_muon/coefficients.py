@@ -35,7 +35,7 @@ class Restarts(NamedTuple):
     """The steps after which the Gram iteration restarts, by dtype.
 
     None: no list that saves products with the long side keeps the standard iteration's accuracy,
-    within a factor of two (`megatron-muon bench newton-schulz --find-restarts` prints the method).
+    within a factor of two (`tests/figures/restarts.py` has the method).
 
     Attributes:
         bf16, fp16, fp32: X and the square matrices are in this dtype.
@@ -64,8 +64,8 @@ class CoefficientSet:
         band: (smallest, largest) absolute value that the interval is brought to, in exact
             arithmetic.
         headroom: divisor of each polynomial's argument in bf16 and fp16.
-        restarts: restarts by number of steps, as found by `megatron-muon bench newton-schulz
-            --find-restarts`; other numbers of steps have not been tested.
+        restarts: restarts by number of steps, as `tests/figures/restarts.py` finds them; other
+            numbers of steps have not been tested.
     """
 
     triples: tuple[Triple, ...]

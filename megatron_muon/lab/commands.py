@@ -35,10 +35,6 @@ COMMANDS: Commands = {
         "megatron_muon.lab.trace.command",
         "where the time of a step goes, from torch profiler's traces of any run",
     ),
-    "compare": (
-        "megatron_muon.lab.compare.command",
-        "AdamW and Muon train over several topologies: time, bytes, memory, losses, a report",
-    ),
     "curves": (
         "megatron_muon.lab.curves.command",
         "the steps that runs need for the same losses, from logs of any kind",
@@ -55,6 +51,7 @@ GONE: Mapping[str, str] = {
     "certify": "plan prices memory, bytes and time; tests/unit/virtual_gpu checks races",
     "patch": "use `git apply`; patches/README.md of a clone has the two lines",
     "watch": "a run with --muon-log-interval prints its warnings; TensorBoard and W&B show numbers",
+    "compare": "use examples/evidence/compare.py of a clone; it has no slowed links and no picture",
     "scales": "an update's root mean square is the table of docs/switching_and_tuning.md",
 }
 

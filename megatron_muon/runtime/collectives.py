@@ -17,7 +17,7 @@ where patterns route them, and puts a checkpoint's digest together.
 
 Around steps that are traced the ranks meet in ``all_gather_numbers`` over the world.
 
-Only ``bench``, ``compare`` and tests call ``all_gather_flat`` and ``start_all_to_all``;
+Only ``bench``, examples and tests call ``all_gather_flat`` and ``start_all_to_all``;
 ``bench`` and Megatron on a CPU call ``start_broadcasts``.
 """
 

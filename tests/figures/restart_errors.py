@@ -1,7 +1,7 @@
 """What each list of restarts costs in accuracy: ``cd tests && python -m figures.restart_errors``.
 
 For every list of at most two restarts of the Gram iteration with ``simple`` and 5 steps: the worst
-error over the inputs of ``bench newton-schulz --find-restarts``, as a multiple of the one that is
+error over the inputs of ``figures.restarts``, as a multiple of the one that is
 allowed there (twice the standard iteration's in the same dtype, or a fixed one where that is more),
 the worst largest singular value as a multiple of the allowed one, and how many inputs miss either.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import itertools
 
+from figures.restarts import _error, _top, _trials, recorded
 from megatron_muon.coefficients import schedule
-from megatron_muon.lab.bench.newton_schulz.restarts import _error, _top, _trials, recorded
 from megatron_muon.orthogonalize.gram import gram_iteration
 
 NAME, STEPS = "simple", 5

@@ -66,33 +66,19 @@ def test_thousands_of_steps_end_with_equal_replicas_and_a_named_error(ranks: int
     assert "gloo's own error" not in killed["named"]
 
 
-@pytest.mark.parametrize("name", ["compare", "links"])
-def test_the_report_has_the_tables_over_topologies_as_they_are_printed(
-    name: str, script: Any
-) -> None:
-    figures = recorded(f"{name}.json")
-    for table in script("topologies").tables(figures).split("\n\n"):
-        assert table in REPORT
-    arguments = " ".join(figures["run"]["arguments"]).replace("examples/evidence/", "")
-    assert f"megatron-muon compare {arguments}" in REPORT
+def test_the_report_has_the_tables_over_topologies_as_they_are_printed(script: Any) -> None:
+    for name, table in (("compare", "table"), ("memory", "peaks")):
+        figures = recorded(f"{name}.json")
+        assert getattr(script("topologies"), table)(figures) in REPORT
+        assert f"python compare.py {' '.join(figures['run']['arguments'])}\n" in REPORT
 
 
-def test_the_report_has_the_table_of_memory_and_it_is_the_plans(script: Any) -> None:
-    figures = recorded("memory.json")
-    assert script("topologies").peaks(figures) in REPORT
-    assert f"megatron-muon compare {' '.join(figures['run']['arguments'])}" in REPORT
-    for each in figures["topologies"]:
+def test_memory_over_topologies_is_the_plans() -> None:
+    for each in recorded("memory.json")["topologies"]:
         for name in ("adamw", "muon"):
             for kind in ("state", "peak"):
                 planned = each["predicted"][f"{name}_{kind}"]
                 assert each[name][f"{kind}_bytes"] == pytest.approx(planned, rel=1e-4)
-
-
-def test_a_report_from_before_peaks_were_planned_has_its_table(script: Any) -> None:
-    """And one from after it has a table more."""
-    topologies = script("topologies")
-    assert topologies.tables(recorded("compare.json")).count("| dp4 |") == 1
-    assert topologies.tables(recorded("memory.json")).count("| dp4 |") == 2
 
 
 def test_every_page_with_a_command_of_figures_is_in_the_list_of_claims() -> None:
@@ -125,16 +111,6 @@ def test_bytes_over_topologies_are_the_plans_and_state_is_near_it() -> None:
         for name in ("adamw", "muon"):
             planned = each["predicted"][f"{name}_state"]
             assert each[name]["state_bytes"] == pytest.approx(planned, rel=2e-4)
-
-
-def test_the_ends_of_an_advantage_are_words_and_rates(script: Any) -> None:
-    end = script("topologies")._end
-    change = {"mbits": 42.12, "ends": True, "between": [30.0, None]}
-    assert end({"changes": [change]}) == "ends 42.1 (30 to as it is)"
-    later = {"mbits": 7.0, "ends": False, "between": None}
-    assert end({"changes": [change, later]}).endswith(", then begins 7")
-    assert end({"changes": [], "ahead_without_limit": True}) == "Muon at every rate"
-    assert end({"changes": [], "ahead_without_limit": False}) == "AdamW at every rate"
 
 
 def test_the_figures_are_those_of_the_scripts_settings(script: Any) -> None:

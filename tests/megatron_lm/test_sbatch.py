@@ -120,7 +120,7 @@ def test_a_comparison_has_the_topologies_of_its_gpus(slurm: Path) -> None:
     assert words[:2] == ["task 64 no", "threads 8"] and words.count("task 64 no") == 2
     for rank in range(2):
         assert has(words, f"--node-rank {rank} --master-addr n0 --master-port 10007")
-    assert has(words, "-m megatron_muon compare --nodes 2 --topologies")
+    assert has(words, "examples/evidence/compare.py --topologies")
     assert has(words, "--topologies dp16 tp8-dp2 tp2-dp8 tp2-pp2-dp4 --folder")
     assert words[words.index("--folder") + 1] == "a folder"
     assert words[-2:] == ["--hidden", "4096"]

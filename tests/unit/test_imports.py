@@ -37,7 +37,7 @@ LAB_TIERS = (
     ("plan",),
     ("curves", "doctor", "inspect", "trace"),
     ("bench",),
-    ("accept", "compare"),
+    ("accept",),
     ("commands",),
 )
 LAB_TIER_OF = {room: tier for tier, rooms in enumerate(LAB_TIERS) for room in rooms}
@@ -189,7 +189,7 @@ def test_each_room_imports_only_what_it_is_for() -> None:
                 assert module in kernels, f"{path} imports {name}"
             if root == "matplotlib":
                 drawing = {f"lab.{one}.figure" for one in ("trace", "curves")}
-                drawing |= {"lab.plan.charts", "lab.compare.report.figure"}
+                drawing.add("lab.plan.charts")
                 assert module in drawing, f"{path} imports {name}"
 
 

@@ -1,1 +1,1 @@
-"""``megatron-muon bench`` and ``compare``: measurements on ranks of their own."""
+"""``megatron-muon bench``: measurements on ranks of their own."""

@@ -43,7 +43,6 @@ class Task:
         gpus: whether each rank has a GPU, with NCCL; else megatron_muon.cpu and gloo.
         threads: number of torch's threads per rank.
         seconds: timeout of the measurement, and of each collective.
-        before: called on each rank with its number, before torch's world is up.
         builds: whether ranks build models: without GPUs, what that imports is imported once.
     """
 
@@ -53,7 +52,6 @@ class Task:
     gpus: bool
     threads: int
     seconds: float
-    before: Callable[[int], None] | None = None
     builds: bool = False
 
 
@@ -168,8 +166,6 @@ def _run(task: Task, rank: int, rendezvous: str) -> Any:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(task.world), "LOCAL_RANK": str(rank)}
-    if task.before is not None:
-        task.before(rank)
     torch.set_num_threads(task.threads)
     if task.gpus:
         torch.cuda.set_device(rank)
@@ -193,6 +189,7 @@ def _context(task: Task) -> Any:
     """The fork server's context; it has one thread, since an OpenMP pool does not survive forks."""
     before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONWARNINGS"] = "ignore"  # Megatron's, where the server imports it
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks every launcher for it
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler writes a line at each start

@@ -58,21 +58,6 @@ SEAMS = (
     ),
     Seam(
         _STATE,
-        "get_data_parallel_group",
-        "called",
-        "the ranks over which compare takes the mean of a loss",
-        ("with_context_parallel",),
-        part="bench",
-    ),
-    Seam(
-        "megatron.core.pipeline_parallel",
-        "get_forward_backward_func",
-        "called",
-        "the schedule of a step's micro-batches, in compare",
-        part="bench",
-    ),
-    Seam(
-        _STATE,
         "model_parallel_is_initialized",
         "called",
         "whether its process groups are there",

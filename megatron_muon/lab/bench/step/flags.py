@@ -183,7 +183,6 @@ def command_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     here: dict[str, Any] = {"type": count(most=MOST_HERE), "metavar": "N"}
-    sizes: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
     ranks = parser.add_argument_group("ranks")
     for name, default, kind in (
         *(("tp", 2, "tensor"), ("pp", 1, "pipeline"), ("dp", 2, "data")),
@@ -191,23 +190,8 @@ def command_parser() -> argparse.ArgumentParser:
     ):
         help = f"{kind} parallel size (%(default)s)"
         ranks.add_argument(f"--{name}", **here, default=default, help=help)
-    ranks.add_argument("--threads", **here, help="threads per rank (default: cores/ranks)")
-    ranks.add_argument(
-        "--minutes",
-        type=up_to(100_000, least=0.01),
-        default=60,
-        metavar="N",
-        help="minutes until the command gives up (%(default)s)",
-    )
-    model = parser.add_argument_group("model")
-    model.add_argument("--hidden", **sizes, default=256, help="hidden size (%(default)s)")
-    model.add_argument("--layers", **sizes, default=4, help="number of layers (%(default)s)")
-    model.add_argument("--seq", **sizes, default=1024, help="tokens of a sequence (%(default)s)")
-    model.add_argument(
-        "--vocab", **sizes, default=32_000, help="size of the vocabulary (%(default)s)"
-    )
-    model.add_argument("--heads", **sizes, help="attention heads (default: hidden / 64)")
-    model.add_argument("--ffn", **sizes, help="inner size of an MLP (default: 4 x hidden)")
+    add_limits(ranks)
+    add_model(parser.add_argument_group("model"))
     _add_muon(parser.add_argument_group("what is measured"))
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
@@ -220,6 +204,36 @@ def command_parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--parts", action="store_true", help="print where each row's time goes")
     return parser
+
+
+def add_limits(group: argparse._ArgumentGroup) -> None:
+    """Add the flags on a rank's threads and on the time that all ranks may take."""
+    group.add_argument(
+        "--threads",
+        type=count(most=MOST_HERE),
+        metavar="N",
+        help="threads per rank (default: cores/ranks)",
+    )
+    group.add_argument(
+        "--minutes",
+        type=up_to(100_000, least=0.01),
+        default=60,
+        metavar="N",
+        help="minutes until the command gives up (%(default)s)",
+    )
+
+
+def add_model(group: argparse._ArgumentGroup) -> None:
+    """Add the sizes of the model that ``model_flags`` reads."""
+    sizes: dict[str, Any] = {"type": count(most=1 << 24), "metavar": "N"}
+    group.add_argument("--hidden", **sizes, default=256, help="hidden size (%(default)s)")
+    group.add_argument("--layers", **sizes, default=4, help="number of layers (%(default)s)")
+    group.add_argument("--seq", **sizes, default=1024, help="tokens of a sequence (%(default)s)")
+    group.add_argument(
+        "--vocab", **sizes, default=32_000, help="size of the vocabulary (%(default)s)"
+    )
+    group.add_argument("--heads", **sizes, help="attention heads (default: hidden / 64)")
+    group.add_argument("--ffn", **sizes, help="inner size of an MLP (default: 4 x hidden)")
 
 
 def _add_muon(group: argparse._ArgumentGroup) -> None:

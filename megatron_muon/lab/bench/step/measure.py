@@ -92,7 +92,7 @@ class Measured:
 
 def measure(job: StepJob) -> list[Measured]:
     """Measurements of every row on this rank; torch's world is up, Megatron's groups are not."""
-    device = _start_megatron(job.flags)
+    device = start_megatron(job.flags)
     noise = torch.empty(NOISE, device=device)
     generator = torch.Generator(device).manual_seed(1)
     noise.normal_(0.0, 0.02, generator=generator)
@@ -127,7 +127,8 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _start_megatron(flags: Namespace) -> torch.device:
+def start_megatron(flags: Namespace) -> torch.device:
+    """Make Megatron's process groups in torch's world; the device of this rank."""
     from megatron_muon.lab.dry_run.model import ranks_of
     from megatron_muon.lab.dry_run.world import initialize_groups
 
@@ -196,9 +197,7 @@ class _Contender:
         counted.sent_bytes |= reduced.sent_bytes
         self.measured.counted = counted
         self.measured.ns_flops_once = _flops_once(self._optimizer)
-        mains = {id(main): main for _, main, _ in main_params(self._optimizer)}
-        tensors = [*mains.values(), *states(self._optimizer)]
-        self.measured.state_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.measured.state_bytes = state_bytes(self._optimizer)
         self.park()
 
     def weigh(self) -> None:
@@ -343,6 +342,12 @@ def main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
         for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             for param, main in zip(models, mains, strict=True):
                 yield param, main, 0
+
+
+def state_bytes(optimizer: Any) -> int:
+    """Bytes of fp32 main parameters and optimizer state on this rank."""
+    mains = {id(main): main for _, main, _ in main_params(optimizer)}
+    return sum(tensor.nbytes for tensor in (*mains.values(), *states(optimizer)))
 
 
 def states(optimizer: Any) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_muon.lab.bench.step.measure import Measured
 from megatron_muon.lab.bench.step.meter import EXCHANGE, NEWTON_SCHULZ, PARAM_GATHER, Times
+from megatron_muon.lab.plan.report import aligned
 
 UPSTREAM = "upstream-layerwise"
 OTHERS = ("adamw", "muon-paper", UPSTREAM)  # rows without a variant on auto
@@ -146,15 +147,7 @@ def _flops_once(lines: Sequence[Line]) -> int:
 def as_text(lines: Sequence[Line]) -> str:
     """The table, then the ratios of each row to others."""
     cells = [_HEADER, *(_cells(line) for line in lines)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADER))]
-    table = [
-        "  ".join(
-            f"{cell:<{width}}" if column == 0 else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]
-    return "\n".join([*table, "", *_ratios(lines)])
+    return "\n".join([*aligned(cells), "", *_ratios(lines)])
 
 
 def _cells(line: Line) -> tuple[str, ...]:

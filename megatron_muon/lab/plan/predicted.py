@@ -1,4 +1,4 @@
-"""Bytes that a topology is predicted to hold and send, by its exchange plan."""
+"""Bytes that AdamW and Muon are predicted to hold and send, on GPUs and on CPUs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from megatron_muon.lab.plan.kinds import adamw_scratch, buffers_of, optimizer_of
 from megatron_muon.lab.pricing.memory import MAIN, MOMENTS, MOMENTUM, at_rest, peaks
 from megatron_muon.lab.pricing.work import held_elements, total
 from megatron_muon.orthogonalize.iteration import Device, is_cuda
-
-_STATE = (MAIN, MOMENTS, MOMENTUM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +36,22 @@ class Predicted:
     muon_peak: int
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingRun:
-    """A training: flags of the model and its ranks, and Muon's settings.
-
-    AdamW has its layout of buffers from the settings.
-    """
-
-    flags: Namespace
-    config: MuonConfig
-
-
-def predicted(muon: TrainingRun, adamw: TrainingRun, device: Device) -> Predicted:
+def predicted(flags: Namespace, muon: MuonConfig, adamw: MuonConfig, device: Device) -> Predicted:
     """Plan every stage; no process group is needed.
 
     Args:
-        muon, adamw: of the same model and ranks.
+        flags: of the model and its ranks.
+        muon: Muon's settings.
+        adamw: settings that give the layout of AdamW's buffers.
         device: kind of device of all ranks.
+
+    Raises:
+        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the plugin
+            refuses the model.
     """
-    ranks = ranks_of(muon.flags)
-    runs = [(one.flags, one.config) for one in (muon, adamw)]
-    kinds = planned_kinds(runs, ranks, device, range(ranks.pp))
-    with_muon = [(len(kind.stages), _muons(kind.planned[0], muon.config, device)) for kind in kinds]
+    ranks = ranks_of(flags)
+    kinds = planned_kinds([(flags, muon), (flags, adamw)], ranks, device, range(ranks.pp))
+    with_muon = [(len(kind.stages), _muons(kind.planned[0], muon, device)) for kind in kinds]
     with_adamw = [_adamws(kind.planned[1], device) for kind in kinds]
     return Predicted(
         exchange=sum(count * sum(stage.sent) for count, stage in with_muon),
@@ -84,11 +76,10 @@ def _muons(parts: Sequence[Planned], config: MuonConfig, device: Device) -> _Sta
     optimizers = [optimizer_of(part) for part in parts]
     plans = [one.plan for one in optimizers]
     held = [held_elements(plan) for plan in plans]
-    kinds = at_rest([buffers_of(part) for part in parts], held, [one.rest for one in optimizers])
     scratch = [] if is_cuda(device) else [adamw_scratch(part) for part in parts]
     return _Stage(
         sent=total([plan.sent_bytes() for plan in plans]),
-        state=[_state(kind) for kind in kinds],
+        state=_state(parts, held, [one.rest for one in optimizers]),
         peak=peaks(plans, config, device, scratch),
     )
 
@@ -97,11 +88,13 @@ def _adamws(parts: Sequence[Planned], device: Device) -> _Stage:
     optimizers = [optimizer_of(part) for part in parts]
     every = [total([held_elements(one.plan), one.rest]) for one in optimizers]
     none = [[0] * len(one) for one in every]
-    kinds = at_rest([buffers_of(part) for part in parts], none, every)
     scratch = [adamw_scratch(part, everything=True) for part in parts]
     largest = [0 if is_cuda(device) else max(of_rank) for of_rank in zip(*scratch, strict=True)]
-    return _Stage(none[0], [_state(kind) for kind in kinds], largest)
+    return _Stage(none[0], _state(parts, none, every), largest)
 
 
-def _state(kinds: dict[str, int]) -> int:
-    return sum(kinds[kind] for kind in _STATE)
+def _state(
+    parts: Sequence[Planned], held: Sequence[Sequence[int]], rest: Sequence[Sequence[int]]
+) -> list[int]:
+    kinds = at_rest([buffers_of(part) for part in parts], held, rest)
+    return [of_rank[MAIN] + of_rank[MOMENTS] + of_rank[MOMENTUM] for of_rank in kinds]

@@ -1,4 +1,4 @@
-"""``megatron-muon bench newton-schulz --find-restarts``: where the Gram iteration has to restart.
+"""Where the Gram iteration has to restart: ``python -m figures.restarts [SET [STEPS]]``.
 
 The method. A set that is unstable near rank 1, even in float64, gets no list in any dtype. Near
 rank 1 the largest singular value is the norm: 1 before X is rounded, up to 1 + 2⁻⁸ after it. The
@@ -33,6 +33,7 @@ or ``_SQUARES_ALLOWED``.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -180,3 +181,27 @@ def _error(made: Tensor, exact: Tensor) -> float:
 
 def _top(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix, 2))
+
+
+def main() -> None:
+    """Print the lists of every number of steps that is recorded, or of those that are asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("set", nargs="?", choices=list(SETS), help="(default: all)")
+    parser.add_argument("steps", nargs="?", type=int)
+    given = parser.parse_args()
+    print((__doc__ or "").strip() + "\n", flush=True)
+    for name in [given.set] if given.set else list(SETS):
+        for steps in [given.steps] if given.steps else sorted(SETS[name].restarts) or [5]:
+            print(f"{name}, {steps} steps: {said(name, steps)}", flush=True)
+
+
+def said(name: CoefficientName, steps: int) -> str:
+    """The lists, why there are none, and whether they are those of ``coefficients``."""
+    lists, known = find_restarts(name, steps), recorded(name, steps)
+    same = "as recorded" if lists == known else f"NOT as recorded: {known}"
+    why = why_unstable(name, steps)
+    return f"{'none' if lists == NONE else lists}{f', {why}' if why else ''} ({same})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""``megatron-muon compare``: AdamW and Muon train the same model over several topologies."""

@@ -1,1 +1,0 @@
-"""The report of ``megatron-muon compare``: a page, JSON and a figure."""
