@@ -83,9 +83,10 @@ def agree_on_settings(
 ) -> None:
     """Raise an error on every rank of the world if two ranks have different settings.
 
-    A rank that asks nothing of the plugin neither waits nor communicates, unless one that asks has
-    come before it: AdamW's runs stay Megatron's. The first rank to come leaves in torch's store
-    whether it asks. A rank that asks, and finds one that did not, raises alone; its end ends those.
+    AdamW's runs stay Megatron's: a rank that asks nothing of the plugin neither waits nor
+    communicates, unless one that asks came before it. The first rank to come leaves in torch's
+    store whether it asks. Where it did not, a rank that asks raises alone, and ends the others with
+    its process.
 
     Args:
         settings: one per line.

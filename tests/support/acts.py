@@ -13,9 +13,9 @@ import torch.distributed as dist
 from megatron_muon.runtime import consensus
 from megatron_muon.runtime.patches import Patches
 
-_OTHERS = ("rank", "size", "name")  # what a ProcessGroup has beside these does not communicate
+# How the names of a ProcessGroup's methods begin that communicate.
 _COMMUNICATES = ("all", "_all", "gather", "scatter", "broadcast", "reduce", "_reduce", "barrier")
-_COMMUNICATES += ("monitored", "send", "recv")
+_COMMUNICATES += ("monitored_barrier", "send", "recv")
 
 
 def hold_acts() -> None:

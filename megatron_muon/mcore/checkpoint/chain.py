@@ -146,9 +146,9 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             raise ValueError(f"{filename} is cut off, or is no file of torch.save")
 
     def _together(self, act: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """``consensus.together``. What gathers or scatters has a vote before it and none after.
+        """``consensus.together``, without stubs, for what comes before Megatron communicates.
 
-        An error there is this rank's alone: others wait in a collective, and no vote reaches them.
+        No vote follows: an error there would wait in it for ranks that wait for Megatron.
         """
         device = device_of(self.chained_optimizers[0].model_chunks)
 
