@@ -2,7 +2,7 @@
 
 The script runs until it calls ``megatron.training.pretrain``. Then Megatron-LM builds the chunks of
 any rank in their DDP, on the meta device and over process groups that do nothing, until it asks for
-the optimizer. Kernels that are missing have stand-ins; flags that need a GPU and change no
+the optimizer. Packages of kernels have stand-ins; flags that need a GPU and change no
 parameter are left out. Nothing is read or written but what the script itself reads before.
 """
 
@@ -76,11 +76,8 @@ class ScriptArguments(Namespace):
 
 
 @functools.cache
-def prepare(script: Path) -> tuple[str, ...]:
+def prepare(script: Path) -> None:
     """Import the Megatron-LM of a script, once in a process; Megatron must not be imported before.
-
-    Returns:
-        The packages of kernels that are missing and have stand-ins.
 
     Raises:
         FileNotFoundError, MixedInstallationError, SeamError: see ``launch.main``.
@@ -90,13 +87,12 @@ def prepare(script: Path) -> tuple[str, ...]:
     checkout = checkout_of(script)
     sys.path[:0] = list(dict.fromkeys([str(script.parent), str(checkout)]))
     check_installation(checkout)
-    missing = stand_ins.install()
+    stand_ins.install()
     with naming_python(checkout / "megatron" / "core"), _unheard():
         megatron_muon.cpu.enable(allow_cuda=True)
         importlib.import_module("megatron_muon.cpu.training").enable()
         importlib.import_module("megatron_muon.megatron_lm.install").install_training()
         importlib.import_module("megatron_muon.mcore.seams.rows").check_part("script")
-    return tuple(missing)
 
 
 def arguments_of(
@@ -142,10 +138,11 @@ def arguments_of(
 def _with_muon(words: Sequence[str]) -> tuple[list[str], list[str]]:
     made: list[str] = list(words)
     notes: list[str] = []
-    if f" {' '.join(words)} ".replace("=", " ").count(" --muon-backend upstream "):
+    line = f" {' '.join(words)} ".replace("=", " ")
+    if " --muon-backend upstream " in line:
         raise ValueError("--muon-backend upstream: this plans the plugin's Muon; leave it out")
     for flag in ("--optimizer muon", "--use-distributed-optimizer"):
-        if not f" {' '.join(words)} ".count(f" {flag} "):
+        if f" {flag} " not in line:
             made += flag.split()
             notes.append(f"planned with {flag}, which a run with Muon needs")
     return made, notes
@@ -195,7 +192,7 @@ def _leave_out(args: Namespace) -> list[str]:
         setattr(args, row.dest, instead[1] if instead[0] == row.option else off)
     kept = args.transformer_impl
     options.replace(args)
-    args.transformer_impl = kept  # where it is missing it has a stand-in
+    args.transformer_impl = kept  # it has a stand-in
     told = ", ".join(row.option for row in given)
     return [f"left out, since it needs a GPU and changes no parameter: {told}"] if given else []
 

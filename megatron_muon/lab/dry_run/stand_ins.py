@@ -1,4 +1,4 @@
-"""Stand-ins for packages of kernels, so that a script builds its model where they are missing.
+"""Stand-ins for packages of kernels, so that a script builds its model without a GPU.
 
 Transformer Engine, mamba_ssm and flash-linear-attention run on a GPU. To know which parameters a
 model has, nothing of theirs is run. A stand-in has the parameters of the original with the same
@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -31,16 +31,15 @@ VERSIONS = {
 _Device = torch.device | str | None
 
 
-def install() -> list[str]:
-    """Stand in for each missing package, from now on; call it before Megatron is imported.
+def install() -> None:
+    """Stand in for the packages from now on; call it before Megatron is imported.
 
-    Returns:
-        The packages that are missing.
+    Installed ones, too, whose modules ask for a GPU; but einops, which asks for nothing, is itself.
     """
-    missing = [name for name in VERSIONS if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.meta_path.append(_Finder(missing))
-    return missing
+    packages = set(VERSIONS)
+    if importlib.util.find_spec("einops") is not None:
+        packages.remove("einops")
+    sys.meta_path.insert(0, _Finder(packages))
 
 
 class _Named(type):
@@ -136,9 +135,11 @@ class _Linear(torch.nn.Module):
             if not bias:
                 continue
             values = torch.empty(out_features, device=device, dtype=params_dtype)
-            bias_of = _parallel(values, 0)
-            if parallel_mode == "row":
-                bias_of = _parameter(values, sequence_parallel=sequence_parallel)
+            bias_of = _parameter(values, sequence_parallel=sequence_parallel)
+            if parallel_mode == "column":
+                bias_of = _parallel(values, 0)
+            elif parallel_mode is None:
+                bias_of = _parameter(values)
             setattr(self, f"bias{number}", bias_of)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -192,7 +193,7 @@ class _Anything(types.ModuleType):
 class _Finder(MetaPathFinder, Loader):
     """Finds every module of the missing packages."""
 
-    def __init__(self, packages: Sequence[str]) -> None:
+    def __init__(self, packages: Collection[str]) -> None:
         self._packages = packages
 
     def find_spec(

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from support import te_on_cpu
 from support.installed import NAME, VERSION
@@ -89,6 +90,49 @@ def test_the_standin_is_marked_as_the_real_ones(case: Case, topology: Topology) 
     for true, made in zip(real, standin, strict=True):
         same = [n for n in made if ".experts." in n or (case.mla and "_down_proj." in n)]
         assert same and {n: true[n] for n in same} == {n: made[n] for n in same}
+
+
+MODES = ("column", "row", None)
+STOOD_FOR = [
+    *(("Linear", (32, 64), {"parallel_mode": mode, "bias": True}) for mode in MODES),
+    *(("GroupedLinear", (3, 32, 64), {"parallel_mode": mode, "bias": False}) for mode in MODES),
+    ("LayerNormLinear", (32, 64), {"parallel_mode": "column", "bias": True}),
+    ("LayerNormLinear", (32, 64), {"parallel_mode": "column", "normalization": "RMSNorm"}),
+    ("LayerNorm", (32,), {"sequence_parallel": True}),
+    ("RMSNorm", (32,), {"sequence_parallel": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "options"), STOOD_FOR, ids=str)
+def test_the_dry_run_stands_in_with_the_same_parameters(
+    name: str, sizes: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    import transformer_engine.pytorch as te
+
+    from megatron_muon.lab.dry_run import stand_ins
+
+    common: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    if "Linear" in name:
+        common |= {"tp_size": 2, "sequence_parallel": options["parallel_mode"] is not None}
+    own, ours = (
+        made(*sizes, **common, **options)
+        for made in (getattr(te, name), stand_ins._KNOWN[f"transformer_engine.pytorch.{name}"])
+    )
+    marked = name != "GroupedLinear" or MARKS_GROUPED
+
+    def shown(module: Any) -> dict[str, tuple[Any, ...]]:
+        return {
+            key: (
+                tuple(param.shape),
+                param.dtype,
+                marked and getattr(param, "tensor_model_parallel", False),
+                marked and getattr(param, "partition_dim", -1),
+                bool(getattr(param, "sequence_parallel", False)),
+            )
+            for key, param in module.named_parameters()
+        }
+
+    assert shown(own) == shown(ours)
 
 
 def test_only_fused_norms_have_other_names() -> None:
