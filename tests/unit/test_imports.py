@@ -31,7 +31,7 @@ TIERS = (
 )
 # Rooms of ``lab`` by the same rule.
 LAB_TIERS = (
-    ("dispatch", "interrupts", "pricing", "traces"),
+    ("dispatch", "interrupts", "pricing"),
     ("dry_run",),
     ("virtual_gpu", "routes"),
     ("plan",),
@@ -46,7 +46,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Integers only: what decides about matrices and messages, and the time model.
 WITHOUT_TORCH = {"version", "presence", "setting_names", "coefficients", "config", "planning"}
 WITHOUT_TORCH |= {"orthogonalize.iteration", "watching.line_format"}
-WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "traces", "curves")}
+WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "trace", "curves")}
 WITHOUT_TORCH |= {"console"}
 # Of a checkpoint's files, those that hold no tensor.
 WITHOUT_TORCH |= {f"files.{name}" for name in ("claim", "digest", "digest_parts", "digest_text")}
