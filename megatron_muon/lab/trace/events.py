@@ -7,7 +7,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -15,6 +15,8 @@ from megatron_muon.files.regular import open_regular
 
 CHUNK = 1 << 18  # characters that are read at once, if they do not end within an event
 MOST = 1 << 24  # characters of an event, and of all that is before or after the events
+MERGED = "merged"  # the start of the name of a file with all ranks, which is no rank's
+_RANK = re.compile(r"rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _LIST = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
 
@@ -85,6 +87,33 @@ def _timed(event: Any, number: int) -> dict[str, Any]:
             raise ValueError(f"event {number}: {key} is {str(value)[:40]!r}")
         event |= {key: float(value)} if key in event else {}
     return event
+
+
+def files_of(path: Path) -> list[Path]:
+    """The traces of a run: a file, or the ``.json`` and ``.json.gz`` files of a folder.
+
+    Raises:
+        TraceError: there is no such file, or the folder has none.
+    """
+    if path.exists() and not path.is_dir():
+        return [path]
+    if not path.is_dir():
+        raise TraceError(f"{path}: there is no such file or folder")
+    files = sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.gz")))
+    files = [each for each in files if not each.name.startswith((MERGED, "."))]
+    if not files:
+        raise TraceError(f"{path}: there is no file in it that ends in .json or .json.gz")
+    return files
+
+
+def rank_of(path: Path, metadata: Mapping[str, Any], otherwise: int) -> int:
+    """The rank whose trace this is, by the trace, else by its file's name, else ``otherwise``."""
+    told = metadata.get("distributedInfo")
+    rank = told.get("rank") if isinstance(told, dict) else None
+    if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 1 << 30:
+        return rank
+    named = _RANK.search(path.name)
+    return int(named[1]) if named else otherwise
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -11,14 +11,12 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron_muon.lab.trace.events import TraceError, TraceFile
-from megatron_muon.lab.trace.runs import MERGED, files_of, rank_of
+from megatron_muon.lab.trace.events import MERGED, TraceError, TraceFile, files_of, rank_of
 from megatron_muon.lab.trace.spans import Interval
 
 _CLOCK = "trace/clock"  # the recorder's mark of a meeting
@@ -56,9 +54,7 @@ def merge(folder: Path) -> dict[Path, list[Clock]]:
     """Write ``merged.stageN.json.gz`` into a folder for each pipeline stage of its traces.
 
     Traces that tell no stage are merged into ``merged.json.gz``. One event is in memory at a time.
-
-    Returns:
-        The clocks of the ranks in each written file.
+    Returns the clocks of the ranks in each written file.
 
     Raises:
         TraceError: a file is no trace, or the files are not of the same steps.
@@ -129,9 +125,10 @@ def _write(path: Path, sources: list[Source], clocks: list[Clock]) -> None:
     base = sources[0].base_ns
     head = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base}
     head |= {"megatron_muon": {"clocks": [each._asdict() for each in clocks]}}
-    number, part = tempfile.mkstemp(dir=path.parent, prefix=".merged")  # a new file, and no link's
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    out = gzip.open(part, "xt", compresslevel=6)  # a new file, and no link's
     try:
-        with os.fdopen(number, "wb") as file, gzip.open(file, "wt", compresslevel=6) as out:
+        with out:
             out.write(json.dumps(head)[:-1] + ', "traceEvents": [')
             separator = "\n"
             for source, each in zip(sources, clocks, strict=True):
@@ -141,7 +138,7 @@ def _write(path: Path, sources: list[Source], clocks: list[Clock]) -> None:
             out.write("\n]}\n")
         os.replace(part, path)
     finally:
-        Path(part).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
 
 
 def _moved(source: Source, shift: float) -> Iterator[dict[str, Any]]:

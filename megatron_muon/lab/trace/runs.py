@@ -9,19 +9,17 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from megatron_muon.lab.trace.collectives import Call
-from megatron_muon.lab.trace.events import TraceError
+from megatron_muon.lab.trace.events import TraceError, files_of, rank_of
 from megatron_muon.lab.trace.rank_trace import RankTrace
 from megatron_muon.lab.trace.spans import Spans
 
-MERGED = "merged"  # the start of the name of a file with all ranks, which is no rank's
-_RANK = re.compile(r"rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _SUMS = ["count", "ms", "exposed_ms", "bytes", "sent_bytes"]
 _MOST_KINDS = 1000
 
@@ -109,33 +107,6 @@ def _measured(trace: RankTrace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         )
         kinds.append({"name": name} | {k: v / number for k, v in zip(_SUMS, sums, strict=True)})
     return row, kinds
-
-
-def files_of(path: Path) -> list[Path]:
-    """The traces of a run: a file, or the ``.json`` and ``.json.gz`` files of a folder.
-
-    Raises:
-        TraceError: there is no such file, or the folder has none.
-    """
-    if path.exists() and not path.is_dir():
-        return [path]
-    if not path.is_dir():
-        raise TraceError(f"{path}: there is no such file or folder")
-    files = sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.gz")))
-    files = [each for each in files if not each.name.startswith((MERGED, "."))]
-    if not files:
-        raise TraceError(f"{path}: there is no file in it that ends in .json or .json.gz")
-    return files
-
-
-def rank_of(path: Path, metadata: Mapping[str, Any], otherwise: int) -> int:
-    """The rank whose trace this is, by the trace, else by its file's name, else ``otherwise``."""
-    told = metadata.get("distributedInfo")
-    rank = told.get("rank") if isinstance(told, dict) else None
-    if isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 1 << 30:
-        return rank
-    named = _RANK.search(path.name)
-    return int(named[1]) if named else otherwise
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

@@ -141,8 +141,8 @@ def test_rows_with_the_overlap_gather_the_same_and_wait_for_it(
         assert rows[name]["sent_bytes"] == rows["muon-bucketed"]["sent_bytes"]
         trace = RankTrace(printed[2].parent / name / "rank0.json.gz")
         assert trace.optimizer is not None
-        ((_, end),), ((_, (_, last)),) = trace.optimizer, trace.steps
-        gathers = [one for one in trace.collectives if one.place == "params/gather"]
+        (_, end), ((_, last),) = trace.optimizer.edges(), trace.steps
+        gathers = [one for one in trace.calls if one.place == "params/gather"]
         assert gathers and all(one.stop <= last for one in gathers)
         in_step[name] = sum(one.start < end for one in gathers)
     assert in_step["muon-bucketed-late"] == 0 < in_step["muon-bucketed-early"]

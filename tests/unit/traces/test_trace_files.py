@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from megatron_muon.lab.trace import events, rank_trace
-from megatron_muon.lab.trace.events import TraceError, TraceFile
+from megatron_muon.lab.trace.events import TraceError, TraceFile, files_of
 from megatron_muon.lab.trace.rank_trace import RankTrace
-from megatron_muon.lab.trace.runs import files_of, names_of, read_run
+from megatron_muon.lab.trace.runs import names_of, read_run
 from support import ROOT
 from support.traces import event, gloo, kernel, mark, nccl, write
 
