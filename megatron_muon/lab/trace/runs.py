@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from megatron_muon.lab.trace.collectives import Call
@@ -90,8 +91,10 @@ def _measured(trace: RankTrace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     row = {"file": trace.file.path.name, "device": trace.device, "steps": number * trace.has_marks}
     row |= {f"{each}_ms": 1e-3 * us / number for each, us in times.items()}
     calls: dict[str, list[Call]] = defaultdict(list)
-    for call in trace.calls:
-        if any(start <= call.stop and call.start < stop for start, stop in trace.steps):
+    ends = [(call.start, call.stop) for call in trace.calls]
+    places = np.searchsorted(steps.edges(), np.array(ends).reshape(-1, 2), "right")
+    for call, (start, stop) in zip(trace.calls, places.tolist(), strict=True):
+        if start % 2 or stop > start:  # it begins within a step, or an edge of one is within it
             calls[" ".join(filter(None, (call.operation, call.dtype, call.place)))].append(call)
     if len(calls) > _MOST_KINDS:
         raise TraceError(f"{trace.file.path}: it has more than {_MOST_KINDS} kinds of collectives")
