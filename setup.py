@@ -65,6 +65,7 @@ setup(
         "core": ["megatron-core>=0.12,<0.21"],
         "te": ["transformer-engine[pytorch]"],
         # No extra for Apex: NVIDIA's is built from source, PyPI's package of that name is another.
+        "lab": ["pandas", "tensorboard", "matplotlib"],
         "examples": ["matplotlib", "tensorboard", "tqdm"],
         "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
     },

@@ -10,8 +10,7 @@ from typing import Any
 import matplotlib
 from training import NAMES
 
-from megatron_muon.lab.curves.curve import Curve, curve
-from megatron_muon.lab.curves.lead import Lead, leads
+from megatron_muon.lab.curves.lead import Curve, Lead, curve, leads
 
 matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
@@ -22,7 +21,7 @@ SIZES = ("small", "as tuned", "large")  # parameters of the layers grow, and the
 
 def curves(question: dict[str, Any], optimizer: str, kind: str = "validation") -> list[Curve]:
     """The loss of each seed over steps."""
-    found = [curve(kind, run[kind]) for run in question[optimizer]["runs"]]
+    found = [curve(run[kind]) for run in question[optimizer]["runs"]]
     return [each for each in found if each is not None]
 
 
@@ -142,7 +141,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         top = 0.0
         for optimizer, label in NAMES.items():
             for number, each in enumerate(curves(question, optimizer)):
-                steps, losses = zip(*each.points, strict=True)
+                steps, losses = each.steps, each.losses
                 axes.plot(
                     steps, losses, color=COLORS[optimizer], lw=1.2, alpha=0.8,
                     label=label if number == 0 else None,

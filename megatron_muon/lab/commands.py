@@ -46,6 +46,7 @@ COMMANDS: Commands = {
 }
 
 
+LIBRARIES = ("pandas", "numpy", "rich", "tensorboard", "matplotlib")  # of the extra [lab]
 # Commands that went, with what to use in their place.
 GONE: Mapping[str, str] = {
     "certify": "plan prices memory, bytes and time; tests/unit/virtual_gpu checks races",
@@ -53,6 +54,7 @@ GONE: Mapping[str, str] = {
     "watch": "a run with --muon-log-interval prints its warnings; TensorBoard and W&B show numbers",
     "compare": "use examples/evidence/compare.py of a clone; it has no slowed links and no picture",
     "scales": "an update's root mean square is the table of docs/switching_and_tuning.md",
+    "trace run": "give the training command --muon-trace-steps FIRST:LAST --muon-trace-dir FOLDER",
 }
 
 
@@ -75,11 +77,18 @@ def _run(argv: Sequence[str] | None) -> int:
     if arguments == ["--version"]:
         print(f"megatron-muon {__version__}")
         return 0
-    if arguments and arguments[0] in GONE:
-        print(f"megatron-muon {arguments[0]} is gone: {GONE[arguments[0]]}", file=sys.stderr)
-        return 2
+    for name in (" ".join(arguments[:words]) for words in (1, 2)):
+        if name in GONE:
+            print(f"megatron-muon {name} is gone: {GONE[name]}", file=sys.stderr)
+            return 2
     try:
         return dispatch("megatron-muon", COMMANDS, arguments, ends=", or --version")
     except (CoreNotFoundError, SeamError) as error:
         print(f"megatron-muon {arguments[0]}: error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in LIBRARIES:
+            raise
+        say = f"it needs {error.name}: pip install {error.name}"
+        print(f"megatron-muon {arguments[0]}: error: {say}", file=sys.stderr)
         return 1

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megatron_muon.runtime import collectives
 from megatron_muon.version import __version__
 
-# Marks in a trace, which ``megatron_muon.lab.traces`` reads. Steps have torch's own name of a step.
+# Marks in a trace, which ``megatron_muon.lab.trace`` reads. Steps have torch's own name of a step.
 STEP, OPTIMIZER, CLOCK = "ProfilerStep#", "optimizer/step", "trace/clock"
 _MEETINGS = 5  # of all ranks, before the steps and after them, which bound their clocks' offsets
 _STEPS = re.compile(r"(\d{1,12})(?::(\d{1,12}))?")

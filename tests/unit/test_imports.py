@@ -31,7 +31,7 @@ TIERS = (
 )
 # Rooms of ``lab`` by the same rule.
 LAB_TIERS = (
-    ("dispatch", "interrupts", "pricing", "traces"),
+    ("charts", "dispatch", "interrupts", "pricing"),
     ("dry_run",),
     ("routes",),
     ("plan",),
@@ -46,7 +46,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Integers only: what decides about matrices and messages, and the time model.
 WITHOUT_TORCH = {"version", "presence", "setting_names", "coefficients", "config", "planning"}
 WITHOUT_TORCH |= {"orthogonalize.iteration", "watching.line_format"}
-WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "traces", "curves")}
+WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "trace", "curves")}
 WITHOUT_TORCH |= {"console"}
 # Of a checkpoint's files, those that hold no tensor.
 WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("checksum", "digest", "digest_text")}
@@ -189,7 +189,7 @@ def test_each_room_imports_only_what_it_is_for() -> None:
                 assert module in kernels, f"{path} imports {name}"
             if root == "matplotlib":
                 drawing = {f"lab.{one}.figure" for one in ("trace", "curves")}
-                drawing.add("lab.plan.charts")
+                drawing.add("lab.charts")
                 assert module in drawing, f"{path} imports {name}"
 
 

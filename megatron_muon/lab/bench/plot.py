@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.lab.plan.charts import new_figure
+from megatron_muon.lab.charts import new_figure
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -4,124 +4,178 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_muon.lab.curves.comparison import compare
-from megatron_muon.lab.curves.curve import KINDS, CurveError, Kind
-from megatron_muon.lab.curves.lead import USUAL_WINDOW
-from megatron_muon.lab.curves.runs import read_run
-from megatron_muon.lab.curves.table import as_json, as_text
-from megatron_muon.lab.plan.charts import require_outputs
+import pandas as pd
+
+from megatron_muon.files.printable import printable
+from megatron_muon.lab.charts import require_outputs
+from megatron_muon.lab.curves import lead
+from megatron_muon.lab.curves.files import KINDS, CurveError, read_curves
+from megatron_muon.lab.curves.lead import Curve
 
 _DESCRIPTION = """\
-Compare the loss curves of two or more runs with the first: final losses, the leading ratio
-(S - s) / s over training, and the steps that the first run needs for each loss of another.
+Compare the loss curves of two or more runs with the first: final losses, the
+leading ratio (S - s) / s over training, and the steps that the first run needs
+for each loss of another.
 
-A RUN is NAME=FILE, or NAME=FILE,FILE,... with one file for each seed. A file is a folder with
-TensorBoard's event files, a Megatron log, CSV, JSON lines, or the quickstart's JSON."""
+A RUN is NAME=FILE, or NAME=FILE,FILE,... with one file for each seed. A file is
+a folder with TensorBoard's event files, a Megatron log, CSV, JSON lines, or the
+quickstart's JSON.
 
-_EPILOG = """\
 S, s           the first run reaches a loss at step S, the other one at step s
-leading ratio  0.5: the first run needs half as many steps more; "never": the loss is not reached
-(a to b)       the smallest and the largest of all pairs of seeds; without it the median is shown
-a curve        means of blocks of 2 % of a training curve's points, or of --window, then the
-               non-increasing curve nearest to them in least squares
+leading ratio  0.5: the first run needs half as many steps more; "never": the
+               loss is not reached
+(a to b)       the smallest and the largest of all pairs of seeds; without it
+               the median is shown
+a curve        means of blocks of 2 % of a training curve's points, or of
+               --window, then the nearest non-increasing curve
 
-A ratio that hangs on the window is said to. It compares runs as they were: with a decaying
-schedule the first run is at its end where the other one still has a high rate.
+It compares runs as they were: with a decaying schedule the first run is at its
+end where the other still has a high rate.
 
-Exit status: 0; 1 where a file has no curve or cannot be written; 2 where arguments are wrong."""
+Exit status: 0; 1 where a file has no curve or cannot be written; 2 where
+arguments are wrong."""
+_Runs = Mapping[str, Sequence[Mapping[str, Curve]]]  # by name a curve of each kind for each seed
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command.
 
-    Args:
-        argv: its arguments.
-
     Returns:
         0, or 1 where a file cannot be read or written; wrong arguments end the process with 2.
     """
-    parser = _parser()
-    given = parser.parse_args(argv)
-    try:
-        _check(given)
-        names = [_name(each) for each in given.runs]
-        if len(set(names)) < len(names):
-            raise ValueError(f"two runs have one name among {', '.join(names)}: give NAME=FILE")
-        tags = dict(_tag(each) for each in given.tag)
-    except ValueError as error:
-        parser.error(str(error))
-    try:
-        runs = [read_run(n, _paths(r), tags) for n, r in zip(names, given.runs, strict=True)]
-        comparisons = compare(runs, given.window)
-        if given.json is not None:
-            given.json.write_text(json.dumps(as_json(comparisons), indent=1) + "\n")
-        if given.plot is not None:
-            from megatron_muon.lab.curves.figure import draw
-
-            draw(runs, comparisons, given.plot)
-    except (CurveError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 1
-    print(as_text(comparisons))
-    return 0
-
-
-def _name(run: str) -> str:
-    name, equals, _ = run.partition("=")
-    return name if equals and name and "/" not in name else Path(run.split(",")[0]).stem
-
-
-def _paths(run: str) -> list[Path]:
-    name, equals, rest = run.partition("=")
-    files = rest if equals and name and "/" not in name else run
-    return [Path(files)] if Path(files).exists() else [Path(each) for each in files.split(",")]
-
-
-def _tag(text: str) -> tuple[Kind, str]:
-    kind, equals, name = text.partition("=")
-    if not equals or not name or kind not in KINDS:
-        raise ValueError(f"--tag {text}: it is KIND=NAME, with a kind of {', '.join(KINDS)}")
-    return kind, name
-
-
-def _check(given: argparse.Namespace) -> None:
-    if len(given.runs) < 2:
-        raise ValueError("give two runs or more")
-    if given.window is not None and not 0 <= given.window <= 0.5:
-        raise ValueError(f"--window {given.window}: it is a part of the points from 0 to 0.5")
-    require_outputs(given)
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-muon curves",
         description=_DESCRIPTION,
-        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the first one is the baseline")
-    parser.add_argument(
-        "--tag",
-        action="append",
-        default=[],
-        metavar="KIND=NAME",
-        help="name of a loss: its tag, column or key; KIND is train, validation or other (text "
-        "from elsewhere); by default it is found",
-    )
-    parser.add_argument(
-        "--window",
-        type=float,
-        default=None,
-        metavar="PART",
-        help="average blocks of this part of a curve's points; default: "
-        f"{USUAL_WINDOW} for training curves, none for others",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON, too")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw losses and leading ratios; needs matplotlib"
-    )
-    return parser
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="the first one is the baseline")
+    tag = "name of a loss: its tag, column or key; KIND is train, validation or other"
+    add("--tag", action="append", default=[], metavar="KIND=NAME", help=tag)
+    window = "average blocks of this part of a curve's points (0.02 for training curves, else 0)"
+    add("--window", type=float, metavar="PART", help=window)
+    add("--json", type=Path, metavar="FILE", help="write all figures as JSON, too")
+    add("--plot", type=Path, metavar="FILE", help="draw losses and leading ratios")
+    given = parser.parse_args(argv)
+    try:
+        if len(given.runs) < 2 or len(dict(map(_files, given.runs))) < len(given.runs):
+            raise ValueError("give two runs or more, of different names: NAME=FILE")
+        if given.window is not None and not 0 <= given.window <= 0.5:
+            raise ValueError(f"--window {given.window}: it is a part of the points from 0 to 0.5")
+        tags = dict(tag.partition("=")[::2] for tag in given.tag)
+        if not set(tags) <= set(KINDS) or not all(tags.values()):
+            raise ValueError(f"--tag is KIND=NAME, with a kind of {', '.join(KINDS)}")
+        require_outputs(given)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        files = dict(map(_files, given.runs))
+        runs = {name: [read_curves(file, tags) for file in own] for name, own in files.items()}
+        found = compare(runs, given.window)
+        if given.json is not None:
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
+        if given.plot is not None:
+            from megatron_muon.lab.curves.figure import draw
+
+            draw(runs, found, given.plot)
+    except (CurveError, OSError) as error:
+        print(f"{parser.prog}: error: {printable(str(error))}", file=sys.stderr)
+        return 1
+    print(printable("\n\n".join(_tables(found)), kept="\n"))
+    return 0
+
+
+def _files(run: str) -> tuple[str, list[Path]]:
+    name, equals, files = run.partition("=")
+    if not equals or not name or "/" in name:
+        name, files = Path(run.split(",")[0]).stem, run
+    return name, [Path(each) for each in ([files] if Path(files).exists() else files.split(","))]
+
+
+def compare(runs: _Runs, window: float | None) -> dict[str, Any]:
+    """Compare runs with the first one: all figures, by kind of loss.
+
+    Raises:
+        CurveError: no kind of loss is in all files.
+    """
+    found = {}
+    for kind in KINDS:
+        if all(kind in seed for seeds in runs.values() for seed in seeds):
+            part = window if window is not None else 0.02 if kind == "train" else 0.0
+            curves = {name: [seed[kind] for seed in seeds] for name, seeds in runs.items()}
+            first, *others = curves.items()
+            found[kind] = {
+                "window": part,
+                "runs": [_ending(name, own, part) for name, own in curves.items()],
+                "beside_first": [{"name": o[0], **_beside(first[1], o[1], part)} for o in others],
+            }
+    if not found:
+        have = (f"{name}: {', '.join(sorted(set().union(*own)))}" for name, own in runs.items())
+        raise CurveError(f"no kind of loss is in all files ({'; '.join(have)})")
+    return found
+
+
+def _ending(name: str, curves: Sequence[Curve], window: float) -> dict[str, Any]:
+    losses = [float(lead.envelope(lead.smooth(own, window)).losses[-1]) for own in curves]
+    dropped, steps = sum(own.dropped for own in curves), min(own.steps[-1] for own in curves)
+    return {"name": name, "steps": float(steps), "losses": losses, "dropped": dropped}
+
+
+def _beside(first: Sequence[Curve], own: Sequence[Curve], window: float) -> dict[str, Any]:
+    by_window = {str(part): lead.leads(first, own, part)[-1].ratio for part in lead.WINDOWS}
+    found = [each._asdict() | {"ratio": each.ratio} for each in lead.leads(first, own, window)]
+    needs = [each._asdict() for each in lead.needs(first, own, window)]
+    hangs = lead.hangs_on_window(list(by_window.values()))
+    return {"leads": found, "needs": needs, "by_window": by_window, "hangs_on_window": hangs}
+
+
+def _tables(found: dict[str, Any]) -> list[str]:
+    blocks = []
+    for kind, each in found.items():
+        rows = [
+            {"run": own["name"], "seeds": len(own["losses"]), "steps": f"{own['steps']:g}"}
+            | {"last loss": _spread(statistics.median(own["losses"]), own["losses"], ".4f")}
+            | {"not finite": own["dropped"]}
+            for own in each["runs"]
+        ]
+        blocks += [f"{kind} loss", pd.DataFrame(rows).to_string(index=False)]
+        first = each["runs"][0]["name"]
+        for other in each["beside_first"]:
+            name = other["name"]
+            rows = [_lead(f"S, {first}", f"s, {name}", own) for own in other["leads"]]
+            blocks.append(pd.DataFrame(rows).to_string(index=False))
+            rows = [
+                {f"step of {name}": f"{own['step']:g}", "loss": f"{own['loss']:.4f}"}
+                | {f"{first} has it at step": _spread(own["baseline_step"], (), ".1f")}
+                for own in other["needs"]
+            ]
+            blocks.append(pd.DataFrame(rows).to_string(index=False))
+            if other["hangs_on_window"]:
+                parts = other["by_window"].items()
+                values = ", ".join(f"{part}: {_spread(own, (), '.2f')}" for part, own in parts)
+                blocks.append(f"warning: the window decides the last ratio of {name} ({values})")
+    return blocks
+
+
+def _lead(first: str, other: str, own: dict[str, Any]) -> dict[str, str]:
+    reached = None if own["ratio"] is None else statistics.median(own["reached"])
+    return {
+        first: f"{own['step']:g}",
+        "loss": f"{own['loss']:.4f}",
+        other: _spread(reached, own["reached"], ".1f"),
+        "leading ratio (S - s) / s": _spread(own["ratio"], own["ratios"], ".2f"),
+        "pairs never": f"{own['pairs'] - len(own['reached'])} of {own['pairs']}",
+    }
+
+
+def _spread(middle: float | None, values: Sequence[float], shape: str) -> str:
+    if middle is None:
+        return "never"
+    around = f" ({min(values):{shape}} to {max(values):{shape}})" if len(values) > 1 else ""
+    return f"{middle:{shape}}{around}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.lab.plan.charts import new_figure
+from megatron_muon.lab.charts import new_figure
 from megatron_muon.lab.plan.rows import NAMES, TITLES
 from megatron_muon.lab.plan.sweep import Point, Sweep
 

@@ -1,84 +1,104 @@
-"""``megatron-muon trace report``: where the time of a step goes, from torch profiler's traces."""
+"""The tables of ``megatron-muon trace report``, as text and as JSON."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
+import math
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-from megatron_muon.lab.plan.charts import require_outputs
-from megatron_muon.lab.trace.table import as_json, as_text
-from megatron_muon.lab.traces.lanes import lanes
-from megatron_muon.lab.traces.rank_trace import read
-from megatron_muon.lab.traces.runs import files_of, names_of, run_times
-from megatron_muon.lab.traces.stream import TraceError
+import pandas as pd
 
-_DESCRIPTION = """\
-Print where the time of a training step goes on each rank: compute, communication by collective
-with its bytes and bandwidth, the part of it that compute overlaps and the exposed rest, idle time,
-the optimizer's share. Several runs stand side by side, with ratios to the first.
+from megatron_muon.lab.trace.runs import Run
 
-A run is a Chrome trace of torch's profiler (.json or .json.gz), or a folder with one for each
-rank: of `megatron-muon trace`, or of any other script over NCCL or gloo."""
-
-_EPILOG = """\
-compute        on a GPU kernels and copies, on a CPU torch's operators
-communication  NCCL's kernels, or gloo's own events; both wait for other ranks, too
-exposed        communication while nothing is computed; the rest is overlapped
-idle           neither of them; on a CPU also Python between two operators
-optimizer      within Megatron's optimizer step, or torch's Optimizer.step where that is not marked
-MB, GB/s       of the whole buffer: an all-gather's output, a reduce-scatter's input
-bus GB/s       what a rank sends, with the factors of nccl-tests
-
-Exit status: 0; 1 where a file is no trace or cannot be written; 2 where the arguments are wrong."""
+TIMES = ["step", "compute", "communication", "overlapped", "exposed", "idle", "optimizer"]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: its arguments.
-
-    Returns:
-        0, or 1 where a file cannot be read or written; wrong arguments end the process with 2.
-    """
-    parser = _parser()
-    given = parser.parse_args(argv)
-    try:
-        require_outputs(given)
-    except ValueError as error:
-        parser.error(str(error))
-    try:
-        names = names_of(given.runs)
-        runs = [run_times(path, name) for path, name in zip(given.runs, names, strict=True)]
-        if given.json is not None:
-            given.json.write_text(json.dumps(as_json(runs), indent=1) + "\n")
-        if given.plot is not None:
-            from megatron_muon.lab.trace.figure import draw
-
-            draw(runs, [lanes(read(files_of(path)[0])) for path in given.runs], given.plot)
-    except (TraceError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 1
-    print(as_text(runs))
-    return 0
+def as_text(runs: Sequence[Run]) -> str:
+    """All tables: each run's ranks and collectives, then the runs side by side."""
+    blocks = [block for run in runs for block in (_title(run), _ranks(run), _kinds(run))]
+    if len(runs) > 1:
+        blocks += ["side by side, means over ranks; in brackets over the first", _beside(runs)]
+    return "\n\n".join(blocks)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-muon trace report",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="TRACE", help="a file, or a folder")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON, too")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw a bar for each rank, and a step of each run's first rank; needs matplotlib",
-    )
-    return parser
+def as_json(runs: Sequence[Run]) -> dict[str, Any]:
+    """The same for programs: every figure of every rank, and the ratios to the first run."""
+    means = pd.DataFrame([times(run).mean(skipna=False) for run in runs])
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "ranks": _records(run.ranks.rename_axis(index="rank").reset_index()),
+                "mean": _records(means)[at],
+                "collectives_of_ranks": _records(run.kinds),
+                "collectives": _records(run.means().reset_index()),
+            }
+            for at, run in enumerate(runs)
+        ],
+        "ratios": _records(means[1:] / means.iloc[0].where(means.iloc[0] != 0)),
+    }
+
+
+def times(run: Run) -> pd.DataFrame:
+    """ms of the step and of its parts, of each rank."""
+    return run.ranks[[f"{each}_ms" for each in TIMES]].astype(float).set_axis(TIMES, axis=1)
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as dicts, with None for NaN."""
+    rows: list[dict[str, Any]] = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return rows
+
+
+def _title(run: Run) -> str:
+    least, most = int(run.ranks["steps"].min()), int(run.ranks["steps"].max())
+    steps = f"mean of {most if least == most else f'{least} to {most}'} step{'s' * (most > 1)}"
+    steps = steps if least else "no marks of steps: the whole trace is taken as one"
+    device = "/".join(sorted(set(run.ranks["device"].str.upper())))
+    return f"{run.name}: {len(run.ranks)} rank{'s' * (len(run.ranks) > 1)}, {device}, {steps}"
+
+
+def _ranks(run: Run) -> str:
+    rows = times(run).rename(index="rank {}".format)
+    mean, most = rows.mean(skipna=False), rows.max()
+    rows = pd.concat([rows, mean.to_frame("mean").T] if len(rows) > 1 else [rows])
+    rows["optimizer, %"] = 100 * rows["optimizer"] / rows["step"]
+    if "mean" in rows.index:
+        rows.loc["largest / mean"] = (most / mean.where(mean != 0))[["step", "compute"]]
+    return _table(rows.map(_number), "ms of a step")
+
+
+def _kinds(run: Run) -> str:
+    means = run.means().rename(columns={"exposed_ms": "exposed"})
+    means["MB"] = means["bytes"] / 1e6
+    shown = means[["count", "ms", "exposed", "MB", "GB/s", "bus GB/s"]].map(_number)
+    return _table(shown, "collectives, mean over ranks")
+
+
+def _beside(runs: Sequence[Run]) -> str:
+    fields = {"ms": "ms", "exposed_ms": "exposed ms", "bytes": "MB"}
+    kinds = pd.concat([run.means()[list(fields)] for run in runs], axis=1, keys=range(len(runs)))
+    absent = pd.concat([kinds[at].isna().all(axis=1) for at in range(len(runs))], axis=1)
+    parts = [pd.DataFrame([times(run).mean(skipna=False) for run in runs]).T]
+    parts[0].loc["optimizer, %"] = 100 * parts[0].loc["optimizer"] / parts[0].loc["step"]
+    most = pd.Series([times(run)["compute"].max() for run in runs])
+    parts[0].loc["compute, largest / mean"] = most / parts[0].loc["compute"].replace(0, math.nan)
+    for field, title in fields.items():
+        own = kinds.xs(field, axis=1, level=1).mask(absent, 0.0)  # unknown is not none
+        parts.append((own / 1e6 if field == "bytes" else own).rename(f"{title} in {{}}".format))
+    values = pd.concat(parts)
+    shown = values.map(_number)
+    for at in range(1, len(runs)):
+        ratios = values[at] / values[0].where(values[0] != 0)
+        shown[at] += ratios.map(lambda ratio: "" if pd.isna(ratio) else f" ({ratio:.2f})")
+    return _table(shown.set_axis([run.name for run in runs], axis=1), "ms of a step")
+
+
+def _table(shown: pd.DataFrame, corner: str) -> str:
+    return str(shown.rename_axis(index=None, columns=corner).to_string())
+
+
+def _number(value: float) -> str:
+    if pd.isna(value):
+        return "-"
+    return f"{value:.3g}" if value < 100 else f"{value:,.{0 if value >= 1000 else 1}f}"

@@ -18,7 +18,7 @@ from megatron_muon.lab.bench.step.measure import Measured
 from megatron_muon.lab.bench.step.meter import Times
 from megatron_muon.lab.bench.step.rows import Gathers
 from megatron_muon.lab.commands import main
-from megatron_muon.lab.traces.rank_trace import read
+from megatron_muon.lab.trace.rank_trace import RankTrace
 from support.benching import OURS, SMALL, bench_step, model_and_ranks
 from support.installed import NAME
 
@@ -139,10 +139,10 @@ def test_rows_with_the_overlap_gather_the_same_and_wait_for_it(
     in_step = {}
     for name in ("muon-bucketed-late", "muon-bucketed-early"):
         assert rows[name]["sent_bytes"] == rows["muon-bucketed"]["sent_bytes"]
-        trace = read(printed[2].parent / name / "rank0.json.gz")
+        trace = RankTrace(printed[2].parent / name / "rank0.json.gz")
         assert trace.optimizer is not None
-        ((_, end),), ((_, (_, last)),) = trace.optimizer, trace.steps
-        gathers = [one for one in trace.collectives if one.place == "params/gather"]
+        (_, end), ((_, last),) = trace.optimizer.edges(), trace.steps
+        gathers = [one for one in trace.calls if one.place == "params/gather"]
         assert gathers and all(one.stop <= last for one in gathers)
         in_step[name] = sum(one.start < end for one in gathers)
     assert in_step["muon-bucketed-late"] == 0 < in_step["muon-bucketed-early"]

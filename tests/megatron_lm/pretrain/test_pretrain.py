@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.lab.traces.stream import TraceFile
+from megatron_muon.lab.trace.events import TraceFile
 from megatron_muon.runtime.step_traces import OPTIMIZER
 from support import PYTHON311, ROOT
 from support.megatron_lm.scripts import (

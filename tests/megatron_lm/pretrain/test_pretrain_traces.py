@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.lab.traces.merge import merge
-from megatron_muon.lab.traces.runs import run_times
+from megatron_muon.lab.trace.merge import merge
+from megatron_muon.lab.trace.rank_trace import RankTrace
 from support.megatron_lm.scripts import MUON, losses, needs_checkout, pretrain
 
 pytestmark = [needs_checkout, pytest.mark.timeout(900)]
@@ -20,13 +20,13 @@ def test_any_optimizer_is_traced_and_trains_the_same(optimizer: str, tmp_path: P
     flags = f"--muon-trace-steps 3:4 --muon-trace-dir {tmp_path / 'traces'}"
     traced = pretrain(2, optimizer, "--bf16", flags)
     assert losses(traced) == losses(plain) and len(losses(plain)) >= 6
-    run = run_times(tmp_path / "traces", "x")
-    assert [(rank.rank, rank.steps) for rank in run.ranks] == [(0, 2), (1, 2)]
-    gathered = {kind.place for kind in run.kinds.values()}
+    traces = [RankTrace(tmp_path / "traces" / f"rank{rank}.json.gz") for rank in (0, 1)]
+    assert [len(trace.steps) for trace in traces] == [2, 2]
+    gathered = {call.place for trace in traces for call in trace.calls}
     assert {"grads/reduce", "params/gather"} <= gathered
     assert ({"muon/gather", "muon/scatter"} <= gathered) == (optimizer is MUON)
-    (merged,) = merge(tmp_path / "traces")
-    assert [clock.how for clock in merged.clocks] == ["first", "same machine"]
+    (clocks,) = merge(tmp_path / "traces").values()
+    assert [clock.how for clock in clocks] == ["first", "same machine"]
 
 
 def test_steps_beyond_the_run_are_refused(tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import megatron_muon
-from megatron_muon.lab.traces.merge import merge
-from megatron_muon.lab.traces.rank_trace import read
-from megatron_muon.lab.traces.runs import run_times
-from megatron_muon.lab.traces.stream import TraceFile
+from megatron_muon.lab.trace.events import TraceFile
+from megatron_muon.lab.trace.merge import merge
+from megatron_muon.lab.trace.runs import read_run
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import run
 
@@ -51,27 +50,30 @@ def test_every_rank_writes_the_chosen_steps_with_the_bytes_that_it_sent(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"rank{rank}.json.gz" for rank in range(ranks)
     ]
-    times = run_times(tmp_path, "x").ranks
-    for rank, (sent, _) in zip(times, results, strict=True):
-        trace = read(tmp_path / rank.file)
-        assert [number for number, _ in trace.steps] == [2, 3]
-        kinds = {kind.name: kind.bytes for kind in rank.kinds}
-        assert sent == sum(
-            kinds.get(f"send bf16 muon/{phase}") or 0 for phase in ("gather", "scatter")
-        )
+    run_of = read_run(tmp_path, "x")
+    assert set(run_of.ranks.steps) == {2}
+    for (at, rank), (sent, _) in zip(run_of.ranks.iterrows(), results, strict=True):
+        kinds = run_of.kinds[run_of.kinds["rank"] == at].set_index("name").bytes
+        exchanged = [f"send bf16 muon/{phase}" for phase in ("gather", "scatter")]
+        assert sent == kinds.reindex(exchanged, fill_value=0).sum()
         assert "reduce_scatter fp32 grads/reduce" in kinds
-        assert rank.optimizer_ms is not None and 0 < rank.optimizer_ms < rank.step_ms
+        assert 0 < rank.optimizer_ms < rank.step_ms
+        marks = {e["name"] for e in TraceFile(tmp_path / rank.file).events()}
+        assert {each for each in marks if each.startswith("ProfilerStep#")} == {
+            "ProfilerStep#2",
+            "ProfilerStep#3",
+        }
     assert sum(sent for sent, _ in results) > 0
 
 
 def test_ranks_of_a_stage_share_a_merged_timeline(tmp_path: Path) -> None:
     run(_traced, 4, TOPOLOGIES["tp2-pp2"], "2", str(tmp_path))
     merged = merge(tmp_path)
-    ranks = {each.stage: [clock.rank for clock in each.clocks] for each in merged}
-    assert ranks == {0: [0, 1], 1: [2, 3]}
-    for each in merged:
-        assert [clock.how for clock in each.clocks] == ["first", "same machine"]
-        steps = [e for e in TraceFile(each.path).events() if e["name"] == "ProfilerStep#2"]
+    ranks = {path.name: [clock.rank for clock in own] for path, own in merged.items()}
+    assert ranks == {"merged.stage0.json.gz": [0, 1], "merged.stage1.json.gz": [2, 3]}
+    for path, clocks in merged.items():
+        assert [clock.how for clock in clocks] == ["first", "same machine"]
+        steps = [e for e in TraceFile(path).events() if e["name"] == "ProfilerStep#2"]
         begins, ends = zip(*((e["ts"], e["ts"] + e["dur"]) for e in steps), strict=True)
         assert max(begins) < min(ends)  # one step on one clock
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from pathlib import Path
 
 import pytest
 
-from megatron_muon.lab.curves.curve import CurveError, kind_of
-from megatron_muon.lab.curves.runs import read_run
-from megatron_muon.lab.curves.text_files import read_text
+from megatron_muon.lab.curves.files import CurveError, kind_of, read_curves
 
 # Lines as Megatron-LM 0.16.1's training_log and evaluate_and_print_results print them
 LOG = """\
@@ -18,6 +18,7 @@ elapsed time per iteration (ms): 512.3 | learning rate: 1.000000E-03 | global ba
 lm loss: 1.083210E+01 | loss scale: 1.0 | grad norm: 2.100 | number of skipped iterations:   0 | \
 number of nan iterations:   0 |
 some other line
+ [2026-11-03 10:00:01.000000] iteration        9/       4 | lm loss: 1.2.3 | loss scale: 1.0 |
  [2026-11-03 10:00:02.000000] iteration        2/       4 | consumed samples:           16 | \
 elapsed time per iteration (ms): 500.0 | learning rate: 9.000000E-04 | global batch size:     8 | \
 load_balancing_loss: 1.0E+00 | lm loss: 9.500000E+00 | loss scale: 1.0 | grad norm: 2.000 |
@@ -36,39 +37,40 @@ def written(tmp_path: Path, text: str, name: str = "run.log") -> Path:
     return path
 
 
+def points(path: Path, **tags: str) -> dict[str, list[tuple[float, float]]]:
+    read = read_curves(path, tags)
+    return {kind: list(zip(own.steps, own.losses, strict=True)) for kind, own in read.items()}
+
+
 def test_a_log_of_megatrons(tmp_path: Path) -> None:
-    (seed,) = read_run("run", [written(tmp_path, LOG)], {}).seeds
-    assert seed["train"].points == ((1.0, 10.8321), (2.0, 9.5))
-    assert seed["validation"].points == ((2.0, 9.612), (4.0, 8.5))
+    """A line whose loss is no number is none of it."""
+    assert points(written(tmp_path, LOG)) == {
+        "train": [(1, 10.8321), (2, 9.5)],
+        "validation": [(2, 9.612), (4, 8.5)],
+    }
 
 
 def test_json_lines_and_the_quickstarts_json(tmp_path: Path) -> None:
-    lines = "".join(
-        json.dumps({"iteration": step, "lm loss": 3.0 - step, "lr": 0.1}) + "\n" for step in (1, 2)
-    )
-    (seed,) = read_run("run", [written(tmp_path, lines, "a.jsonl")], {}).seeds
-    assert seed["train"].points == ((1.0, 2.0), (2.0, 1.0))
+    rows = [{"iteration": step, "lm loss": 3.0 - step, "lr": 0.1, "b": True} for step in (1, 2)]
+    lines = "\n".join(map(json.dumps, rows))
+    assert points(written(tmp_path, lines, "a.jsonl")) == {"train": [(1, 2.0), (2, 1.0)]}
     whole = {"curve": {"train": [[1, 3.0]], "validation": [[0, 5.5], [1, 3.1]], "other": [[1, 4]]}}
-    (seed,) = read_run("run", [written(tmp_path, json.dumps(whole, indent=1), "b.json")], {}).seeds
-    assert {kind: loss.points[-1] for kind, loss in seed.items()} == {
-        "train": (1.0, 3.0), "validation": (1.0, 3.1), "other": (1.0, 4.0)
+    assert points(written(tmp_path, json.dumps(whole, indent=1), "b.json")) == {
+        "train": [(1, 3.0)], "validation": [(0, 5.5), (1, 3.1)], "other": [(1, 4.0)]
     }  # fmt: skip
 
 
 def test_csv_of_wandb_and_of_tensorboard(tmp_path: Path) -> None:
     path = written(tmp_path, WANDB, "a.csv")
     with pytest.raises(CurveError, match="'muon - lm loss__MIN' may be the train"):
-        read_run("run", [path], {})
-    (seed,) = read_run("run", [path], {"train": "muon - lm loss"}).seeds
-    assert seed["train"].points == ((1.0, 3.5), (2.0, 3.25))
+        points(path)
+    assert points(path, train="muon - lm loss") == {"train": [(1, 3.5), (2, 3.25)]}
     text = "Wall time,Step,Value\n1.5,10,4.0\n2.5,20,3.0\n"
     path = written(tmp_path, text, "run-lm loss validation.csv")
-    (seed,) = read_run("run", [path], {}).seeds
-    assert seed["validation"].points == ((10.0, 4.0), (20.0, 3.0))
+    assert points(path) == {"validation": [(10, 4.0), (20, 3.0)]}
 
 
 def test_tensorboards_files_and_a_resumed_run(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
     for number, steps in enumerate((range(1, 6), range(4, 9))):
@@ -77,10 +79,13 @@ def test_tensorboards_files_and_a_resumed_run(tmp_path: Path) -> None:
                 writer.add_scalar("lm loss", 10.0 - step - number / 4, step)
                 writer.add_scalar("lm loss vs samples", 1.0, 8 * step)
                 writer.add_scalar("lm loss validation", 11.0 - step, step)
-    (seed,) = read_run("run", [tmp_path], {}).seeds
-    train = dict(seed["train"].points)
-    assert train[3] == 7.0 and train[4] == 5.75 and seed["train"].last_step == 8
-    assert len(seed["validation"].points) == 8
+    read = points(tmp_path)
+    train = dict(read["train"])
+    assert train[3] == 7.0 and train[4] == 5.75 and max(train) == 8
+    assert len(read["validation"]) == 8
+    (tmp_path / "events.out.tfevents.9").write_bytes(b"\xff" * 99)
+    with pytest.raises(CurveError, match="no loss is in it"):
+        points(tmp_path / "events.out.tfevents.9")
 
 
 @pytest.mark.parametrize(
@@ -106,14 +111,18 @@ def test_a_losss_name_tells_its_kind(name: str, kind: str | None) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "no losses are in it"),
-        ("hello\nworld\n", "no losses are in it"),
-        ('{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2,\n', "it is no JSON"),
+        ("", "no loss is in it"),
+        ("hello\nworld\n", "no loss is in it"),
+        (LOG[: LOG.index("some")].replace("1.083210E+01", "1.2.3"), "no loss is in it"),
+        ('{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2,\n', "it cannot be read: Expecting"),
+        ('{"iteration": 1, "lm loss": 2.0}\n[]\n', "line 2 is no object"),
         ('{"curve": {"train": [[1]]}}', r"curve 'train' has a point '\[1\]'"),
-        ("[" * 100_000, "no losses are in it"),
-        ('{"a": ' + "[" * 100_000, "it is no JSON"),
-        ('{"iteration": 1, "lr": 2.0}\n', "no loss among 'lr'; name one with --tag KIND=NAME"),
-        ('{"iteration": 1, "lm loss": NaN}\n', "no loss among 'lm loss'"),
+        ("[" * 100_000, "no loss is in it"),
+        ('{"a": ' + "[" * 100_000, "it cannot be read"),
+        (f'{{"step": {"9" * 9999}}}', "it cannot be read"),
+        ('{"iteration": 1, "lr": 2.0}\n', "no loss is in it .'lr'.*--tag KIND=NAME"),
+        ('{"iteration": 1, "lm loss": NaN}\n', "no loss is in it .'lm loss'"),
+        ('step,loss\n1,"' + "x" * 200_000, "it cannot be read: field larger"),
     ],
 )
 def test_what_holds_no_loss_is_one_error_that_names_the_file(
@@ -121,18 +130,29 @@ def test_what_holds_no_loss_is_one_error_that_names_the_file(
 ) -> None:
     path = written(tmp_path, text, "a.txt")
     with pytest.raises(CurveError, match=says) as caught:
-        read_run("run", [path], {})
-    assert str(path) in str(caught.value)
+        points(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    import os
-
+def test_a_pipe_or_a_device_is_not_waited_for_and_a_tag_must_be_there(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CurveError, match="it cannot be read"):
-        read_text(tmp_path / "pipe")
-
-
-def test_a_tag_that_is_not_there_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.out.tfevents.1")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero"), tmp_path / "none"):
+        with pytest.raises(CurveError, match="it cannot be read"):
+            points(path)
     with pytest.raises(CurveError, match="it has no 'loss', but 'lm loss', 'lm loss validation'"):
-        read_run("run", [written(tmp_path, LOG)], {"train": "loss"})
+        points(written(tmp_path, LOG), train="loss")
+
+
+def test_a_file_with_random_bytes_is_read_or_is_an_error_of_its_own(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    for text in (LOG, WANDB, '{"step": 1, "loss": 2.0}\n' * 3, '{"curve": {"train": [[1, 2.0]]}}'):
+        for _ in range(100):
+            damaged = bytearray(text.encode())
+            for _ in range(draw.randint(1, 3)):
+                damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+            (tmp_path / "x").write_bytes(damaged)
+            try:
+                points(tmp_path / "x")
+            except CurveError as error:
+                assert str(tmp_path / "x") in str(error)

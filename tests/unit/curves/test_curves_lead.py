@@ -5,23 +5,33 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.lab.curves.curve import Curve, curve
 from megatron_muon.lab.curves.lead import (
+    WINDOWS,
+    Curve,
+    curve,
     envelope,
     hangs_on_window,
     leads,
-    loss_at,
     needs,
     smooth,
-    smoothing_decides,
     step_of,
 )
+
+
+def along(losses: Sequence[float]) -> Curve:
+    """A curve of these losses at steps 1, 2, ..."""
+    made = curve(enumerate(losses, 1))
+    assert made is not None
+    return made
+
 
 LOSSES = st.lists(st.floats(-10, 10, allow_nan=False), min_size=1, max_size=30)
 
@@ -29,17 +39,14 @@ LOSSES = st.lists(st.floats(-10, 10, allow_nan=False), min_size=1, max_size=30)
 def power_law(scale: float, steps: int = 1000, noise: float = 0.0, seed: int = 0) -> Curve:
     """1 + (t / scale)^-0.5: with half the scale every loss is reached in half the steps."""
     draw = random.Random(seed)
-    points = (
-        (float(step), 1 + (step / scale) ** -0.5 + draw.gauss(0, noise))
-        for step in range(1, steps + 1)
-    )
-    return Curve("loss", tuple(points))
+    noises = (draw.gauss(0, noise) for _ in range(steps))
+    return along([1 + (step / scale) ** -0.5 + more for step, more in enumerate(noises, 1)])
 
 
 def test_a_run_that_needs_half_the_steps_leads_by_one_all_along() -> None:
-    along = leads([power_law(2.0)], [power_law(1.0)], 0.0)
-    assert [lead.step for lead in along] == [100.0 * n for n in range(1, 11)]
-    for lead in along:
+    led = leads([power_law(2.0)], [power_law(1.0)], 0.0)
+    assert [lead.step for lead in led] == [100.0 * n for n in range(1, 11)]
+    for lead in led:
         assert lead.reached[0] == pytest.approx(lead.step / 2, rel=1e-9)
         assert lead.ratio == pytest.approx(1.0, rel=1e-9)
 
@@ -53,9 +60,9 @@ def test_the_same_run_leads_by_nothing_and_a_slower_one_by_less() -> None:
 
 def test_the_baselines_steps_for_a_loss_are_the_same_law_the_other_way_round() -> None:
     steps_needed = needs([power_law(2.0)], [power_law(1.0)], 0.0)
-    for need in steps_needed[:5]:
-        assert need.baseline_step == pytest.approx(2 * need.step, rel=1e-9)
-    assert [need.baseline_step for need in steps_needed[5:]] == [None] * 5
+    for step, _, of_baseline in steps_needed[:5]:
+        assert of_baseline == pytest.approx(2 * step, rel=1e-9)
+    assert [of_baseline for _, _, of_baseline in steps_needed[5:]] == [None] * 5
 
 
 def test_the_band_is_that_of_all_pairs_of_seeds() -> None:
@@ -89,8 +96,11 @@ def test_noise_spreads_the_ratio_and_does_not_shift_it(window: float) -> None:
 
 def line(slope: float, noise: float, seed: int) -> Curve:
     draw = random.Random(seed)
-    points = ((float(t), 2 - t * slope + draw.gauss(0, noise)) for t in range(1, 1001))
-    return Curve("loss", tuple(points))
+    return along([2 - t * slope + draw.gauss(0, noise) for t in range(1, 1001)])
+
+
+def smoothing_decides(first: Sequence[Curve], other: Sequence[Curve]) -> list[float | None]:
+    return [leads(first, other, window)[-1].ratio for window in WINDOWS]
 
 
 def test_a_ratio_that_hangs_on_the_window_is_told() -> None:
@@ -103,48 +113,41 @@ def test_a_ratio_that_hangs_on_the_window_is_told() -> None:
 
 
 @given(LOSSES)
-def test_an_envelope_never_rises_and_keeps_the_mean(losses: list[float]) -> None:
-    points = tuple((float(step), loss) for step, loss in enumerate(losses))
-    fitted = [loss for _, loss in envelope(points)]
+def test_an_envelope_is_the_nearest_curve_that_never_rises(losses: list[float]) -> None:
+    """By the max-min formula of isotonic regression, which no pool enters."""
+    fitted = envelope(along(losses)).losses.tolist()
     assert all(later <= earlier for earlier, later in pairwise(fitted))
     assert math.fsum(fitted) == pytest.approx(math.fsum(losses), abs=1e-9)
-
-
-@given(LOSSES)
-def test_an_envelope_is_the_nearest_one(losses: list[float]) -> None:
-    """By the max-min formula of isotonic regression, which no pool enters."""
-    points = tuple((float(step), loss) for step, loss in enumerate(losses))
-    count = len(losses)
 
     def mean(first: int, last: int) -> float:
         return math.fsum(losses[first : last + 1]) / (last + 1 - first)
 
-    for at, (_, fitted) in enumerate(envelope(points)):
+    count = len(losses)
+    for at, loss in enumerate(fitted):
         nearest = min(
             max(mean(first, last) for last in range(at, count)) for first in range(at + 1)
         )
-        assert fitted == pytest.approx(nearest, abs=1e-9)
+        assert loss == pytest.approx(nearest, abs=1e-9)
 
 
 @given(st.lists(st.floats(0.001, 1), min_size=2, max_size=20), st.floats(0, 1))
 def test_the_step_of_a_loss_has_that_loss(falls: list[float], share: float) -> None:
-    level, points = 10.0, []
-    for step, fall in enumerate(falls, 1):
-        level -= fall
-        points.append((float(step), level))
-    curve = tuple(points)
+    falling = along((10 - np.cumsum(falls)).tolist())
     step = 1 + share * (len(falls) - 1)
-    assert step_of(curve, loss_at(curve, step)) == pytest.approx(step, abs=1e-6)
-    assert step_of(curve, level - 1e-6) is None
+    loss = float(np.interp(step, falling.steps, falling.losses))
+    assert step_of(falling, loss) == pytest.approx(step, abs=1e-6)
+    assert step_of(falling, falling.losses[-1] - 1e-6) is None
 
 
 def test_blocks_stand_at_the_mean_of_their_steps() -> None:
-    points = tuple((float(step), float(step)) for step in range(100))
-    assert smooth(points, 0.0) == points
-    assert smooth(points, 0.1)[0] == (4.5, 4.5) and len(smooth(points, 0.1)) == 10
+    points = along([float(step) for step in range(1, 104)])
+    assert smooth(points, 0.0).losses.tolist() == points.losses.tolist()
+    blocks = smooth(points, 0.1)
+    assert (blocks.steps[0], blocks.losses[0], blocks.steps[-1]) == (5.5, 5.5, 102)
 
 
 def test_a_resumed_runs_later_losses_win_and_what_is_not_finite_is_counted() -> None:
-    joined = curve("loss", [(1, 3.0), (2, 2.0), (3, float("nan")), (2, 2.5), (3, 1.0)])
-    assert joined == Curve("loss", ((1, 3.0), (2, 2.5), (3, 1.0)), dropped=1)
-    assert curve("loss", [(1, float("inf"))]) is None
+    joined = curve([(1, 3.0), (2, 2.0), (3, float("nan")), (2, 2.5), (3, 1.0)])
+    assert joined is not None and joined.dropped == 1
+    assert (joined.steps.tolist(), joined.losses.tolist()) == ([1, 2, 3], [3.0, 2.5, 1.0])
+    assert curve([(1, float("inf"))]) is None

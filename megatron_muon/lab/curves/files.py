@@ -1,0 +1,171 @@
+"""Loss curves in files: TensorBoard's, Megatron's log, CSV, JSON lines, the quickstart's JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.files.regular import open_regular
+from megatron_muon.lab.curves.lead import Curve, curve
+
+KINDS = ("train", "validation", "other")  # other: text from elsewhere
+MOST = 1 << 28  # bytes of a file
+MOST_LINE = 1 << 20  # characters of a line
+STEPS = ("step", "iteration", "iter", "global_step", "_step")
+_EVENTS = "events.out.tfevents."
+_NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
+# Lines of Megatron's training_log and evaluate_and_print_results.
+_TRAIN = re.compile(rf"iteration\s+(\d+)/\s*\d+ \|.{{0,2000}}?\| (\S{{0,80}}lm loss): {_NUMBER} \|")
+_EVALUATED = re.compile(
+    r"validation loss at iteration (\d+)(?: on validation set)? \| (\S{0,80}lm loss) "
+    rf"value: {_NUMBER} \|"
+)
+Columns = dict[str, list[tuple[float, float]]]
+
+
+class CurveError(ValueError):
+    """A file holds no loss curve that can be read; the text names the file."""
+
+
+def read_curves(path: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
+    """The loss of each kind in a file, or in the event files of a folder and those below it.
+
+    Args:
+        path: the file or the folder.
+        tags: names that losses have in it, by kind, where they do not tell by themselves.
+
+    Raises:
+        CurveError: the file cannot be read, is too large, or has no loss, or several of one kind.
+    """
+    columns: Columns = {}
+    try:
+        files = sorted(path.rglob(f"{_EVENTS}*")) if path.is_dir() else [path]
+        for file in files:  # of a resumed run the later file wins
+            _read(file, columns)
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        raise CurveError(f"{path}: it cannot be read: {error}") from error
+    by_kind = {}
+    for kind in KINDS:
+        names = [name for name in columns if kind_of(name) == kind]
+        exact = [name for name in names if name in ("lm loss", "lm loss validation")]
+        if kind not in tags and len(names) > 1 and len(exact) != 1:
+            raise CurveError(f"{path}: {_listed(names)} may be the {kind} loss: --tag {kind}=NAME")
+        name = tags.get(kind) or next(iter(exact or names), None)
+        if kind in tags and name not in columns:
+            raise CurveError(f"{path}: it has no {name!r}, but {_listed(columns)}")
+        loss = None if name is None else curve(columns[name])
+        if loss is not None and loss.steps[-1] > 0:  # a loss before training alone is no curve
+            by_kind[kind] = loss
+    if not by_kind:
+        raise CurveError(
+            f"{path}: no loss is in it ({_listed(columns)}). Megatron's log has lines with 'lm "
+            f"loss', CSV and JSON lines one of the columns {', '.join(STEPS)}, a folder event "
+            "files of TensorBoard's; --tag KIND=NAME names another loss"
+        )
+    return by_kind
+
+
+def kind_of(name: str) -> str | None:
+    """Which loss a name means, by the words that Megatron, W&B and the quickstart use for it.
+
+    Returns:
+        One of ``KINDS``; None for what is no loss over steps, such as ``lm loss validation ppl``.
+    """
+    words = set(re.sub(r"[\W_]+", " ", name.lower()).split())
+    if {"ppl", "perplexity", "vs", "scale", "scaling", "aux", "load", "balancing"} & words:
+        return None
+    if {"ood", "other"} & words or name.lower().startswith("out-of-distribution"):
+        return "other"
+    if {"validation", "valid", "val", "eval", "evaluation", "test"} & words:
+        return "validation"
+    return "train" if {"loss", "train", "training"} & words else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = [repr(name[:80]) for name in names]
+    return ", ".join(shown[:12]) + ", …" * (len(shown) > 12)
+
+
+def _read(path: Path, columns: Columns) -> None:
+    """Add each column of numbers over steps of a file, by its name."""
+    with open_regular(path) as file:
+        content = b"" if path.name.startswith(_EVENTS) else file.read(MOST + 1)
+        if max(len(content), path.stat().st_size) > MOST:
+            raise ValueError(f"it has more than {MOST >> 20} MiB")
+    lines = [line[:MOST_LINE] for line in content.decode("utf-8", "replace").splitlines()]
+    lines = [line for line in lines if line.strip()]
+    first = next(iter(lines), "")
+    names = [name.strip().lower() for name in next(csv.reader([first]), [])]
+    if path.name.startswith(_EVENTS):
+        _read_events(path, columns)
+    elif first.lstrip().startswith("{"):
+        for row in _objects(lines):
+            _add(columns, row)
+    elif set(STEPS) & set(names):
+        for row in csv.DictReader(lines):  # TensorBoard's download has one column Value
+            _add(columns, {path.stem if name == "Value" else name: row[name] for name in row})
+    else:
+        for line in lines:
+            if match := _TRAIN.search(line):
+                _add(columns, {"step": match[1], match[2]: match[3]})
+            elif match := _EVALUATED.search(line):
+                _add(columns, {"step": match[1], f"{match[2]} validation": match[3]})
+
+
+def _objects(lines: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of JSON lines, or of the quickstart's ``{"curve": {name: [[step, loss], ...]}}``."""
+    try:
+        whole = json.loads("\n".join(lines))
+    except json.JSONDecodeError:
+        whole = {}
+    curves = whole.get("curve") if isinstance(whole, dict) else None
+    if isinstance(curves, dict):
+        for name, points in curves.items():
+            for point in points if isinstance(points, list) else []:
+                if not (isinstance(point, list) and len(point) == 2):
+                    raise ValueError(f"curve {name!r} has a point {str(point)[:60]!r}")
+                yield {"step": point[0], name: point[1]}
+        return
+    for number, line in enumerate(lines, 1):
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} is no object")
+        yield row
+
+
+def _add(columns: Columns, row: Mapping[Any, Any]) -> None:
+    """Add the numbers of a row; an empty cell and a text are none, since not all rows have all."""
+    by_name = {str(name).strip().lower(): value for name, value in row.items()}
+    step = _number(next((by_name[name] for name in STEPS if name in by_name), None))
+    for name, cell in row.items():
+        value = _number(cell)
+        if (
+            isinstance(name, str)
+            and name.strip().lower() not in STEPS
+            and None not in (step, value)
+        ):
+            columns.setdefault(name.strip(), []).append((step, value))  # type: ignore[arg-type]
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _read_events(path: Path, columns: Columns) -> None:
+    from tensorboard.backend.event_processing import event_accumulator as events
+
+    try:
+        read = events.EventAccumulator(str(path), {events.SCALARS: 0, events.TENSORS: 1}).Reload()
+        for tag in read.Tags()[events.SCALARS]:
+            columns.setdefault(tag, []).extend(
+                (each.step, each.value) for each in read.Scalars(tag)
+            )
+    except Exception as error:  # its readers raise errors of several packages
+        raise ValueError(f"TensorBoard cannot read {path.name}: {error}") from error

@@ -1,0 +1,143 @@
+"""Collectives by the names and arguments of profiler events: operation, bytes, group.
+
+NCCL kernels have names such as ``ncclDevKernel_AllGather_RING_LL(...)`` and, from torch 2.2 on,
+arguments such as ``In msg nelems``. gloo's events are ``gloo:all_reduce``; the operator that
+started one is ``c10d::_reduce_scatter_base_``, with the shapes of its tensors if recorded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_muon.files.printable import printable
+from megatron_muon.lab.trace.spans import Interval
+
+COMMS = "record_param_comms"  # torch's event about a collective of any backend
+_OPERATIONS = (  # the longer ones first
+    *("reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast", "send_recv"),
+    *("barrier", "scatter", "gather", "reduce", "recv", "send"),
+)
+_DTYPES = {  # as traces spell them, by short name
+    **{"fp64": "double float64", "fp32": "float float32", "bf16": "bfloat16"},
+    **{"fp16": "half float16", "fp8": "float8_e4m3fn float8_e5m2", "bool": "bool"},
+    **{"int64": "long longint int64", "int32": "int int32", "int16": "short int16"},
+    **{"int8": "char signedchar int8", "uint8": "byte unsignedchar uint8"},
+}
+_MOST = 1 << 62  # elements
+
+
+@dataclass(slots=True)
+class Call:
+    """A collective, or the operator on the host (``c10d::``) that started one.
+
+    ``elements`` are those of the whole buffer: an all-gather's output, a reduce-scatter's input.
+    ``external`` is the number that an operator and its kernels share. ``place`` is the annotation
+    that it was started in, or its group's description. What a trace does not tell is "", 0 or None.
+    """
+
+    operation: str
+    start: float
+    stop: float
+    thread: str
+    is_operator: bool
+    external: int
+    dtype: str
+    elements: int | None
+    ranks: int
+    group: str
+    place: str = ""
+
+    def learn(self, launch: Call | None) -> None:
+        """Take from the operator that started it what the event itself does not tell."""
+        if launch is not None:
+            if self.operation in ("nccl", "send_recv"):
+                self.operation = launch.operation or self.operation
+            self.dtype = self.dtype or launch.dtype
+            known = [each for each in (self.elements, launch.elements) if each is not None]
+            self.elements = max(known, default=None)  # gloo's own event has a rank's part only
+            self.ranks, self.group = self.ranks or launch.ranks, self.group or launch.group
+            self.place = launch.place
+        self.place = self.place or self.group
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of the whole buffer; NaN where the trace does not tell."""
+        if self.elements is None or not self.dtype:
+            return math.nan
+        return self.elements * int(re.sub(r"\D", "", self.dtype) or 8) / 8
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a rank sends in a ring, as nccl-tests counts them; NaN if unknown.
+
+        https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        """
+        if self.operation in ("send", "recv", "send_recv", "broadcast", "reduce"):
+            return self.bytes
+        share = (self.ranks - 1) / self.ranks if self.ranks else math.nan
+        return self.bytes * share * (2 if self.operation == "all_reduce" else 1)
+
+
+def call(name: str, at: Interval, args: dict[str, Any], thread: str) -> Call:
+    """The call of an event; of its arguments only what ``Call`` names stays in memory.
+
+    Raises:
+        ValueError: a count or a shape in them is none.
+    """
+    # NCCL's kernels may be called Generic, or do several operations
+    known = _operation(str(args.get("Collective name", ""))) or _operation(name)
+    known = known or ("nccl" if is_nccl(name) else "" if name == COMMS else printable(name[:40]))
+    dims, types = args.get("Input Dims"), args.get("Input type")
+    shapes = [_elements(shape) for shape in dims] if isinstance(dims, list) else []
+    elements = max(shapes, default=None)
+    if "In msg nelems" in args:
+        elements = max(_count(args["In msg nelems"]), _count(args.get("Out msg nelems", 0)))
+        types = [args.get("dtype")]
+    dtypes = map(_dtype, types) if isinstance(types, list) else ()
+    ranks, tensors = _count(args.get("Group size", 0)), sorted(filter(None, shapes[:2]))
+    if not ranks and known in ("all_gather", "reduce_scatter") and len(tensors) == 2:
+        ranks = 0 if tensors[1] % tensors[0] else tensors[1] // tensors[0]
+    external, group = args.get("External id"), args.get("Process Group Description")
+    external = external if isinstance(external, int) else 0
+    group = printable(group[:80]) if isinstance(group, str) else ""
+    dtype = next(filter(None, dtypes), "")
+    is_operator = name.startswith("c10d::")
+    return Call(known, *at, thread, is_operator, external, dtype, elements, ranks, group)
+
+
+def is_nccl(kernel: str) -> bool:
+    """Whether a kernel is NCCL's."""
+    return kernel[:4].lower() == "nccl"
+
+
+def _operation(name: str) -> str | None:
+    plain = name[:80].split("(")[0].lower().replace("_", "")
+    known = next((each for each in _OPERATIONS if each.replace("_", "") in plain), None)
+    return known or ("send_recv" if "coalesced" in plain else None)
+
+
+def _dtype(text: object) -> str:
+    """Short name of ``BFloat16``, ``c10::Half``, ``long int``; "" where it is unknown."""
+    plain = str(text)[:40].split("::")[-1].replace(" ", "").lower()
+    return next((short for short, spelled in _DTYPES.items() if plain in spelled.split()), "")
+
+
+def _elements(dims: Any) -> int:
+    """Elements of a tensor of this shape, or of a list of tensors; 1 for a number."""
+    if not isinstance(dims, list):
+        return 0
+    if dims and isinstance(dims[0], list):
+        return sum(map(_elements, dims))
+    elements = 1
+    for size in dims:
+        elements = _count(elements * _count(size))
+    return elements
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
+        raise ValueError(f"{str(value)[:40]!r} is no number of elements or ranks")
+    return value
