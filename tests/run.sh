@@ -81,7 +81,9 @@ over_te() { # the lines of te.txt
 
 export OMP_NUM_THREADS=1
 SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile)
-if [[ $* == te ]]; then
+if [[ $* == --mass ]]; then # lines and words against their limits
+    exec "$VENV/bin/python" tests/support/mass.py
+elif [[ $* == te ]]; then
     over_te
     exit
 elif [[ -d ${1:-} ]]; then
