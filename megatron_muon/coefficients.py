@@ -7,6 +7,7 @@ every singular value σ to aσ + bσ³ + cσ⁵.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -29,6 +30,13 @@ _EMERGING = (
     "fd7729267109a8848709e9406bf19e53e970c3f4/emerging_optimizers/orthogonalized_optimizers/"
     "muon_utils.py"
 )
+# A rounding unit of each dtype, and the largest singular value that any step may make. In fp16 an
+# iterate has norm 128, and parts of its square may be added in fp16, which ends at 65,504.
+_BOUNDS: dict[NsDtype, tuple[float, float]] = {
+    "bf16": (2.0**-8, 10.0),
+    "fp16": (2.0**-11, 1.999),
+    "fp32": (2.0**-22, 10.0),
+}
 
 
 class Restarts(NamedTuple):
@@ -278,6 +286,34 @@ def _schedule(coefficients: Coefficients, steps: int, dtype: NsDtype) -> tuple[T
     return tuple((a / room, b / room**3, c / room**5) for a, b, c in made)
 
 
+def require_bounded(given: Given, steps: int, dtype: NsDtype) -> None:
+    """Raise ValueError unless every step keeps singular values far below what overflows.
+
+    A matrix starts with norm 1. In each step rounding may move a value beyond the largest of the
+    step before, so each polynomial is taken up to one unit of the dtype above that.
+    """
+    unit, most = _BOUNDS[dtype]
+    largest = 1.0
+    for step, triple in enumerate(schedule(given, steps, dtype), 1):
+        largest = _largest(triple, largest * (1 + unit))
+        if not largest <= most:
+            raise ValueError(
+                f"{named('ns_coefficients')} {spelled(given)!r}: step {step} of {steps} takes "
+                f"singular values up to {largest:.3g}. Beyond {most:g} a step in {dtype} may "
+                f"overflow: give numbers that keep them near 1, or a set: {', '.join(SETS)}"
+            )
+
+
+def _largest(triple: Triple, stop: float) -> float:
+    """The largest absolute value of the polynomial of a step on [0, stop]."""
+    a, b, c = triple
+    # Its extrema are where a + 3bt + 5ct² = 0, with t the square of a singular value.
+    q = -(3 * b + math.copysign(math.sqrt(max(0.0, 9 * b * b - 20 * a * c)), b)) / 2
+    roots = [top / bottom for top, bottom in ((q, 5 * c), (a, q)) if bottom != 0]
+    places = [stop, *(math.sqrt(t) for t in roots if 0 < t < stop * stop)]
+    return max(abs(a * s + b * s**3 + c * s**5) for s in places)
+
+
 def restarts_of(given: Given, steps: int) -> Restarts | None:
     """The Gram iteration's restarts; None where none are known."""
     coefficients = canonical(given)
@@ -315,7 +351,7 @@ def _triple(value: object) -> Triple:
     for number in value:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{named('ns_coefficients')} must be a number, got {number!r}")
-        if not math.isfinite(number):
+        if not abs(number) <= sys.float_info.max:  # an int may be larger; NaN is not smaller
             raise ValueError(f"{named('ns_coefficients')} must be finite, got {number}")
     a, b, c = value
     return float(a), float(b), float(c)

@@ -27,7 +27,7 @@ from support.models.model_flags import TINY
         (["--num-experts", "4", "--moe-layer-freq", "[0,2]"], "no number and no list of 0 and 1"),
         (["--moe-layer-freq", "__import__('os')"], "no number and no list of 0 and 1"),
         (["--muon-homes", "here"], "argument --muon-homes: invalid choice: 'here'"),
-        (["--muon-link-gbytes", "0"], "link_gbytes (--muon-link-gbytes) must be above 0, got 0.0"),
+        (["--muon-link-gbytes", "0"], "link_gbytes (--muon-link-gbytes) must be from 1e-09 to"),
         (["--muon-ns-steps", "0"], "ns_steps (--muon-ns-steps) must be at least 1, got 0"),
         (
             ["--muon-include", "no.such.*"],
