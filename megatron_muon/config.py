@@ -49,11 +49,10 @@ class MuonConfig:
             published set (``coefficients``), one triple for every step, or a tuple of triples,
             which starts over if ``ns_steps`` is larger.
         ns_iteration: ``standard``; or ``gram``, the same polynomials of the short side's square,
-            which is less work unless a matrix is square; or ``auto``, by shape. Rounding costs
-            gram up to twice standard's error in bf16 and fp16, up to 3 times in fp32.
-            ``coefficients`` lists the sets and numbers of steps for which gram is known to be
-            accurate; with others, gram and auto are refused. None: ``auto`` on a GPU where gram is
-            known to be accurate, else ``standard`` (``iteration.iteration_of``).
+            which is less work unless a matrix is square; or ``auto``, by shape. ``coefficients``
+            lists the sets and numbers of steps for which gram is known to be accurate, and how far
+            (``GRAM_ERROR``); with others gram is refused, and auto is ``standard``. None: ``auto``
+            on a GPU, ``standard`` on a CPU (``iteration.iteration_of``).
         ns_dtype: the dtype of Newton-Schulz. Matrices travel in bf16 (in fp32 with fp32). Products
             accumulate in fp32 and round once; fp32 is never TF32. On CUDA, parts of a sum may be
             added in 16 bits where
@@ -207,7 +206,7 @@ class MuonConfig:
         _require_choice("early_param_gather", self.early_param_gather, get_args(EarlyParamGather))
         for dtype in (self.ns_dtype,) if self.ns_dtype else ("bf16", "fp16"):
             require_bounded(self.ns_coefficients, self.ns_steps, dtype)
-        if self.ns_iteration not in (None, "standard"):
+        if self.ns_iteration == "gram":
             _require_restarts(self)
         _require_clip(self.qk_clip, self.qk_clip_alpha)
         for name in ("muon_include", "muon_exclude"):
@@ -300,11 +299,10 @@ def _require_restarts(config: MuonConfig) -> None:
         ]
         known += [f"{other} with {', '.join(map(str, counts))}"] if counts else []
     raise ValueError(
-        f"{named('ns_iteration')} {config.ns_iteration!r}: the Gram iteration has not been found "
-        f"accurate with {named('ns_coefficients')} {name!r}, {named('ns_steps')} {steps}, "
-        f"{named('ns_dtype')} {config.ns_dtype or 'bf16 and fp16'!r}: take "
-        f"{named('ns_iteration')} 'standard', or what it has been tested with: {'; '.join(known)} "
-        "steps"
+        f"{named('ns_iteration')} 'gram': the Gram iteration has not been found accurate with "
+        f"{named('ns_coefficients')} {name!r}, {named('ns_steps')} {steps}, {named('ns_dtype')} "
+        f"{config.ns_dtype or 'bf16 and fp16'!r}: take {named('ns_iteration')} 'auto' or "
+        f"'standard', or what gram has been tested with: {'; '.join(known)} steps"
     )
 
 

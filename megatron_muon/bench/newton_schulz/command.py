@@ -1,4 +1,4 @@
-"""``megatron-muon bench newton-schulz``: speed, accuracy and restarts of the iterations."""
+"""``megatron-muon bench newton-schulz``: speed and accuracy of the iterations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from megatron_muon.bench.muon_flags import MOST_STEPS
 from megatron_muon.bench.newton_schulz import accuracy as accuracy
-from megatron_muon.bench.newton_schulz import restarts
 from megatron_muon.bench.newton_schulz.ceiling import ceiling_on
 from megatron_muon.bench.newton_schulz.peers import Run, peers
-from megatron_muon.coefficients import SETS, CoefficientName, NsDtype, Restarts, parse, schedule
+from megatron_muon.coefficients import SETS, CoefficientName, NsDtype, parse, schedule
 from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.dry_run.numbers import count
 from megatron_muon.files.writable import require_writable
@@ -41,11 +40,6 @@ over rounds of a row's flop/s over the ceiling's, where a row's flops are known.
 symmetric product counts as 9/16 of a plain one."""
 _DTYPE: NsDtype = "bf16"
 _ROUNDS = 9
-# Flags that have no meaning in a mode.
-_WITHOUT = {
-    "accuracy": ("batch", "rounds"),
-    "find_restarts": ("shapes", "dtype", "batch", "rounds", "device"),
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,13 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--accuracy", action="store_true", help="print errors in place of times")
-    what.add_argument(
-        "--find-restarts",
-        action="store_true",
-        help="find where the Gram iteration must restart, by the method that is printed first",
-    )
+    parser.add_argument("--accuracy", action="store_true", help="print errors in place of times")
+    parser.add_argument("--find-restarts", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -93,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--coefficients",
         metavar="SET",
-        help="a set's name, or numbers: a,b,c;a,b,c;... (default: simple; accuracy, restarts: all)",
+        help="a set's name, or numbers: a,b,c;a,b,c;... (default: simple; accuracy: all)",
     )
     numbers: dict[str, Any] = {"type": count(most=1 << 20), "metavar": "N"}
     steps = count(most=MOST_STEPS)
@@ -114,17 +103,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _planned(given: argparse.Namespace) -> Callable[[], dict[str, Any]]:
     """The measurement as a function; wrong arguments raise a ValueError before it starts."""
-    for mode, without in _WITHOUT.items():
-        for flag in without:
-            if getattr(given, mode) and getattr(given, flag) is not None:
-                raise ValueError(
-                    f"--{flag} has no meaning with --{mode.replace('_', '-')}: leave it out"
-                )
+    if given.find_restarts:
+        raise ValueError(
+            "--find-restarts is no more: in a clone, cd tests && python -m figures.restart_errors "
+            "--find"
+        )
+    for flag in ("batch", "rounds"):
+        if given.accuracy and getattr(given, flag) is not None:
+            raise ValueError(f"--{flag} has no meaning with --accuracy: leave it out")
     if given.json is not None:
         require_writable("--json", given.json)
     device = device_of(given.device or "cpu")
-    if given.find_restarts:
-        return partial(_restarts, _names(given), given.steps)
     if given.accuracy:
         shapes = [(min(shape), max(shape)) for shape in given.shapes or [(64, 256)]]
         dtypes = [given.dtype] if given.dtype else list(get_args(NsDtype))
@@ -158,30 +147,6 @@ def _errors(
     accuracies = list(accuracy.measured(names, steps, shapes, dtypes, device))
     print(accuracy.table(accuracies))
     return {"shapes": shapes, "rows": accuracy.as_json(accuracies)}
-
-
-def _restarts(names: Sequence[CoefficientName], given_steps: int | None) -> dict[str, Any]:
-    print((restarts.__doc__ or "").strip() + "\n", flush=True)
-    lists_of: dict[str, Any] = {}
-    for name in names:
-        for steps in [given_steps] if given_steps else sorted(SETS[name].restarts) or [5]:
-            try:
-                schedule(name, steps, "fp32")
-            except ValueError as refusal:
-                print(f"{name}, {steps} steps: refused: {refusal}", flush=True)
-                continue
-            lists = restarts.find_restarts(name, steps)
-            recorded = restarts.recorded(name, steps)
-            same = "as recorded" if lists == recorded else f"NOT as recorded: {_said(recorded)}"
-            why = restarts.why_unstable(name, steps)
-            said = _said(lists) + (f", {why}" if why else "")
-            print(f"{name}, {steps} steps: {said} ({same})", flush=True)
-            lists_of[f"{name} {steps}"] = lists._asdict()
-    return lists_of
-
-
-def _said(lists: Restarts) -> str:
-    return "none" if lists == restarts.NONE else str(lists)
 
 
 def _speeds(given: argparse.Namespace, config: MuonConfig, device: torch.device) -> dict[str, Any]:

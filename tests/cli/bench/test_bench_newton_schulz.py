@@ -12,9 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.bench.newton_schulz import command, peers
 from megatron_muon.bench.newton_schulz.ceiling import ceiling_on
-from megatron_muon.bench.newton_schulz.restarts import find_restarts, why_unstable
 from megatron_muon.cli import main
-from megatron_muon.coefficients import SETS, NsDtype, Restarts
+from megatron_muon.coefficients import SETS, NsDtype
 from megatron_muon.orthogonalize.iteration import held_dtype
 from megatron_muon.orthogonalize.matmul import plan_device, products_on
 
@@ -55,13 +54,6 @@ def test_the_bench_prints_times_and_errors(
     assert {"condition 1e+08", "entries at 1e-30", "entries at 1e30", "rank 1"} <= {
         row["input"] for row in measured
     }
-
-
-def test_recorded_restarts_are_found_again(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "newton-schulz", "--find-restarts", "--coefficients", "aol", "--steps", "4"]
-    assert main(line) == 0
-    said = capsys.readouterr().out
-    assert "The method." in said and "fp32=None, fp32_squares=()) (as recorded)" in said
 
 
 def test_of_ceiling_is_the_median_of_the_rounds_rates() -> None:
@@ -109,10 +101,10 @@ def test_accuracy_is_of_the_dtype_and_of_every_shape_that_is_given(
             "'cubic5' are for 5 steps, and ns_steps (--muon-ns-steps) is 7",
         ),
         ("--accuracy --steps 7 --coefficients cubic5", "'cubic5' are for 5 steps"),
-        ("--find-restarts --coefficients 1,2,3", "--coefficients 1,2,3: one of simple, "),
+        ("--find-restarts", "cd tests && python -m figures.restart_errors --find"),
+        ("--accuracy --coefficients 1,2,3", "--coefficients 1,2,3: one of simple, "),
         ("--accuracy --batch 2", "--batch has no meaning with --accuracy"),
         ("--accuracy --rounds 2", "--rounds has no meaning with --accuracy"),
-        ("--find-restarts --dtype fp16", "--dtype has no meaning with --find-restarts"),
         ("--device cuda:99", "--device cuda:99: torch sees "),
         ("--device meta", "--device meta: cpu, cuda or cuda:N"),
         ("--device nowhere", "--device nowhere: cpu, cuda or cuda:N"),
@@ -157,31 +149,3 @@ def test_a_peer_that_lacks_the_set_loses_its_row_only(
     names = {row["name"] for row in json.loads(file.read_text())["rows"]}
     assert {"standard", "gram", "torch.optim.Muon"} <= names
     assert "emerging_optimizers" not in names
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps"), PAIRS)
-def test_every_recorded_pair_is_found_again(name: Any, steps: int) -> None:
-    assert find_restarts(name, steps) == SETS[name].restarts[steps]
-
-
-def test_cans_has_no_restarts_by_the_method(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is the only set that is unstable near rank 1, and the command says why."""
-    assert not SETS["cans"].restarts
-    assert main(["bench", "newton-schulz", "--find-restarts", "--coefficients", "cans"]) == 0
-    method, said = capsys.readouterr().out.split("cans, 5 steps: ")
-    assert "unstable near rank 1, even in float64, gets no list" in method
-    assert said.startswith("none, unstable near rank 1") and "1e+57" in said
-    assert said.endswith("(as recorded)\n")
-    for name, steps in PAIRS:
-        assert why_unstable(name, steps) is None
-
-
-def test_restarts_that_are_not_as_recorded_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wrong = Restarts(bf16=(3,), fp16=(2,), fp32=(2,), fp32_squares=())  # found: (2,) in bf16
-    monkeypatch.setitem(SETS["aol"].restarts, 4, wrong)
-    line = ["bench", "newton-schulz", "--find-restarts", "--coefficients", "aol", "--steps", "4"]
-    assert main(line) == 0
-    assert f"(NOT as recorded: {wrong})" in capsys.readouterr().out
