@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,8 +11,8 @@ from megatron_muon.coefficients import (
     NsDtype,
     Restarts,
     canonical,
+    require_bounded,
     restarts_of,
-    schedule,
 )
 from megatron_muon.setting_names import named
 
@@ -50,11 +49,10 @@ class MuonConfig:
             published set (``coefficients``), one triple for every step, or a tuple of triples,
             which starts over if ``ns_steps`` is larger.
         ns_iteration: ``standard``; or ``gram``, the same polynomials of the short side's square,
-            which is less work unless a matrix is square; or ``auto``, by shape. Rounding costs
-            gram up to twice standard's error in bf16 and fp16, up to 3 times in fp32.
-            ``coefficients`` lists the sets and numbers of steps for which gram is known to be
-            accurate; with others, gram and auto are refused. None: ``auto`` on a GPU where gram is
-            known to be accurate, else ``standard`` (``iteration.iteration_of``).
+            which is less work unless a matrix is square; or ``auto``, by shape. ``coefficients``
+            lists the sets and numbers of steps for which gram is known to be accurate, and how far
+            (``GRAM_ERROR``); with others gram is refused, and auto is ``standard``. None: ``auto``
+            on a GPU, ``standard`` on a CPU (``iteration.iteration_of``).
         ns_dtype: the dtype of Newton-Schulz. Matrices travel in bf16 (in fp32 with fp32). Products
             accumulate in fp32 and round once; fp32 is never TF32. On CUDA, parts of a sum may be
             added in 16 bits where
@@ -109,14 +107,14 @@ class MuonConfig:
             it; ``off``: none is shared. ``auto``: 2, 4 or 8 for the shapes with which the
             stage's step, by ``rank_tflops`` and ``link_gbytes``, takes 5 % less or better; not for
             matrices of less than 50 µs. A matrix is long if one side is at least twice the other,
-            and it needs as many rows as strips; experts' matrices are not shared. Of large matrices
-            (``iteration.makes_rows``) homes make rows of each square, too, which they then put
-            together; these are shared without being long. So one home does not keep others waiting,
-            and no link takes a whole matrix. The homes are neighbours in the stage, so that they
-            are of one node (``node_ranks``). Sums are made in one order, so bits depend on the
-            number of strips and not on their ranks; they are other bits than without. None:
-            ``auto`` on a GPU, but ``off`` in torch's deterministic mode, since the layout decides
-            which matrices are shared, and with ``log_interval``; ``off`` on a CPU
+            and no side may be shorter than the number of strips; experts' matrices are not shared.
+            Of large matrices (``iteration.makes_rows``) homes make rows of each square, too, which
+            they then put together; these are shared without being long. So one home does not keep
+            others waiting, and no link takes a whole matrix. The homes are neighbours in the stage,
+            so that they are of one node (``node_ranks``). Sums are made in one order, so bits
+            depend on the number of strips and not on their ranks; they are other bits than without.
+            None: ``auto`` on a GPU, but ``off`` in torch's deterministic mode, since the layout
+            decides which matrices are shared, and with ``log_interval``; ``off`` on a CPU
             (``iteration.split_of``).
         rank_tflops: speed of Newton-Schulz on a rank, 10¹² flop/s. Only homes depend on it. A run
             never measures it, so that every rank and every restart has the same homes;
@@ -157,7 +155,8 @@ class MuonConfig:
 
     Raises:
         TypeError: a setting is of the wrong kind.
-        ValueError: a setting is negative, not finite or not one of its choices.
+        ValueError: a setting is out of its range, not finite or not one of its choices, or the
+            coefficients make directions that are not finite.
     """
 
     matched_adamw_rms: float = 0.2
@@ -211,8 +210,9 @@ class MuonConfig:
             _require_choice("ns_iteration", self.ns_iteration, get_args(NsIteration))
         _require_choice("elementwise", self.elementwise, get_args(ElementwiseBy))
         _require_choice("early_param_gather", self.early_param_gather, get_args(EarlyParamGather))
-        schedule(self.ns_coefficients, self.ns_steps, self.ns_dtype or "bf16")
-        if self.ns_iteration not in (None, "standard"):
+        for dtype in (self.ns_dtype,) if self.ns_dtype else ("bf16", "fp16"):
+            require_bounded(self.ns_coefficients, self.ns_steps, dtype)
+        if self.ns_iteration == "gram":
             _require_restarts(self)
         _require_clip(self.qk_clip, self.qk_clip_alpha)
         for name in ("muon_include", "muon_exclude"):
@@ -245,6 +245,8 @@ class MuonConfig:
         return named("muon_include" if pattern in self.muon_include else "muon_exclude")
 
 
+# Speeds, factors and thresholds: within these no product of a plan or a step leaves its range.
+_LEAST, _MOST = 1e-9, 1e9
 _MOST_STRIPS = 64  # beyond, squares are all of the work
 _MOST_STEPS = 100  # singular values settle long before; a schedule has a triple for each step
 _SWITCHES = (
@@ -259,14 +261,12 @@ _SWITCHES = (
 def _require_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{named(name)} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{named(name)} must be finite, got {value}")
 
 
 def _require_positive(name: str, value: float) -> None:
     _require_number(name, value)
-    if value <= 0:
-        raise ValueError(f"{named(name)} must be above 0, got {value}")
+    if not _LEAST <= value <= _MOST:
+        raise ValueError(f"{named(name)} must be from {_LEAST:g} to {_MOST:g}, got {value}")
 
 
 def _require_clip(threshold: float | None, alpha: float) -> None:
@@ -306,11 +306,10 @@ def _require_restarts(config: MuonConfig) -> None:
         ]
         known += [f"{other} with {', '.join(map(str, counts))}"] if counts else []
     raise ValueError(
-        f"{named('ns_iteration')} {config.ns_iteration!r}: the Gram iteration has not been found "
-        f"accurate with {named('ns_coefficients')} {name!r}, {named('ns_steps')} {steps}, "
-        f"{named('ns_dtype')} {config.ns_dtype or 'bf16 and fp16'!r}: take "
-        f"{named('ns_iteration')} 'standard', or what it has been tested with: {'; '.join(known)} "
-        "steps"
+        f"{named('ns_iteration')} 'gram': the Gram iteration has not been found accurate with "
+        f"{named('ns_coefficients')} {name!r}, {named('ns_steps')} {steps}, {named('ns_dtype')} "
+        f"{config.ns_dtype or 'bf16 and fp16'!r}: take {named('ns_iteration')} 'auto' or "
+        f"'standard', or what gram has been tested with: {'; '.join(known)} steps"
     )
 
 
@@ -353,8 +352,10 @@ def _require_splits(value: object) -> None:
 def _require_multipliers(name: str, value: object) -> None:
     for multiplier in _seconds(name, value, "multiplier"):
         _require_number(name, multiplier)
-        if multiplier < 0:
-            raise ValueError(f"{named(name)}: a multiplier is at least 0, got {multiplier}")
+        if not 0 <= multiplier <= _MOST:
+            raise ValueError(
+                f"{named(name)}: a multiplier is from 0 to {_MOST:g}, got {multiplier}"
+            )
 
 
 def _seconds(name: str, value: object, second: str) -> list[Any]:

@@ -184,7 +184,7 @@ def _completed(
     lines = []
     kind, in_batches = plan_device(stage.device), takes_batches(stage.device)
     iteration = iteration_of(config, kind)
-    plain = iteration == "standard" and (config.ns_batch or 1) == 1
+    plain = (config.ns_iteration or iteration) == "standard" and (config.ns_batch or 1) == 1
     if stage.speaks and not (plain and stage.device.type == "cpu"):
         products = said_of_products(stage.device, dtype_of(config, kind), iteration)
         lines.append(newton_schulz_line(config, kind, products, in_batches=in_batches))

@@ -13,7 +13,7 @@ gram
 auto
     one of the two, by the matrix's shape.
 
-Where ``MuonConfig.ns_iteration`` is None, ``iteration_of`` chooses.
+``iteration_of`` says which of them a run takes.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ _KERNEL_FLOPS = 9, 16
 
 # The auto iteration's table: (short side from here on, limit). Gram is taken where its flops are at
 # most this fraction of standard's. CPU limits are measured by `megatron-muon bench newton-schulz`
-# on one thread, cpu_bf16 with AVX512_BF16. CUDA limits are not measured. They are the largest with
-# which the time model of an H100 has no shape more than 2 % slower, alone or in a batch
-# (test_pricing_iterations). The time of one small matrix depends on its number of kernels only, so
-# the table misses what gram would gain with batches of small ones.
+# on one thread, cpu_bf16 with AVX512_BF16. CUDA limits are not measured. With them an H100's time
+# model has no shape more than 2 % slower, alone or in a batch (test_pricing_iterations). The time
+# of one small matrix depends on its number of kernels only, so the table misses what gram would
+# gain with batches of small ones.
 _AUTO: dict[Device, tuple[tuple[int, float], ...]] = {
     "cpu": ((0, 0.0), (64, 0.8), (256, 0.85), (384, 0.75)),
     "cpu_bf16": ((0, 0.0), (128, 0.7), (256, 0.8), (384, 0.6), (512, 0.67), (1024, 0.8)),
     "cuda": (
-        *((0, 0.0), (384, 0.54), (512, 0.58), (576, 0.61), (640, 0.66), (704, 0.69), (896, 0.79)),
-        *((1024, 0.87), (1536, 0.93), (2560, 0.97), (6144, 1.0)),
+        *((0, 0.0), (384, 0.51), (512, 0.54), (576, 0.57), (640, 0.62), (704, 0.65), (896, 0.75)),
+        *((1024, 0.84), (1536, 0.91), (1792, 0.98), (2560, 0.99), (6144, 1.0)),
     ),
     "cuda_symmetric": (
-        *((0, 0.0), (257, 0.67), (384, 0.72), (448, 0.77), (512, 0.8), (576, 0.84), (704, 0.88)),
-        *((896, 0.94), (1024, 1.0)),
+        *((0, 0.0), (257, 0.61), (320, 0.65), (384, 0.72), (512, 0.77), (576, 0.83), (640, 0.88)),
+        *((704, 0.9), (896, 0.95), (1024, 0.97), (1408, 1.0)),
     ),
 }
 # The same where linear terms are folded (``is_folded``), and where c is 0 in a step, so that only
@@ -120,12 +120,12 @@ def fits_kernel(size: int, inner: int) -> bool:
 def iteration_of(config: MuonConfig, device: Device) -> NsIteration:
     """The iteration that a run takes on a device.
 
-    It is ``ns_iteration``, unless that is None. Then it is ``auto`` on a GPU where restarts are
-    known for the coefficients, the number of steps and the dtype, and ``standard`` elsewhere.
+    It is ``ns_iteration``, unless that is None: then ``auto`` on a GPU, ``standard`` on a CPU. In
+    place of ``auto`` it is ``standard`` where no restarts are known for the coefficients, the
+    number of steps and the dtype.
     """
-    if config.ns_iteration is not None:
-        return config.ns_iteration
-    return "auto" if is_cuda(device) and _restarts(config, device) is not None else "standard"
+    asked = config.ns_iteration or ("auto" if is_cuda(device) else "standard")
+    return "standard" if asked == "auto" and _restarts(config, device) is None else asked
 
 
 def dtype_of(config: MuonConfig, device: Device) -> NsDtype:
@@ -192,7 +192,7 @@ def schedule_of(config: MuonConfig) -> tuple[Triple, ...]:
 def segments(config: MuonConfig, device: Device) -> Segments:
     """The steps' coefficients, cut where the Gram iteration restarts."""
     steps, restarts = schedule_of(config), _restarts(config, device)
-    if restarts is None:  # MuonConfig refuses this for gram and auto
+    if restarts is None:  # MuonConfig refuses gram then
         raise ValueError(
             f"no restarts are known for {named('ns_coefficients')} {config.ns_coefficients!r}"
         )

@@ -3,10 +3,9 @@
 Two iterations that differ in rounding only (``iteration`` says which a matrix gets): the standard
 one of arXiv 2502.16982 eq. 2-3 and https://kellerjordan.github.io/posts/muon, and the Gram one,
 both started from X = U/‖U‖, where U is the momentum (G + μM with Nesterov's). In fp16 an iterate
-is held as 128·X, so that small entries stay (``matmul.scale_of``). The restarts in
-``coefficients.Restarts`` were chosen so that the Gram one's error is at most twice the standard
-one's; on matrices of other sizes it is up to 3 times in fp32. The order of operations is part of
-the definition, since another order gives other bits; ``matmul`` says what a product rounds to.
+is held as 128·X, so that small entries stay (``matmul.scale_of``). ``coefficients.GRAM_ERROR``
+bounds the Gram one's error by the standard one's. The order of operations is part of the
+definition, since another order gives other bits; ``matmul`` says what a product rounds to.
 """
 
 from __future__ import annotations

@@ -193,12 +193,17 @@ def _dtype(config: MuonConfig, device: Device) -> str:
 
 
 def _iteration(config: MuonConfig, device: Device) -> str:
-    """The iteration's name; on a GPU also why it is the default, if no setting asks for it."""
+    """The iteration's name, and why it is not the one that was asked for, or a GPU's default."""
     name = iteration_of(config, device)
-    if config.ns_iteration is not None or not is_cuda(device):
+    if config.ns_iteration == name or (config.ns_iteration is None and not is_cuda(device)):
         return name
-    known = "where restarts are known" if name == "auto" else "since no restarts are known"
-    return f"{name} (the default, {known})"
+    if name == "auto":
+        return "auto (the default on a GPU)"
+    asked = "auto" if config.ns_iteration else "the default, auto,"
+    return (
+        f"standard (in place of {asked} since the Gram iteration has not been found accurate with "
+        "these coefficients, steps and dtype)"
+    )
 
 
 def elementwise_line(by: str) -> str:

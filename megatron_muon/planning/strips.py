@@ -48,7 +48,8 @@ def in_strips(parameter: Parameter, count_of: Callable[[MatrixShape], int]) -> P
 
     A matrix is cut into ranges of rows. A wide one comes so, too, and is turned at its homes; if TP
     cuts its columns into a multiple of as many parts, those come as they are. Experts' matrices
-    stay whole, and so do those with fewer rows than strips.
+    stay whole, and so do those with a side shorter than the number of strips: each home adds rows
+    of the short side's square.
 
     Args:
         parameter: of one stage.
@@ -78,7 +79,7 @@ _Cut = tuple[MatrixShape, Span]  # a strip, and its rows of the whole matrix
 def _cut(shape: MatrixShape, column_parts: int, count: int) -> Iterator[_Cut]:
     """The strips of a matrix; the matrix itself where it stays whole."""
     rows, cols = shape.rows, shape.cols
-    if count < 2 or shape.column_blocks > 1 or rows < count:
+    if count < 2 or shape.column_blocks > 1 or min(rows, cols) < count:
         yield shape, Span(0, rows)
         return
     by_parts = cols > rows and column_parts % count == 0

@@ -1,44 +1,101 @@
-"""What each list of restarts costs in accuracy: ``cd tests && python -m figures.restart_errors``.
+"""Where the Gram iteration has to restart: ``cd tests && python -m figures.restart_errors``.
 
-For every list of at most two restarts of the Gram iteration with ``simple`` and 5 steps: the worst
-error over the inputs of ``figures.restarts``, as a multiple of the one that is
-allowed there (twice the standard iteration's in the same dtype, or a fixed one where that is more),
-the worst largest singular value as a multiple of the allowed one, and how many inputs miss either.
+10,000 matrices are drawn (``support.drawn``): columns, rows or halves scaled apart, rows repeated,
+near rank 1, of given singular values, Gaussian; of 1 x 1 to 96 x 96 and 64 x 256. Each is rounded
+as a GPU and a CPU do, and with sums in 16 bits. A list of restarts is accurate if on each of them
+the error and the largest singular value are within ``GRAM_ERROR`` and ``GRAM_TOP`` of
+``coefficients``. Standard's error is the worst of three: with X as it is, and scaled up and down by
+one rounding unit. Of the shortest accurate lists, the one farthest from both bounds is taken.
+
+A set with headroom has none: near rank 1 its polynomials are stable up to the headroom only, and
+the rounding of the square of X, which grows from step to step, passes that.
+
+Without arguments it prints the recorded lists' worst figures over the bounds. ``--find`` searches,
+which takes hours for all sets; ``--worst N`` prints the numbers of the worst matrices.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Iterable, Sequence
 
-from figures.restarts import _error, _top, _trials, recorded
-from megatron_muon.coefficients import schedule
-from megatron_muon.orthogonalize.gram import gram_iteration
+import torch
 
-NAME, STEPS = "simple", 5
+from megatron_muon.coefficients import SETS, Restarts
+from support.drawn import SHAPES, Trial, trials
+
+COUNT = 10_000
+FEW = [n for n in range(2000) if max(SHAPES[n % len(SHAPES)]) <= 16]  # of which most lists fail
+
+
+def over_bounds(tried: Iterable[Trial], restarts: Sequence[int]) -> tuple[float, float]:
+    """The worst error and the worst largest singular value of a list, over what is allowed.
+
+    Where one is above 1, it is that of the first trials that have such a one.
+    """
+    error = top = 0.0
+    for trial in tried:
+        errors, tops = trial.measured(restarts)
+        error, top = max(error, float(errors.max())), max(top, float(tops.max()))
+        if max(error, top) > 1:
+            break
+    return error, top
+
+
+def found(name: str, steps: int, field: str, count: int) -> tuple[int, ...] | None:
+    """The list of one field of ``Restarts``."""
+    if SETS[name].headroom != 1:
+        return None
+    few, every = list(trials(name, steps, field, FEW)), None
+    for length in range(steps - 1):
+        accurate = []
+        for restarts in itertools.combinations(range(1, steps), length):
+            if max(over_bounds(few, restarts)) > 1:
+                continue
+            every = every or list(trials(name, steps, field, range(count)))
+            worst = max(over_bounds(every, restarts))
+            accurate += [(worst, restarts)] if worst <= 1 else []
+        if accurate:
+            return min(accurate)[1]
+    return None
+
+
+def worst(name: str, steps: int, field: str, count: int) -> list[tuple[float, int]]:
+    """Each drawn matrix's figure over the bounds with the recorded list, the worst first."""
+    figures = dict.fromkeys(range(count), 0.0)
+    for trial in trials(name, steps, field, range(count)):
+        both = torch.maximum(*trial.measured(getattr(SETS[name].restarts[steps], field)))
+        for number, figure in zip(trial.numbers, both.tolist(), strict=True):
+            figures[number] = max(figures[number], figure)
+    return sorted(((figure, number) for number, figure in figures.items()), reverse=True)
 
 
 def main() -> None:
-    """Print a table for each dtype."""
+    """Print a line for each list."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("dtypes", nargs="*", metavar="bf16|fp16")
-    print(f"| restarts, {NAME}, {STEPS} steps | error | largest value | inputs that miss |")
-    print("|---|--:|--:|--:|")
-    for dtype in parser.parse_args().dtypes or ("bf16", "fp16"):
-        triples = schedule(NAME, STEPS, dtype)
-        trials = list(_trials(triples, dtype, dtype))
-        for count in range(3):
-            for restarts in itertools.combinations(range(1, STEPS), count):
-                cuts = itertools.pairwise((0, *restarts, STEPS))
-                parts = tuple(triples[start:stop] for start, stop in cuts)
-                made = [gram_iteration(t.x, parts, t.products).double() for t in trials]
-                errors = [_error(m, t.exact) / t.allowed for m, t in zip(made, trials, strict=True)]
-                tops = [_top(m) / t.top for m, t in zip(made, trials, strict=True)]
-                missed = sum(max(both) > 1 for both in zip(errors, tops, strict=True))
-                taken = " (taken)" * (restarts == getattr(recorded(NAME, STEPS), dtype))
-                after = ", ".join(map(str, restarts)) or "none"
-                print(f"| {dtype}, after {after}{taken} | ", end="")
-                print(f"{max(errors):.3g} | {max(tops):.3g} | {missed} of {len(trials)} |")
+    parser.add_argument("names", nargs="*", metavar="SET", help="default: all with restarts")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--fields", nargs="+", default=Restarts._fields, choices=Restarts._fields)
+    parser.add_argument("--count", type=int, default=COUNT, help="of drawn matrices")
+    parser.add_argument("--find", action="store_true")
+    parser.add_argument("--worst", type=int, default=0, metavar="N")
+    given = parser.parse_args()
+    for name in given.names or SETS:
+        for steps in [given.steps] if given.steps else SETS[name].restarts:
+            for field in given.fields:
+                recorded = getattr(SETS[name].restarts.get(steps), field, None)
+                said = f"{name}, {steps} steps, {field}: {recorded}"
+                if given.find:
+                    said += f", found {found(name, steps, field, given.count)}"
+                elif recorded is not None:
+                    every = trials(name, steps, field, range(given.count))
+                    said += ", error {:.2f}, largest value {:.2f} of the bound".format(
+                        *over_bounds(every, recorded)
+                    )
+                    if given.worst:
+                        said += f", worst {worst(name, steps, field, given.count)[: given.worst]}"
+                print(said, flush=True)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,13 @@ def test_the_start_lines_need_no_more_than_ascii() -> None:
     assert printed.isascii() and rb"1.00 \xd7 the mean on the busiest rank" in printed
 
 
+@pytest.mark.parametrize(("iteration", "said"), [("auto", 1), (None, 0), ("standard", 0)])
+def test_a_run_says_that_auto_is_standard(iteration: str | None, said: int) -> None:
+    case = Case(layers=1, muon=(("ns_steps", 7), ("ns_iteration", iteration)))
+    (printed,) = run(_printed, 1, case, Topology())
+    assert printed.count("standard (in place of auto since the Gram iteration has not") == said
+
+
 class Mixer(torch.nn.Module):
     """A module type that Muon's table does not know."""
 

@@ -7,11 +7,12 @@ package.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from megatron_muon.coefficients import SETS, parse, schedule, spelled
+from megatron_muon.coefficients import SETS, NsDtype, parse, schedule, spelled
 from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from support.expected.oracle import newton_schulz
@@ -145,3 +146,30 @@ def test_a_custom_list_starts_over() -> None:
 @pytest.mark.parametrize("given", ["aol", ((1.0, -2.5, 0.1),), ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))])
 def test_what_is_spelled_is_parsed_again(given: object) -> None:
     assert parse(spelled(given)) == given  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtypes", "said"),
+    [
+        ((1.0, 2.0, 3.0), ("bf16", "fp16", "fp32", None), "takes singular values up to "),
+        (((2.0, -1.5, 0.5), (1e300, 0.0, 0.0)), ("fp32",), r"step 2 of 5 .* up to 1e\+300"),
+        # 3σ - 4σ³ is largest at 1/2, and is 1 there and at 1; rounding passes these
+        ((3.0, -4.0, 1e-20), ("bf16", "fp16", None), "step 4 of 5"),
+        (SETS["cans"].triples, ("bf16", "fp16", None), "step [13] of 5"),  # without its headroom
+    ],
+    ids=str,
+)
+def test_numbers_with_which_rounding_overflows_are_refused(
+    numbers: Any, dtypes: tuple[NsDtype | None, ...], said: str
+) -> None:
+    """Near rank 1 the standard iteration makes infinities and NaN of them."""
+    for dtype in dtypes:
+        with pytest.raises(ValueError, match=said):
+            MuonConfig(ns_coefficients=numbers, ns_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", get_args(NsDtype))
+@pytest.mark.parametrize("name", SETS)
+def test_no_number_of_steps_of_a_set_overflows(name: Any, dtype: NsDtype) -> None:
+    """A check looks at all steps before the last, too."""
+    MuonConfig(ns_coefficients=name, ns_steps=5 if name == "cubic5" else 100, ns_dtype=dtype)

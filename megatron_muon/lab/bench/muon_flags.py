@@ -66,7 +66,7 @@ def add_newton_schulz_flags(group: _ArgumentGroup) -> None:
         "--muon-ns-iteration",
         choices=get_args(NsIteration),
         default=_DEFAULT.ns_iteration,
-        help="default: auto on a GPU where restarts are known, else standard",
+        help="default: auto on a GPU, standard on a CPU",
     )
     group.add_argument(
         "--muon-ns-dtype",

@@ -306,10 +306,10 @@ FLAGS = (
     _flag(
         "--muon-ns-iteration",
         "How the polynomials are computed. standard: on the matrix. gram: on the short side's Gram "
-        "matrix, with less work where a matrix is not square. auto: by shape. gram's rounding "
-        "error is up to twice standard's in bf16 and fp16, up to 3 times in fp32. "
-        f"{_OURS} The default is auto on a GPU where restarts are known for the coefficients, "
-        "steps and dtype, else standard.",
+        "matrix, with less work where a matrix is not square and some more rounding. auto: by "
+        "shape. docs/coefficients.md has the error, and the coefficients, steps and dtypes for "
+        "which gram is known to be accurate. With others gram is an error, and auto is standard. "
+        f"{_OURS} The default is auto on a GPU, standard on a CPU.",
         choices=get_args(NsIteration),
     ),
     _flag(

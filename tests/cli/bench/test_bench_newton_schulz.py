@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from figures.restarts import find_restarts, said, why_unstable
-from megatron_muon.coefficients import SETS, NsDtype, Restarts
+from megatron_muon.coefficients import SETS, NsDtype
 from megatron_muon.lab.bench.newton_schulz import command, peers
 from megatron_muon.lab.bench.newton_schulz.ceiling import ceiling_on
 from megatron_muon.lab.commands import main
@@ -102,13 +101,10 @@ def test_accuracy_is_of_the_dtype_and_of_every_shape_that_is_given(
             "'cubic5' are for 5 steps, and ns_steps (--muon-ns-steps) is 7",
         ),
         ("--accuracy --steps 7 --coefficients cubic5", "'cubic5' are for 5 steps"),
+        ("--find-restarts", "cd tests && python -m figures.restart_errors --find"),
         ("--accuracy --coefficients 1,2,3", "--coefficients 1,2,3: one of simple, "),
         ("--accuracy --batch 2", "--batch has no meaning with --accuracy"),
         ("--accuracy --rounds 2", "--rounds has no meaning with --accuracy"),
-        (
-            "--find-restarts",
-            "--find-restarts is gone: use `cd tests && python -m figures.restarts`",
-        ),
         ("--device cuda:99", "--device cuda:99: torch sees "),
         ("--device meta", "--device meta: cpu, cuda or cuda:N"),
         ("--device nowhere", "--device nowhere: cpu, cuda or cuda:N"),
@@ -153,26 +149,3 @@ def test_a_peer_that_lacks_the_set_loses_its_row_only(
     names = {row["name"] for row in json.loads(file.read_text())["rows"]}
     assert {"standard", "gram", "torch.optim.Muon"} <= names
     assert "emerging_optimizers" not in names
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps"), PAIRS)
-def test_every_recorded_pair_is_found_again(name: Any, steps: int) -> None:
-    assert find_restarts(name, steps) == SETS[name].restarts[steps]
-
-
-def test_cans_has_no_restarts_by_the_method() -> None:
-    """It is the only set that is unstable near rank 1."""
-    assert not SETS["cans"].restarts
-    found = said("cans", 5)
-    assert found.startswith("none, unstable near rank 1") and "1e+57" in found
-    assert found.endswith("(as recorded)")
-    for name, steps in PAIRS:
-        assert why_unstable(name, steps) is None
-
-
-def test_restarts_that_are_not_as_recorded_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said("aol", 4).endswith("fp32=None, fp32_squares=()) (as recorded)")
-    wrong = Restarts(bf16=(3,), fp16=(2,), fp32=(2,), fp32_squares=())  # found: (2,) in bf16
-    monkeypatch.setitem(SETS["aol"].restarts, 4, wrong)
-    assert said("aol", 4).endswith(f"(NOT as recorded: {wrong})")

@@ -136,8 +136,8 @@ REFUSED = {
         "--muon-matched-adamw-rms 0.2 with --muon-scale-mode shape_scaling",
     ),
     "adamw-from-muon": (["--adamw-from-muon"], "is for --optimizer adam"),
-    "rank speed": (["--muon-rank-tflops", "-4"], "must be above 0, got -4.0"),
-    "link speed": (["--muon-link-gbytes", "nan"], "must be finite, got nan"),
+    "rank speed": (["--muon-rank-tflops", "-4"], r"must be from 1e-09 to 1e\+09, got -4.0"),
+    "link speed": (["--muon-link-gbytes", "nan"], r"from 1e-09 to 1e\+09, got nan"),
     "out of range": (["--muon-momentum", "1.0"], r"-momentum\) must be in"),
 }
 

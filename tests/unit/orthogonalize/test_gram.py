@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.coefficients import SETS, NsDtype, schedule
+from megatron_muon.coefficients import GRAM_ERROR, GRAM_LEAST, SETS, NsDtype, schedule
 from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.newton_schulz.inputs import exactly, inputs
 from megatron_muon.orthogonalize.gram import gram_iteration
@@ -19,7 +18,6 @@ from megatron_muon.orthogonalize.iteration import (
     Device,
     ns_flops,
     schedule_of,
-    segments,
     takes_gram,
 )
 from megatron_muon.orthogonalize.matmul import (
@@ -35,6 +33,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     standard_iteration,
 )
 from megatron_muon.orthogonalize.normalization import normalize
+from support.drawn import WORST, trials
 from support.expected.oracle import newton_schulz
 
 PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restarts]
@@ -98,44 +97,38 @@ def test_a_folded_step_is_as_accurate(name: Any, steps: int) -> None:
     assert (standard_iteration(x, triples, folded) - exact).norm() <= 1e-11 * exact.norm()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "folded"), [*((dtype, False) for dtype in DTYPES), ("fp16", True)]
-)
-@pytest.mark.parametrize(("name", "steps"), PAIRS)
-def test_gram_is_as_accurate_as_standard(name: Any, steps: int, dtype: Any, folded: bool) -> None:
-    """On matrices of another size than the restarts were found with, all ones too, by the same
+FIELDS = [
+    (name, steps, field)
+    for name, steps in PAIRS
+    for field, restarts in SETS[name].restarts[steps]._asdict().items()
+    if restarts is not None
+]
 
-    measure, twice the standard iteration's error, and half as much again, since another size
-    rounds otherwise. All ones, whose entries round alike, is no input of the method: fp32 may be
-    ``ALL_ONES`` off there, where it is 6.6e-5 at most. In fp16 a GPU has linear terms folded.
+
+@pytest.mark.parametrize(("name", "steps", "field"), FIELDS)
+def test_gram_holds_its_bound_on_the_worst_of_10_000_matrices(
+    name: Any, steps: int, field: str
+) -> None:
+    """Error and largest singular value, as a GPU, this CPU and sums in 16 bits round.
+
+    ``figures.restart_errors`` walks all of them.
     """
-    try:
-        config = _config(name, steps, dtype, "gram")
-    except ValueError:
-        pytest.skip("refused")
-    allowed = {"bf16": 2.0**-4, "fp16": 2.0**-6, "fp32": 2.0**-20}[dtype]
-    unit = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}[dtype]
-    parts, products = segments(config, CPU), products_on(CPU_DEVICE, dtype)
-    for what, matrix in inputs(32, 160):
-        x = products.enter(normalize(matrix.float()))
-        exact = exactly(matrix, schedule_of(config))
-        standards = [
-            standard_iteration(
-                products.enter(x * (factor / products.scale)), schedule_of(config), products
-            ).double()
-            for factor in (1 - unit, 1.0, 1 + unit)
-        ]
-        gram = gram_iteration(x, parts, replace(products, folded=folded)).double()
-        error = max(float((standard - exact).norm() / exact.norm()) for standard in standards)
-        if what == "all ones":
-            allowed = max(allowed, ALL_ONES)
-        assert float((gram - exact).norm() / exact.norm()) <= 1.5 * max(2 * error, allowed), what
-        assert torch.linalg.matrix_norm(gram, 2) <= 1.1 * max(
-            float(torch.linalg.matrix_norm(m, 2)) for m in (exact, *standards)
-        ), what
+    restarts = getattr(SETS[name].restarts[steps], field)
+    for trial in trials(name, steps, field, WORST):
+        for ratios in trial.measured(restarts):
+            assert float(ratios.max()) <= 1, trial.numbers[int(ratios.argmax())]
 
 
-ALL_ONES = 2.0**-15
+@pytest.mark.parametrize("steps", [8, 10])
+def test_a_matrix_that_became_nan_has_a_direction(steps: int) -> None:
+    matrix = torch.tensor([[1.734375, 0.69140625], [-1.2421875, -0.52734375], [-0.330078125, 1.5]])
+    gram, standard = (
+        orthogonalize(matrix, _config("polar_express", steps, "bf16", iteration))
+        for iteration in ("gram", "standard")
+    )
+    torch.testing.assert_close(gram, standard, rtol=0, atol=2.0**-6)
+
+
 FP32 = [(name, steps) for name, steps in PAIRS if SETS[name].restarts[steps].fp32 is not None]
 
 
@@ -147,9 +140,7 @@ def test_gram_in_fp32_is_as_near_to_the_oracle_as_standard(
     """Over aspect ratios, condition numbers and near rank 1; the oracle has its own polynomials.
 
     Standard's error is the worst of three: as the matrix is, upside down and from right to left,
-    which adds up in other orders. Restarts are found with other sizes, and a CPU adds up in its
-    own order: 2.9 and 4.8 times are the most that two kinds of CPU have shown, and 6 are allowed.
-    With the restarts of before it was up to 8 times.
+    which adds up in other orders.
     """
     configs = [_config(name, steps, "fp32", iteration) for iteration in ("gram", "standard")]
     for what, wide in inputs(min(shape), max(shape)):
@@ -161,8 +152,7 @@ def test_gram_in_fp32_is_as_near_to_the_oracle_as_standard(
             _distance(orthogonalize(each, configs[1]).flip(dims), exact)
             for each, dims in zip(turned, [(), (0,), (1,)], strict=True)
         )
-        least = ALL_ONES if what == "all ones" else 2.0**-21
-        assert gram <= 6 * max(standard, least), (what, gram, standard)
+        assert gram <= GRAM_ERROR * max(standard, GRAM_LEAST["fp32"]), (what, gram, standard)
 
 
 def _distance(direction: torch.Tensor, exact: torch.Tensor) -> float:
@@ -235,38 +225,3 @@ def test_auto_never_does_more_work(short: int, device: Any) -> None:
         )
         took = takes_gram(*shape, _config("simple", 5, "bf16", "auto"), device)
         assert auto == (gram if took else standard) <= standard
-
-
-def _near_rank_1() -> Iterator[torch.Tensor]:
-    """All or eight rows alike, or a block of ones, but for some noise; see the method's inputs."""
-    generator = torch.Generator().manual_seed(3)
-    for rows, cols in ((16, 64), (40, 120), (64, 256)):
-        for rest in (0.3, 0.1, 0.03, 0.01):
-            noise = rest * torch.randn(rows, cols, generator=generator)
-            row = torch.randn(1, cols, generator=generator)
-            block = torch.zeros(rows, cols)
-            block[:8, :24] = 1.0
-            alike = torch.zeros(rows, cols)
-            alike[:8] = row
-            yield from (noise + 1.0, noise + block, noise + row, noise + alike)
-
-
-@pytest.mark.parametrize(
-    ("name", "steps", "dtype"),
-    [
-        (name, steps, dtype)
-        for name, steps in PAIRS
-        for dtype in DTYPES
-        if getattr(SETS[name].restarts[steps], dtype) is not None
-    ],
-)
-def test_nothing_blows_up_near_rank_1(name: Any, steps: int, dtype: NsDtype) -> None:
-    """What rounding leaves below zero in the square of X grows from step to step until a restart.
-    A list with one restart too few makes 10 to infinity of the largest value."""
-    standard, gram = (_config(name, steps, dtype, each) for each in ("standard", "gram"))
-    for matrix in _near_rank_1():
-        expected, found = (
-            torch.linalg.matrix_norm(orthogonalize(matrix, config).double(), 2)
-            for config in (standard, gram)
-        )
-        assert found <= 1.2 * expected

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from dataclasses import replace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -21,6 +25,8 @@ from megatron_muon.planning.strips import (
     in_strips,
     strip_homes,
 )
+from megatron_muon.setting_names import named
+from support.one_home import step_of_home
 
 GRAM = MuonConfig(split_matrices=2, ns_iteration="gram")
 
@@ -33,7 +39,11 @@ def _parameter(name: str, rows: int, cols: int, dim: int | None, tp: int, start:
 
 
 def _plan(
-    shapes: list[tuple[int, int, int | None]], tp: int, dp: int, config: MuonConfig
+    shapes: list[tuple[int, int, int | None]],
+    tp: int,
+    dp: int,
+    config: MuonConfig,
+    device: Device = "cuda",
 ) -> ExchangePlan:
     parameters: list[Parameter] = []
     for number, (rows, cols, dim) in enumerate(shapes):
@@ -42,7 +52,7 @@ def _plan(
     stop = -(-parameters[-1].span.stop // dp) * dp
     placed = [replace(parameter, bucket=Span(0, stop)) for parameter in parameters]
     rows_of = tuple(tuple(range(t * dp, (t + 1) * dp)) for t in range(tp))
-    return make_plan(placed, RankGrid((rows_of,)), config)
+    return make_plan(placed, RankGrid((rows_of,)), config, device)
 
 
 @given(st.data())
@@ -111,6 +121,8 @@ def test_strips_cover_their_matrix_and_homes_are_neighbours(
         (16, 40, None, 1, [(4, 40)] * 4),  # rows come, and are turned
         (18, 40, None, 1, [(4, 40), (5, 40), (4, 40), (5, 40)]),
         (3, 40, None, 1, []),  # fewer rows than strips
+        (64, 3, None, 1, []),  # fewer rows of squares than homes
+        (3, 16, 1, 4, []),
         (20, 16, 0, 2, [(10, 16)] * 4),  # a strip is half of a TP rank's rows
         (16, 20, 1, 2, [(4, 40)] * 4),  # more than TP ranks: turned
         (16, 10, 1, 8, [(16, 20)] * 4),  # a strip is the columns of two TP ranks
@@ -126,6 +138,71 @@ def test_where_a_matrix_is_cut(
     found = [(m.rows, m.cols) for m in cut.matrices if m.strip is not None]
     assert found == strips
     assert bool(strips) == (cut.matrices[0].strip is not None)
+
+
+TINY = (1, 2, 3, 5, 64)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 64])
+def test_homes_of_a_tiny_matrix_make_a_step(count: int) -> None:
+    """Whether the plan shares it or not; the first and the last home step alone."""
+    config = MuonConfig(split_matrices=count)
+    for rows, cols, tp in itertools.product(TINY, TINY, (1, 2)):
+        for dim in (None, 0, 1)[: 1 if tp == 1 else 3]:
+            plan = _plan([(rows, cols, dim)], tp, count, config)
+            strips = [matrix for matrix in plan.matrices if matrix.strip is not None]
+            assert len(strips) in (0, count)
+            for home in {matrix.home for matrix in (*strips[:1], *strips[-1:])}:
+                step_of_home(home, strips, plan.size, config)()
+
+
+# Every setting that takes a number: alone, in a pair or in a triple.
+NUMERIC = {
+    name: str(hint)
+    for name, hint in get_type_hints(MuonConfig).items()
+    if re.search(r"\b(int|float)\b", str(hint))
+}
+ENDS: list[Any] = [
+    0,
+    1,
+    2,
+    -1,
+    0.0,
+    0.5,
+    5e-324,
+    1e-320,
+    1e-9,
+    1e9,
+    1.7e308,
+    -1.7e308,
+    2**63,
+    10**400,
+]
+ENDS += [-(10**400), math.inf, math.nan]
+BESIDE: dict[str, dict[str, Any]] = {
+    "log_interval": {"log_file": "x"},
+    "qk_clip_alpha": {"qk_clip": 100.0},
+}
+
+
+@pytest.mark.parametrize("name", NUMERIC)
+def test_any_number_of_a_setting_is_planned_or_refused_by_name(name: str) -> None:
+    values = ENDS
+    if "tuple[str" in NUMERIC[name]:
+        values = [(("*", end),) for end in ENDS]
+    elif name == "ns_coefficients":
+        values = [(2.0, *both) for end in ENDS for both in ((-1.5, end), (end, 0.5), (end, end))]
+    planned = 0
+    for value in values:
+        try:
+            config = MuonConfig(**{name: value, **BESIDE.get(name, {})})
+        except (TypeError, ValueError) as refused:
+            assert str(refused).startswith(named(name)), value
+            continue
+        planned += 1
+        for device in get_args(Device):
+            _plan([(64, 3, None), (4096, 1024, 0), (700, 900, 1)], 2, 4, config, device)
+    assert planned
 
 
 def test_experts_stay_whole() -> None:

@@ -149,9 +149,9 @@ def test_between_the_grids_sizes_auto_is_hardly_slower(device: Device, by_tiles:
 # it: of all, and where the short side has 1,024 rows or more. A table by shape cannot know how many
 # small matrices are taken together: of the missed ones 95 % are batches, with a kernel 97 %.
 MISSED = {
-    ("cuda", False): (0.295, 0.049),
-    ("cuda_symmetric", False): (0.227, 0.04),
-    ("cuda_symmetric", True): (0.215, 0.037),
+    ("cuda", False): (0.342, 0.096),
+    ("cuda_symmetric", False): (0.27, 0.045),
+    ("cuda_symmetric", True): (0.256, 0.038),
 }
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,12 +15,9 @@ from megatron_muon.lab.pricing.scratch import of_matrix_on_cpu, of_strips
 from megatron_muon.orthogonalize import matmul
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
-from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.layout import Strip
 from megatron_muon.planning.segments import Matrix
-from megatron_muon.runtime import collectives
-from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.exchange.sharers import Sharers
+from support.one_home import step_of_home
 
 CPU = torch.device("cpu")
 NUMBERS = 1024  # bytes of single numbers
@@ -105,10 +100,9 @@ def test_strips_take_what_is_planned(
     config = MuonConfig(ns_dtype=dtype, ns_iteration=iteration)
     every = _strips(shape, strips, ranks)
     own = [matrix for matrix in every if matrix.home == 0]
-    with mock.patch.object(collectives, "start_messages", _received_at_once):
-        step = _step_of_strips(own, Sharers(every, 0, None, range(ranks), Meter()), config)  # type: ignore[arg-type]
-        step()
-        measured = peak_bytes(CPU, step)
+    step = step_of_home(0, every, ranks, config)
+    step()
+    measured = peak_bytes(CPU, step)
     planned = of_strips(own, ranks, config, device)
     held = matmul.products_on(CPU, dtype).held
     by_products = iteration == "gram" and held == torch.bfloat16  # the highest moment may be theirs
@@ -127,29 +121,6 @@ def _strips(shape: tuple[int, int], count: int, ranks: int) -> list[Matrix]:
         )
         for number in range(count)
     ]  # fmt: skip
-
-
-def _step_of_strips(own: list[Matrix], sharing: Sharers, config: MuonConfig) -> Callable[[], None]:
-    """Newton-Schulz of strips as ``runtime.round`` calls it."""
-    dtype = matmul.travel_dtype(config)
-    strips = [torch.randn(matrix.rows, matrix.cols).to(dtype) for matrix in own]
-    moves = torch.ones(len(own), dtype=torch.bool)
-
-    def step() -> None:
-        held = sharing.turned(strips) if own[0].is_turned else strips
-        orthogonalize_strips(held, own[0].whole, moves, config, sharing)
-        if own[0].is_turned:
-            sharing.turn_back(held, strips)
-
-    return step
-
-
-def _received_at_once(name: str, sent: torch.Tensor, route: Any) -> collectives.Pending | None:
-    """``collectives.start_messages`` on one rank alone: others send zeros."""
-    if not route.messages:
-        return None
-    received = sent.new_zeros(route.received)
-    return collectives.Pending(name, route.group, sent, received, [])
 
 
 @pytest.mark.parametrize(("elements", "decay"), [(3_000, 0.1), (3_000, 0.0), (3_000_000, 0.1)])

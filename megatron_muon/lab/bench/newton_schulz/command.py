@@ -105,7 +105,8 @@ def _planned(given: argparse.Namespace) -> Callable[[], dict[str, Any]]:
     """The measurement as a function; wrong arguments raise a ValueError before it starts."""
     if given.find_restarts:
         raise ValueError(
-            "--find-restarts is gone: use `cd tests && python -m figures.restarts` in a clone"
+            "--find-restarts is no more: in a clone, cd tests && python -m figures.restart_errors "
+            "--find"
         )
     for flag in ("batch", "rounds"):
         if given.accuracy and getattr(given, flag) is not None:

@@ -180,12 +180,13 @@ def _meets_another_save(case: Case, topology: Topology, format: str, folder: str
 
     from megatron_muon.mcore.load_check.save import Saving
 
-    part = Saving._part
+    part, store = Saving._part, dist.distributed_c10d._get_default_store()
 
     def meets(self: Saving, *args: Any) -> Any:
         if dist.get_rank() == 0:
             digest.begin(Path(folder), {}, {**digest.new_save(), "host": "elsewhere"})
-        dist.barrier()
+            store.set("marked", "")
+        store.wait(["marked"])
         return part(self, *args)
 
     with mock.patch.object(Saving, "_part", meets), pytest.raises(RuntimeError) as caught:

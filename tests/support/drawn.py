@@ -1,0 +1,225 @@
+"""Matrices on which the Gram iteration can go wrong, drawn by number, and the products of a GPU.
+
+``figures.restart_errors`` walks 10,000 of them to choose the restarts; ``WORST`` are the worst.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from megatron_muon.coefficients import (
+    GRAM_ERROR,
+    GRAM_LEAST,
+    GRAM_TOP,
+    CoefficientName,
+    NsDtype,
+    Triple,
+    schedule,
+)
+from megatron_muon.lab.bench.newton_schulz.inputs import polynomials
+from megatron_muon.orthogonalize.gram import gram_iteration
+from megatron_muon.orthogonalize.iteration import is_folded
+from megatron_muon.orthogonalize.matmul import Products, products_on, scale_of, torch_dtype
+from megatron_muon.orthogonalize.newton_schulz import standard_iteration
+
+SHAPES = (
+    *((1, 1), (1, 2), (1, 9), (1, 64), (2, 2), (2, 3), (2, 5), (2, 16), (2, 64), (3, 3), (3, 4)),
+    *((3, 8), (3, 32), (4, 4), (4, 7), (4, 16), (5, 5), (5, 6), (6, 24), (7, 7), (8, 8), (8, 12)),
+    *((8, 64), (12, 12), (12, 48), (16, 16), (16, 20), (16, 64), (16, 128), (24, 24), (24, 36)),
+    *((32, 32), (32, 64), (32, 160), (48, 48), (48, 96), (64, 64), (64, 256), (96, 96), (40, 120)),
+)
+KINDS = (
+    *("Gaussian", "columns scaled", "rows scaled", "both scaled", "half scaled", "rows repeated"),
+    *("near rank 1", "singular values"),
+)
+WORST: tuple[int, ...] = (7570, 1572, 811, 4614, 684)
+NUDGE: dict[NsDtype, float] = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
+
+
+def shape_of(number: int) -> tuple[int, int]:
+    """Short and long side of a drawn matrix."""
+    return SHAPES[number % len(SHAPES)]
+
+
+def kind_of(number: int) -> str:
+    """The kind of a drawn matrix, one of ``KINDS``."""
+    return KINDS[number // len(SHAPES) % len(KINDS)]
+
+
+def drawn(number: int) -> Tensor:
+    """A matrix in fp32, the same at every call; scales are down to 1e-8."""
+    generator = torch.Generator().manual_seed(number)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    (short, long), kind = shape_of(number), kind_of(number)
+    x, least, chance = normal(short, long), 10 ** (-8 * uniform(1)), float(uniform(1))
+    if kind in ("columns scaled", "both scaled"):
+        x *= least ** uniform(long)
+    if kind in ("rows scaled", "both scaled"):
+        x *= least ** uniform(short, 1)
+    if kind == "half scaled":
+        (x[:, long // 2 :] if chance < 0.5 else x[short // 2 :]).mul_(least)
+    if kind == "rows repeated":
+        x *= least
+        x[: int(uniform(1) * short) + 1] += normal(1, long)
+    if kind == "near rank 1":
+        row = normal(1, long) if chance < 0.5 else torch.ones(1, long)
+        alike = 0.25 < chance < 0.75
+        x = x * least + (torch.ones(short, 1) if alike else normal(short, 1)) * row
+    if kind == "singular values":
+        right = torch.linalg.qr(x.mT)[0]
+        left = torch.linalg.qr(normal(short, short))[0]
+        x = (left * least ** uniform(short)) @ right.mT
+    return x.float()
+
+
+class Strips(Products):
+    """XXᵀ is a sum of two rounded parts: of two strips, or of a product cut along its inner dim."""
+
+    def short_square(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        parts = [self.square(part) for part in x.tensor_split(2, dim=-1) if part.size(-1)]
+        made = torch.stack(parts).sum(0)
+        return self.rounded(made if out is None else out.copy_(made))
+
+
+class Halves(Products):
+    """Every product is a sum of two rounded parts: CUDA may add so in 16 bits (``matmul``)."""
+
+    def product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        linear: Tensor | None = None,
+        *,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        halves = zip(left.tensor_split(2, dim=-1), right.tensor_split(2, dim=-2), strict=True)
+        made = alpha * torch.stack([self.rounded(a @ b) for a, b in halves]).sum(0)
+        made = made if linear is None else made + beta * linear
+        return self.rounded(made if out is None else out.copy_(made))
+
+
+def roundings(field: str) -> Iterator[tuple[NsDtype, Products]]:
+    """The dtype of X, and products as devices round them, that take one field of ``Restarts``."""
+    fp32 = torch.float32
+    if field == "fp32_squares":
+        for dtype in get_args(NsDtype):
+            yield dtype, Products(torch_dtype(dtype), fp32, fp32, scale_of(dtype))
+        return
+    dtype: NsDtype = field  # type: ignore[assignment]
+    kind, scale, folded = torch_dtype(dtype), scale_of(dtype), is_folded(dtype, "cuda")
+    for products in (Products, Strips, *((Halves,) if dtype != "fp32" else ())):
+        yield dtype, products(kind, kind, fp32, scale, folded)
+    if folded:
+        yield dtype, Products(kind, kind, fp32, scale)  # rows of squares are not
+    own = products_on(torch.device("cpu"), dtype)
+    if dtype == "bf16" and own.squares == kind:
+        yield dtype, own.plain()
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Drawn matrices of one shape, with one rounding.
+
+    Attributes:
+        numbers: their numbers.
+        x: X as iterations take it, ``(k, m, n)``.
+        steps: the polynomials.
+        exact: their exact results in float64.
+        allowed: the allowed errors, by the standard iteration's; infinite with ``Halves``, whose
+            parts do not round a matrix of rank 1 to one.
+        top: the largest singular values of exact and standard results.
+    """
+
+    numbers: tuple[int, ...]
+    x: Tensor
+    products: Products
+    steps: tuple[Triple, ...]
+    exact: Tensor
+    allowed: Tensor
+    top: Tensor
+
+    def measured(self, restarts: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Errors and largest singular values of the Gram iteration, over what is allowed."""
+        cuts = itertools.pairwise((0, *restarts, len(self.steps)))
+        parts = tuple(self.steps[start:stop] for start, stop in cuts)
+        made = gram_iteration(self.x, parts, self.products).double()
+        errors = (_norm(made - self.exact) / _norm(self.exact) / self.allowed).nan_to_num(math.inf)
+        return errors, _top(made) / (GRAM_TOP * self.top)
+
+
+def trials(
+    name: CoefficientName, steps: int, field: str, numbers: Sequence[int]
+) -> Iterator[Trial]:
+    """Every shape in every rounding of a field of ``Restarts``.
+
+    Standard's error is the worst of all roundings, and of X as it is and one unit up and down: one
+    of them alone may by chance be exact.
+    """
+    of_dtype: dict[NsDtype, list[Products]] = defaultdict(list)
+    for dtype, products in roundings(field):
+        of_dtype[dtype].append(products)
+    for dtype, devices in of_dtype.items():
+        triples, nudge = schedule(name, steps, dtype), NUDGE[dtype]
+        least = GRAM_LEAST[dtype]
+        if field == "fp32_squares" and dtype == "fp32":  # well below one unit of bf16
+            least = 2.0**-10
+        for each, x, u, s, v in _shapes(tuple(numbers), dtype == "fp32"):
+            values = polynomials(s, triples)
+            exact = (u * values[:, None]) @ v
+            error, top = torch.full((len(each),), least), values.abs().amax(-1)
+            for products, factor in itertools.product(devices, (1 - nudge, 1.0, 1 + nudge)):
+                made = standard_iteration(products.enter(x * factor), triples, products).double()
+                error = torch.maximum(error, _norm(made - exact) / _norm(exact))
+                top = torch.maximum(top, _top(made))
+            for products in devices:
+                allowed = torch.tensor(math.inf) if type(products) is Halves else GRAM_ERROR * error
+                yield Trial(each, products.enter(x), products, triples, exact, allowed, top)
+
+
+@cache
+def _shapes(
+    numbers: tuple[int, ...], is_fp32: bool
+) -> list[tuple[tuple[int, ...], Tensor, Tensor, Tensor, Tensor]]:
+    """(numbers, matrices of norm 1, their singular value decomposition) of each shape.
+
+    Matrices travel in bf16, but for fp32's.
+    """
+    of_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number in numbers:
+        of_shape[shape_of(number)].append(number)
+    made = []
+    for each in of_shape.values():
+        x = torch.stack([drawn(number) for number in each])
+        x = x if is_fp32 else x.bfloat16().float()
+        u, s, v = torch.linalg.svd(
+            x.double() / _norm(x.double())[:, None, None], full_matrices=False
+        )
+        made.append((tuple(each), x / _norm(x)[:, None, None], u, s, v))
+    return made
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=(-2, -1))
+
+
+def _top(x: Tensor) -> Tensor:
+    """The largest singular values of matrices whose short side is first."""
+    x = x.nan_to_num(1e30, 1e30, -1e30).clamp(-1e30, 1e30)
+    return torch.linalg.eigvalsh(x @ x.mT)[:, -1].clamp_min(0).sqrt()
