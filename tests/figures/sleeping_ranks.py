@@ -24,6 +24,7 @@ from megatron_muon.lab.pricing.hardware import TERA, Hardware
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import Optimizer, StepTime, price_step
 from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import round as muon_round
 from megatron_muon.runtime.exchange.meter import Meter
@@ -101,10 +102,17 @@ def _steps(case: Case, repeats: int) -> list[float]:
     second = _second_per_flop(case, plan)
 
     def orthogonalize_staged(
-        staged: torch.Tensor, moves: torch.Tensor, config: MuonConfig, **shape: int
+        staged: torch.Tensor,
+        moves: torch.Tensor,
+        config: MuonConfig,
+        *,
+        soundness: Soundness,
+        **shape: int,
     ) -> None:
         flops = ns_flops(shape["rows"], shape["cols"], config, "cpu")
         time.sleep(len(moves) * flops * second)
+        for numbers in (soundness.norms, soundness.lines):
+            numbers.append(torch.zeros(len(moves)))
 
     muon, groups, state = muon_of(case.config, plan, rank)
     with mock.patch.object(muon_round, "orthogonalize_staged", orthogonalize_staged):

@@ -23,6 +23,7 @@ from support.ranks import error_of, run
 # For each setting what both ranks ask for, or a value of rank 1 where rank 0 has the default.
 LOG = {"log_interval": 2, "log_file": "a"}
 OTHERS: dict[str, Any] = {
+    "nonfinite_limit": 5,
     "matched_adamw_rms": 0.3,
     "scale_mode": "shape_scaling",
     "momentum": 0.9,
