@@ -39,6 +39,7 @@ _LEFT_OUT = {
     **{"async_save": False, "skip_train": False, "lazy_mpu_init": False},
     **{"use_cpu_initialization": False, "init_model_with_meta_device": False},
 }
+_LEFT = "left out, since it needs a GPU and changes no parameter"
 _IN_FEW_BITS = ("fp8_param_gather", "fp4_param")
 
 
@@ -66,7 +67,7 @@ class ScriptArguments(Namespace):
             groups = importlib.import_module("megatron.core.process_groups_config")
             given["pg_collection"] = groups.ProcessGroupCollection.use_mpu_process_groups()
         stop = {"get_megatron_optimizer": _stop, "get_megatron_muon_optimizer": _stop}
-        with replaced(training, **stop):
+        with replaced(training, **stop), _unheard():
             try:
                 setup(**given)
             except _Stopped as stopped:
@@ -119,13 +120,15 @@ def arguments_of(
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
         stack.enter_context(patch.dict(os.environ, ranks))
         stack.enter_context(patch.object(sys, "argv", [str(script), *words]))
-        stack.enter_context(replaced(ours, _tell=notes.extend, _on_the_cpu=_leave_out))
+        told: list[str] = []
+        stack.enter_context(replaced(ours, _tell=told.extend, _on_the_cpu=_leave_out))
         core = importlib.import_module("megatron_muon.mcore.install")
         stack.enter_context(replaced(core, install=configs.append))
         printed = stack.enter_context(_unheard())
         _forget()
         given = _called(script, printed)
         args = _initialized(given, printed)
+    notes += [line for line in told if line.startswith((_LEFT, "--muon-dp-layout"))]
     arguments = ScriptArguments(**vars(args))
     setup = inspect.signature(importlib.import_module(_TRAINING).setup_model_and_optimizer)
     given["model_provider_func"] = given.get("model_provider")
@@ -194,7 +197,7 @@ def _leave_out(args: Namespace) -> list[str]:
     options.replace(args)
     args.transformer_impl = kept  # it has a stand-in
     told = ", ".join(row.option for row in given)
-    return [f"left out, since it needs a GPU and changes no parameter: {told}"] if given else []
+    return [f"{_LEFT}: {told}"] if given else []
 
 
 def _stop(*args: Any, **options: Any) -> NoReturn:

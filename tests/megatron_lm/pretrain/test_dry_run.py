@@ -128,8 +128,11 @@ def test_a_vlm_is_what_its_script_builds() -> None:
 
 
 @pytest.mark.slow
-def test_presets_are_what_the_script_builds(tmp_path: Path) -> None:
+def test_presets_are_what_the_script_builds() -> None:
     """Names and shapes of every parameter, at their real sizes, on TP 2 or EP 2."""
+    names = ["llama3-8b", "qwen3-30b-a3b", "deepseek-v3"]
+    if version() < (0, 20):  # Megatron itself refuses a local one there, for its norm of queries
+        names.append("moonlight-16b-a3b")
     run = words("--micro-batch-size 1 --train-iters 1 --lr 1e-3 --transformer-impl local")
     run += words("--tokenizer-type NullTokenizer", "--no-rope-fusion")
     code = (
@@ -143,7 +146,8 @@ def test_presets_are_what_the_script_builds(tmp_path: Path) -> None:
         "    print('SHAPES', [(row['name'], row['shape'], row['tp']) for row in rows])\n"
     )
     lines = []
-    for name, flags in PRESETS.items():
+    for name in names:
+        flags = PRESETS[name]
         ranks = words("--expert-model-parallel-size 2" if "experts" in flags else f"{TP} 2")
         given = words(flags, "--max-position-embeddings 8192")
         at = given.index("--vocab-size") if "--vocab-size" in given else None
@@ -157,8 +161,8 @@ def test_presets_are_what_the_script_builds(tmp_path: Path) -> None:
         lines.append(["routes", "--json", "--model", name, *ranks, *world])
     text = done([sys.executable, "-c", code, json.dumps(lines)])
     shapes = [line for line in text.splitlines() if line.startswith("SHAPES")]
-    assert len(shapes) == 2 * len(PRESETS)
-    for name, by_script, by_preset in zip(PRESETS, shapes[::2], shapes[1::2], strict=True):
+    assert len(shapes) == 2 * len(names)
+    for name, by_script, by_preset in zip(names, shapes[::2], shapes[1::2], strict=True):
         assert by_script == by_preset, name
 
 
