@@ -15,6 +15,7 @@ from megatron_muon import MuonConfig
 from megatron_muon.mcore.checkpoint.buffers import gathered_spans
 from megatron_muon.mcore.interop.adamw_after_muon import YOUNG, go_on_after_muon, reading_muon
 from megatron_muon.mcore.interop.switch import reading_adamw, writer_of
+from support import te_on_cpu
 from support.checkpoints.saving import formats, load, save, spoil, unequal
 from support.models.gpt import (
     Case,
@@ -218,6 +219,7 @@ def _clips_after_muon(folder: str) -> int:
     return clip.call_count
 
 
+@pytest.mark.skipif(te_on_cpu.TE is not None, reason="its attention keeps no maximum of logits")
 def test_adamw_after_muon_still_clips_logits(tmp_path: Path) -> None:
     assert run(_clips_after_muon, 1, str(tmp_path)) == [1]
 
