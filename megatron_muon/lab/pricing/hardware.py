@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from megatron_muon.files.printable import printable
+
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 Tiles = tuple[tuple[int, int, float], ...]
 
@@ -162,7 +164,7 @@ def from_json(text: str, source: str, base: Hardware) -> Hardware:
         ValueError, TypeError: it is not such JSON; names what is wrong.
     """
     try:
-        given = json.loads(text)
+        given = json.loads(text, parse_constant=_refused, parse_int=_whole, parse_float=finite)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not JSON: {error}") from None
     if not isinstance(given, dict):
@@ -178,8 +180,30 @@ def from_json(text: str, source: str, base: Hardware) -> Hardware:
     for name, one in sources.items():
         if not isinstance(one, str):
             raise TypeError(f"{source}: the source of {name!r} must be a text, got {one!r}")
-    known = dict(made.sources) | sources
-    return replace(made, name=given.get("name", source), sources=tuple(known.items()))
+    known = dict(made.sources) | {name: printable(one) for name, one in sources.items()}
+    name = printable(given.get("name", source))
+    return replace(made, name=name, sources=tuple(known.items()))
+
+
+def finite(text: str) -> float:
+    """A number from a file or a command line.
+
+    Raises:
+        ValueError: it is none, or not finite.
+    """
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is not finite")
+    return value
+
+
+def _whole(text: str) -> int:
+    finite(text)  # and so of at most 309 digits
+    return int(text)
+
+
+def _refused(text: str) -> Any:
+    raise ValueError(f"{text} is not finite")
 
 
 def _typed(name: str, value: Any) -> Any:

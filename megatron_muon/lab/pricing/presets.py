@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware, from_json
+from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware, finite, from_json
 
 _SHEET = "NVIDIA's H100 data sheet, SXM"
 _FOREACH = "torch's MultiTensorApply.cuh: 320 blocks of 65,536 elements a kernel"
@@ -154,6 +154,6 @@ def hardware_of(name: str, settings: Sequence[str]) -> Hardware:
 
 def _number(setting: str, text: str) -> float:
     try:
-        return float(text)
+        return finite(text)
     except ValueError:
-        raise ValueError(f"--set {setting}: {text!r} is not a number") from None
+        raise ValueError(f"--set {setting}: {text!r} is not a finite number") from None

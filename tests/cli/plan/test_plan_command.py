@@ -188,7 +188,7 @@ def test_every_preset_has_a_source_for_every_constant() -> None:
     [
         ("--hardware tpu", "--hardware tpu: neither a file nor one of h100, h200, b200, gb300"),
         ("--set speed=1", "--set speed=1: give NAME=VALUE"),
-        ("--set launch_us=fast", "'fast' is not a number"),
+        ("--set launch_us=fast", "'fast' is not a finite number"),
         ("--set memory_gbytes=-1", "memory_gbytes must be above 0"),
         ("--stage 3", "--stage 3: the last pipeline stage is 0"),
         ("--json /nowhere/plan.json", "--json /nowhere/plan.json: there is no folder"),

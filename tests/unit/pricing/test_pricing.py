@@ -338,6 +338,12 @@ def test_hardware_is_read_from_json() -> None:
     )
 
 
+def test_no_escape_sequence_of_the_file_reaches_the_terminal() -> None:
+    text = '{"name": "\\u001b[2J", "values": {"launch_us": 5}, "sources": {"launch_us": "\\u001b"}}'
+    read = from_json(text, "mine.json", H100)
+    assert "\x1b" not in read.name + "".join(read.lines())
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -349,6 +355,9 @@ def test_hardware_is_read_from_json() -> None:
         ('{"sources": {"launch_us": 1}}', TypeError),
         ('{"sources": {"speed": "me"}}', ValueError),
         ('{"values": {"launch_us": NaN}}', ValueError),
+        ('{"values": {"launch_us": Infinity}}', ValueError),
+        ('{"values": {"launch_us": 1e999}}', ValueError),
+        ('{"values": {"launch_us": 1' + "0" * 400 + "}}", ValueError),
     ],
 )
 def test_json_that_is_no_hardware_is_an_error(text: str, error: type[Exception]) -> None:
