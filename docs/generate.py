@@ -22,9 +22,9 @@ from megatron_muon.coefficients import (  # noqa: E402 after the path is set
     SETS,
     CoefficientSet,
 )
-from megatron_muon.config import MuonConfig  # noqa: E402
 from megatron_muon.megatron_lm.flags.table import FLAGS, Flag  # noqa: E402
-from megatron_muon.setting_names import FLAG_OF  # noqa: E402
+from megatron_muon.settings.config import MuonConfig  # noqa: E402
+from megatron_muon.settings.names import FLAG_OF  # noqa: E402
 
 WRITTEN = "<!-- Written by docs/generate.py from {source}; change that. -->\n\n"
 

@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_muon.config import MuonConfig
+from megatron_muon.settings.config import MuonConfig
 from megatron_muon.version import __version__
 
 if TYPE_CHECKING:
     from megatron_muon import cpu as cpu
-    from megatron_muon.mcore.step_traces import MegatronTraces
+    from megatron_muon.mcore.wiring.step_traces import MegatronTraces
     from megatron_muon.runtime.exchange.meter import Meter
 
 __all__ = [
@@ -65,11 +65,11 @@ def install(config: MuonConfig | None = None) -> None:
         NotImplementedError: ``align_shards`` with a Megatron that takes no layout (before 0.18).
     """
     _require_core()
-    if "megatron_muon.mcore.install" not in sys.modules:  # its import needs names of Megatron's
+    if "megatron_muon.mcore.wiring.install" not in sys.modules:
         from megatron_muon.mcore.seams.rows import check_hooks
 
         check_hooks()
-    from megatron_muon.mcore.install import install as install_into_megatron
+    from megatron_muon.mcore.wiring.install import install as install_into_megatron
 
     install_into_megatron(config)
 
@@ -83,7 +83,7 @@ def uninstall() -> None:
     training = sys.modules.get("megatron_muon.megatron_lm.install")
     if training is not None:
         training.uninstall_training()
-    from megatron_muon.mcore.install import uninstall as uninstall_from_megatron
+    from megatron_muon.mcore.wiring.install import uninstall as uninstall_from_megatron
 
     uninstall_from_megatron()
 
@@ -105,7 +105,7 @@ def reading_adamw(
         RuntimeError: another rank has an error, and this one has none.
     """
     _require_core()
-    from megatron_muon.mcore.interop.switch import reading_adamw as reading
+    from megatron_muon.mcore.checkpoint.switch import reading_adamw as reading
 
     return reading(optimizer, momentum)
 
@@ -127,7 +127,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContext
         RuntimeError: another rank has an error, and this one has none.
     """
     _require_core()
-    from megatron_muon.mcore.interop.switch import reading_megatron_muon as reading
+    from megatron_muon.mcore.checkpoint.switch import reading_megatron_muon as reading
 
     return reading(optimizer, folder)
 
@@ -145,8 +145,8 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
         RuntimeError: another rank has an error, and this one has none.
     """
     _require_core()
-    from megatron_muon.mcore.interop.adamw_after_muon import reading_muon as reading
-    from megatron_muon.mcore.interop.switch import record_of
+    from megatron_muon.mcore.checkpoint.adamw_after_muon import reading_muon as reading
+    from megatron_muon.mcore.checkpoint.switch import record_of
 
     return reading(optimizer, record_of(folder)["settings"])
 
@@ -161,7 +161,7 @@ def meter(optimizer: Any) -> Meter:
         TypeError: the optimizer is not Muon's.
     """
     _require_core()
-    from megatron_muon.mcore.install import meter as meter_of
+    from megatron_muon.mcore.wiring.install import meter as meter_of
 
     return meter_of(optimizer)
 
@@ -181,6 +181,6 @@ def step_traces(steps: str, folder: str | Path) -> MegatronTraces:
         OSError: the folder cannot be made.
     """
     _require_core()
-    from megatron_muon.mcore.step_traces import MegatronTraces
+    from megatron_muon.mcore.wiring.step_traces import MegatronTraces
 
     return MegatronTraces(steps, folder)

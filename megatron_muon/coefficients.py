@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from megatron_muon.setting_names import named
+from megatron_muon.settings.names import named
 
 Triple = tuple[float, float, float]
 CoefficientName = Literal[

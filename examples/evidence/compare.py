@@ -30,15 +30,15 @@ import topologies
 import torch
 
 import megatron_muon.cpu
-from megatron_muon.config import MuonConfig
-from megatron_muon.files.durable import write_text
-from megatron_muon.files.writable import require_writable
 from megatron_muon.lab.bench.ranks import RankError, Task, gpus_for, run_ranks, threads_for
 from megatron_muon.lab.bench.step.flags import add_limits, add_model, model_flags
 from megatron_muon.lab.bench.step.rows import rows
 from megatron_muon.lab.routes.model_flags import REFUSALS, megatron_is_quiet
+from megatron_muon.lab.writable import require_writable
+from megatron_muon.mcore.load_check.durable import write_text
 from megatron_muon.mcore.seams.rows import SeamError, check_part, megatron_version
 from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.settings.config import MuonConfig
 
 USUAL = ("dp4", "tp4", "tp2-dp2", "pp2-dp2", "tp2-pp2-dp2")
 ROWS = {"adamw": "adamw", "muon": "muon-contiguous"}

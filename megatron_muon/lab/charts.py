@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.files.writable import require_writable
+from megatron_muon.lab.writable import require_writable
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.console import say
 from megatron_muon.mcore.seams.rows import (
     check_arguments,
@@ -30,6 +29,7 @@ from megatron_muon.megatron_lm.watching import writers
 from megatron_muon.planning import agreed
 from megatron_muon.runtime.consensus import agree_on_settings
 from megatron_muon.runtime.patches import Patches, around
+from megatron_muon.settings.config import MuonConfig
 
 _patches = Patches()
 _is_on = False  # whether the wrappers are in effect
@@ -213,7 +213,7 @@ def _leave_out(args: Any) -> list[str]:
     if args.use_distributed_optimizer:
         told += [_LOGITS[name] for name in _taken_over() if getattr(args, name, False)]
     if told:
-        importlib.import_module("megatron_muon.mcore.install").install(
+        importlib.import_module("megatron_muon.mcore.wiring.install").install(
             MuonConfig(weight_decay_all_params=decayed, qk_clip=threshold, qk_clip_alpha=alpha)
         )
     return [] if again else told
@@ -247,7 +247,7 @@ def _turn_on(args: Any) -> list[str]:
         Lines to print: the differences from Megatron's own defaults.
     """
     check_hooks()  # before the import below, which already imports names of Megatron's
-    from megatron_muon.mcore.install import install
+    from megatron_muon.mcore.wiring.install import install
 
     _check(args)
     config = muon_config(args)
@@ -261,7 +261,7 @@ def _turn_on(args: Any) -> list[str]:
     return told
 
 
-# Flags that stop a run here, before a model is built, and why. ``mcore.params.validate`` checks
+# Flags that stop a run here, before a model is built, and why. ``mcore.wiring.validate`` checks
 # Megatron's configurations.
 REFUSED = {
     "--use-precision-aware-optimizer": "which keeps no fp32 main parameters of Megatron's",
@@ -340,7 +340,7 @@ def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any
         PlanMismatchError: names the first setting that differs.
     """
     result = original(*args, **kwargs)
-    core = sys.modules.get("megatron_muon.mcore.install")  # imported where anything is asked
+    core = sys.modules.get("megatron_muon.mcore.wiring.install")  # imported where anything is asked
     config = None if core is None else core.settings()
     given = importlib.import_module("megatron.training").get_args()
     flags = {dest: getattr(given, dest, None) or None for dest in _AGREED}
@@ -351,7 +351,7 @@ def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any
             *(f"--{dest.replace('_', '-')}: {value!r}" for dest, value in flags.items()),
         ],
         asks=bool(config or flags["adamw_from_muon"] or flags["muon_trace_steps"]),
-        device=lambda: importlib.import_module("megatron_muon.mcore.shards").device_of([]),
+        device=lambda: importlib.import_module("megatron_muon.mcore.wiring.shards").device_of([]),
     )
     return result
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.files.regular import read_regular
 from megatron_muon.mcore.load_check import digest
+from megatron_muon.mcore.load_check.regular_files import read_regular
 from megatron_muon.runtime.patches import replaced
 
 NAME = "latest_checkpointed_iteration.txt"

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from megatron_muon.coefficients import NsDtype, Triple
-from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.orthogonalize.iteration import (
     Device,
     dtype_of,
@@ -33,6 +32,7 @@ from megatron_muon.orthogonalize.iteration import (
     is_folded,
     panels,
 )
+from megatron_muon.settings.config import MuonConfig, NsIteration
 
 _TORCH_DTYPE: dict[NsDtype, torch.dtype] = {
     "bf16": torch.bfloat16,

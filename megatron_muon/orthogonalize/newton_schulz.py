@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megatron_muon.coefficients import Triple
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import (
     dtype_of,
@@ -34,6 +33,7 @@ from megatron_muon.orthogonalize.matmul import (
 )
 from megatron_muon.orthogonalize.normalization import enter
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
+from megatron_muon.settings.config import MuonConfig
 
 
 def orthogonalize(matrix: Tensor, config: MuonConfig) -> Tensor:

@@ -13,7 +13,6 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import dtype_of
 from megatron_muon.orthogonalize.matmul import Products, scale_of, torch_dtype, travel_dtype
 from megatron_muon.orthogonalize.triton_operations import (
@@ -21,6 +20,7 @@ from megatron_muon.orthogonalize.triton_operations import (
     launching_beside,
     takes_kernels,
 )
+from megatron_muon.settings.config import MuonConfig
 
 _EXPONENT = 0x7F800000  # exponent bits of an fp32 number
 _SMALLEST = 2.0**-126  # smallest normal fp32 number

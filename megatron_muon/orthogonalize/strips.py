@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_muon.coefficients import Triple
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.gram import factor_of
 from megatron_muon.orthogonalize.iteration import (
     dtype_of,
@@ -36,6 +35,7 @@ from megatron_muon.orthogonalize.matmul import (
 )
 from megatron_muon.orthogonalize.normalization import power_of_two
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
+from megatron_muon.settings.config import MuonConfig
 
 
 class Sharing(Protocol):

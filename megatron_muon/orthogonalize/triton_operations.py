@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.config import MuonConfig
+from megatron_muon.settings.config import MuonConfig
 
 _LIBRARY: Any = torch.library.Library("megatron_muon", "FRAGMENT")  # type: ignore[no-untyped-call]
 

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import fields
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device, costs_follow_device
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.settings.config import MuonConfig
 from megatron_muon.version import __version__
 
 

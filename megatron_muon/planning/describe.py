@@ -8,7 +8,6 @@ from dataclasses import astuple, dataclass
 from math import prod
 
 from megatron_muon.coefficients import spelled
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import (
     NODE,
     Device,
@@ -18,7 +17,8 @@ from megatron_muon.orthogonalize.iteration import (
 )
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.gathers import ADAMW
-from megatron_muon.setting_names import named
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
 
 PREFIX = "[megatron_muon]"
 

@@ -28,8 +28,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_muon.config import HomePolicy, MuonConfig
 from megatron_muon.orthogonalize.iteration import NODE
+from megatron_muon.settings.config import HomePolicy, MuonConfig
 
 # A rank keeps a matrix that it holds most of until its work would pass SLACK × max(ideal, largest
 # matrix); up to LIMIT × that, where another rank would end later.

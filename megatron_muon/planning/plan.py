@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import (
     Device,
     dtype_of,
@@ -41,6 +40,7 @@ from megatron_muon.planning.strips import (
     in_strips,
     strip_homes,
 )
+from megatron_muon.settings.config import MuonConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import NODE, Device, makes_rows
 from megatron_muon.planning.homes import Work
 from megatron_muon.planning.layout import (
@@ -27,6 +26,7 @@ from megatron_muon.planning.layout import (
     Strip,
     range_of,
 )
+from megatron_muon.settings.config import MuonConfig
 
 # Where every home multiplies all squares of the short side and the long side is shorter than this
 # many short ones, they are most of the work, and the time model has no gain (docs/time_model.md).

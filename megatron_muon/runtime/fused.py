@@ -17,7 +17,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor, split_with_sizes
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import normalization
 from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.orthogonalize.triton_operations import (
@@ -26,7 +25,8 @@ from megatron_muon.orthogonalize.triton_operations import (
     takes_kernels,
 )
 from megatron_muon.runtime.update import Elementwise, Foreach
-from megatron_muon.setting_names import named
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
 
 _BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs triton
 _FP32 = (torch.float32,)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.planning.rounds.gathers import ADAMW
@@ -19,6 +18,7 @@ from megatron_muon.runtime.nonfinite import Nonfinite
 from megatron_muon.runtime.round import Observer, Round, Shard, Shards, StepTools
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, Foreach
+from megatron_muon.settings.config import MuonConfig
 
 # The momentum has the key of Adam's first moment, and there is no second one: fused Adam classes
 # refuse to save or load a state under a key that they do not know.

@@ -8,7 +8,6 @@ from typing import Literal, Protocol
 
 from torch import Tensor, cat, split_with_sizes
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import is_tight, ns_flops, repeated_flops
 from megatron_muon.orthogonalize.matmul import direction_dtype, plan_device
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
@@ -28,6 +27,7 @@ from megatron_muon.runtime.exchange.pieces import (
 )
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, update_scale
+from megatron_muon.settings.config import MuonConfig
 
 
 @dataclass(frozen=True, slots=True)

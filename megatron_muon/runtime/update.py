@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE
+from megatron_muon.settings.config import MuonConfig
 
 
 class Elementwise(Protocol):

@@ -211,7 +211,7 @@ def _disagree(topology: Topology, kind: str) -> str:
     """The last rank differs; every rank must get an error."""
     import torch.distributed as dist
 
-    from megatron_muon.mcore import build as plugin
+    from megatron_muon.mcore.wiring import build as plugin
 
     built = build(CASE, topology)
     odd = dist.get_rank() == dist.get_world_size() - 1
@@ -354,8 +354,8 @@ def test_a_missing_attribute_is_an_error_that_names_it() -> None:
 def _error_without_a_group(moe: bool, missing: str) -> str:
     from types import SimpleNamespace
 
-    from megatron_muon.config import MuonConfig
-    from megatron_muon.mcore.build import make_muons
+    from megatron_muon.mcore.wiring.build import make_muons
+    from megatron_muon.settings.config import MuonConfig
 
     case = replace(CASE, optimizer="adam", moe=moe)
     built = start(case, Topology())

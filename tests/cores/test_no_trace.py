@@ -29,8 +29,8 @@ if {training}:
     cpu_training.enable()
     import megatron.training.arguments
 from megatron_muon.mcore.seams import rows
-import megatron_muon.mcore.install
-from megatron_muon.mcore.params.bucket_layout import takes_layouts
+import megatron_muon.mcore.wiring.install
+from megatron_muon.mcore.wiring.bucket_layout import takes_layouts
 rows.check_hooks()
 if {training}:
     from megatron_muon.megatron_lm import install as scripts

@@ -167,7 +167,7 @@ def use(dist_opt):
 
 def test_each_row_that_is_wrapped_has_a_wrapper() -> None:
     """Beside those of ``bucket_layout`` and ``autoload``."""
-    from megatron_muon.mcore import install
+    from megatron_muon.mcore.wiring import install
 
     wrapped = {row.name for row in rows.SEAMS if row.use == "wrapped" and row.part == "core"}
     by_layout = {

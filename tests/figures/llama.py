@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.megatron_lm.bucketing import REFERENCE_DP_SIZE
 from megatron_muon.planning.buckets.count import (
     Buffer,
@@ -21,6 +20,7 @@ from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sections import repeated, sectioned
+from megatron_muon.settings.config import MuonConfig
 
 HIDDEN, FFN, KV, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
 WHOLE = 1 << 60  # elements: one bucket

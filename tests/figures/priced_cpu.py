@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.step.measure import StepJob, measure
 from megatron_muon.lab.bench.step.rows import rows
 from megatron_muon.lab.dry_run.model import ranks_of
@@ -36,6 +35,7 @@ from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.runtime import collectives
+from megatron_muon.settings.config import MuonConfig
 from support.benching import model_and_ranks
 from support.ranks import run
 

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from figures.priced_stages import priced_of
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing import kernels
 from megatron_muon.lab.pricing.presets import hardware_of
 from megatron_muon.orthogonalize import iteration
 from megatron_muon.runtime.patches import replaced
+from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
 
 DEEPSEEK_V3 = (

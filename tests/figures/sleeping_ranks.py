@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.hardware import TERA, Hardware
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import Optimizer, StepTime, price_step
@@ -31,6 +30,7 @@ from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.tracing import phases
+from megatron_muon.settings.config import MuonConfig
 from support.ranks import run
 from support.virtual_gpu.plans import small_plan
 

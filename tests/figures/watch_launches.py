@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.hardware import MICRO, TERA
 from megatron_muon.lab.pricing.presets import H100
+from megatron_muon.mcore.watching.observer import MatrixObserver
+from megatron_muon.mcore.watching.rows import StageRows, Table, muon_rows
+from megatron_muon.mcore.watching.sums import StepSums
 from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
@@ -23,9 +25,7 @@ from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.tracing import phases
-from megatron_muon.watching.observer import MatrixObserver
-from megatron_muon.watching.rows import StageRows, Table, muon_rows
-from megatron_muon.watching.sums import StepSums
+from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.device.tensors import CUDA
 from support.virtual_gpu.plans import MODELS, plans_of
 from support.virtual_gpu.recording import Recording

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.megatron_lm.bucketing import buffers, choose_buckets
 from megatron_muon.planning.buckets.count import (
     SLACK,
@@ -22,6 +21,7 @@ from megatron_muon.planning.buckets.count import (
 )
 from megatron_muon.planning.buckets.order import UNPLACED, away
 from megatron_muon.planning.layout import Parameter, whole_matrix
+from megatron_muon.settings.config import MuonConfig
 from support.models.gpt import Case, Topology, distributed_optimizers, start
 from support.ranks import run
 

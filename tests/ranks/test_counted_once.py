@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_muon.mcore import build
+from megatron_muon.mcore.wiring import build
 from support import te_on_cpu
 from support.installed import VERSION, lacks
 from support.models.gpt import Case, Topology, start, take_step

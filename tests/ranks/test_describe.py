@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.planning.describe import Share, share_lines, start_line
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.settings.config import MuonConfig
 from support.models import gpt
 from support.models.gpt import Case, Topology, muon_weights, start, truth
 from support.ranks import error_of, run
@@ -249,7 +249,7 @@ def test_a_run_knows_its_nodes(node_ranks: int, here: str, neighbours: int, warn
 def _theory(case: Case, topology: Topology) -> tuple[float, int]:
     """Elements that are said to be Muon's on a rank, and those that are."""
     from megatron_muon.mcore.load_check import models as registry
-    from megatron_muon.mcore.state_size import muon_elements
+    from megatron_muon.mcore.wiring.state_size import muon_elements
 
     registry.forget()
     built = start(case, topology)
@@ -271,7 +271,7 @@ def test_what_theoretical_memory_is_told_of_muon_is_the_mean_over_ranks(
 
 def _said_active() -> tuple[str, str]:
     """What is printed of it where an optimizer is built, and where another one is then."""
-    from megatron_muon.mcore import build as plugin
+    from megatron_muon.mcore.wiring import build as plugin
 
     printed = []
     plugin._has_said_active = False  # as in a new process

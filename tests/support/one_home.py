@@ -8,13 +8,13 @@ from unittest import mock
 
 import torch
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import matmul
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.segments import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers
+from megatron_muon.settings.config import MuonConfig
 
 
 def step_of_home(

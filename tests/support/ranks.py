@@ -49,7 +49,7 @@ PRELOAD = [
     "megatron.core.pipeline_parallel",
     "megatron.core.distributed",
     "torch._dynamo",  # the first optimizer that is made imports it
-    "megatron_muon.mcore.install",
+    "megatron_muon.mcore.wiring.install",
     "pytest",  # these are imported with the module of a rank's function
     "hypothesis",
     "support.models.gpt",

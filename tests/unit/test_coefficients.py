@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_muon.coefficients import SETS, NsDtype, parse, schedule, spelled
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.settings.config import MuonConfig
 from support.expected.oracle import newton_schulz
 
 SIMPLE = (3.4445, -4.7750, 2.0315)

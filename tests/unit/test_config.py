@@ -25,7 +25,7 @@ from megatron_muon.orthogonalize.iteration import (
     takes_gram,
 )
 from megatron_muon.planning.describe import newton_schulz_line, not_shared_lines
-from megatron_muon.setting_names import FLAG_OF
+from megatron_muon.settings.names import FLAG_OF
 from support.megatron_lm.flag_parsers import MEANINGS
 
 CPUS: tuple[Device, ...] = ("cpu", "cpu_bf16")

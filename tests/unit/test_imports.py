@@ -16,14 +16,12 @@ PACKAGE = ROOT / "megatron_muon"
 # Lower rooms first. A module may import its own room and those in earlier lines, no other room of
 # its own line. "" is the facade, ``megatron_muon/__init__.py``.
 TIERS = (
-    ("version", "presence", "console", "setting_names"),
+    ("version", "presence", "console"),
     ("coefficients",),
-    ("config",),
+    ("settings",),
     ("orthogonalize",),
     ("planning",),
-    ("files",),
     ("runtime",),
-    ("watching",),
     ("mcore", "cpu"),
     ("", "megatron_lm"),
     ("lab", "autoload"),
@@ -31,7 +29,7 @@ TIERS = (
 )
 # Rooms of ``lab`` by the same rule.
 LAB_TIERS = (
-    ("charts", "dispatch", "interrupts", "pricing"),
+    ("charts", "dispatch", "interrupts", "pricing", "writable"),
     ("dry_run",),
     ("routes",),
     ("plan",),
@@ -44,13 +42,13 @@ LAB_TIER_OF = {room: tier for tier, rooms in enumerate(LAB_TIERS) for room in ro
 TIER_OF = {room: tier for tier, rooms in enumerate(TIERS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Integers only: what decides about matrices and messages, and the time model.
-WITHOUT_TORCH = {"version", "presence", "setting_names", "coefficients", "config", "planning"}
-WITHOUT_TORCH |= {"orthogonalize.iteration", "watching.line_format"}
+WITHOUT_TORCH = {"version", "presence", "settings", "coefficients", "planning"}
+WITHOUT_TORCH |= {"orthogonalize.iteration", "mcore.watching.line_format"}
 WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "trace", "curves")}
 WITHOUT_TORCH |= {"console"}
 # Of a checkpoint's files, those that hold no tensor.
 WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("checksum", "digest", "digest_text")}
-WITHOUT_TORCH |= {f"files.{name}" for name in ("durable", "printable", "regular")}
+WITHOUT_TORCH |= {f"mcore.load_check.{name}" for name in ("durable", "regular_files")}
 
 
 def dotted(path: Path) -> str:

@@ -13,11 +13,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.files.durable import write_text
-from megatron_muon.files.writable import require_writable
 from megatron_muon.lab.accept.report import as_json, as_markdown
 from megatron_muon.lab.accept.results import NO_TIME, Check, read
 from megatron_muon.lab.dry_run.numbers import count, up_to
+from megatron_muon.lab.writable import require_writable
+from megatron_muon.mcore.load_check.durable import write_text
 
 NAME, REPORT = "accept.json", "accept.md"
 _PROGRAM = "megatron-muon accept"

@@ -9,7 +9,7 @@ import contextlib
 import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
 import torch._dynamo  # noqa: F401
 
-import megatron_muon.mcore.install  # noqa: F401
+import megatron_muon.mcore.wiring.install  # noqa: F401
 from megatron_muon.mcore.seams.rows import check_hooks
 
 with contextlib.suppress(Exception):  # the ranks, which call it again, have the error

@@ -6,8 +6,8 @@ from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
 from typing import Any, get_args
 
 from megatron_muon.coefficients import Coefficients, NsDtype, parse
-from megatron_muon.config import HomePolicy, MuonConfig, NsIteration
 from megatron_muon.lab.dry_run.numbers import count, positive
+from megatron_muon.settings.config import HomePolicy, MuonConfig, NsIteration
 
 _DEFAULT = MuonConfig()
 MOST_STEPS = 1000  # cap on Newton-Schulz steps; sets have 5 to 10

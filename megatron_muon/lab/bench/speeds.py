@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.muon_flags import add_newton_schulz_flags, newton_schulz_of
 from megatron_muon.lab.bench.newton_schulz.command import interleaved, shape_of
 from megatron_muon.lab.bench.ranks import RankError, Task, gpus_for, run_ranks, threads_for
@@ -24,6 +23,7 @@ from megatron_muon.orthogonalize.iteration import dtype_of, iteration_of, ns_flo
 from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.runtime import collectives
+from megatron_muon.settings.config import MuonConfig
 
 _DESCRIPTION = """\
 Start ranks on this machine, with a GPU per rank over NCCL, or without GPUs over gloo. On all of

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from megatron_muon.files.printable import printable
+from megatron_muon.console import printable
 from megatron_muon.lab.charts import require_outputs
 from megatron_muon.lab.curves import lead
 from megatron_muon.lab.curves.files import KINDS, CurveError, read_curves

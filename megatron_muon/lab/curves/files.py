@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.files.regular import open_regular
 from megatron_muon.lab.curves.lead import Curve, curve
+from megatron_muon.mcore.load_check.regular_files import open_regular
 
 KINDS = ("train", "validation", "other")  # other: text from elsewhere
 MOST = 1 << 28  # bytes of a file

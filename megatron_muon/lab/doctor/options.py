@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from megatron_muon.mcore.params.validate import refuse_unsupported
+from megatron_muon.mcore.wiring.validate import refuse_unsupported
 
 
 def refused_options() -> list[str]:

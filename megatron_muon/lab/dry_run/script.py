@@ -26,10 +26,10 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import megatron_muon.cpu
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.dry_run import stand_ins
 from megatron_muon.megatron_lm.launch import check_installation, checkout_of, naming_python
 from megatron_muon.runtime.patches import replaced
+from megatron_muon.settings.config import MuonConfig
 
 _TRAINING = "megatron.training.training"
 _INITIALIZE = "megatron.training.initialize"
@@ -122,7 +122,7 @@ def arguments_of(
         stack.enter_context(patch.object(sys, "argv", [str(script), *words]))
         told: list[str] = []
         stack.enter_context(replaced(ours, _tell=told.extend, _on_the_cpu=_leave_out))
-        core = importlib.import_module("megatron_muon.mcore.install")
+        core = importlib.import_module("megatron_muon.mcore.wiring.install")
         stack.enter_context(replaced(core, install=configs.append))
         printed = stack.enter_context(_unheard())
         _forget()

@@ -9,21 +9,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.chunks import build_chunks, optimizer_config
 from megatron_muon.lab.dry_run.model import Ranks, transformer_config
 from megatron_muon.lab.dry_run.script import ScriptArguments
-from megatron_muon.mcore.bucket_groups.early_setting import settled
-from megatron_muon.mcore.params import bucket_layout
-from megatron_muon.mcore.params.param_routing import is_matched, weights
-from megatron_muon.mcore.params.placement import local_experts, muon_parameters, on_every_ep_rank
-from megatron_muon.mcore.params.survey import whose
-from megatron_muon.mcore.params.validate import refuse_unsupported
-from megatron_muon.mcore.process_groups import Sizes
+from megatron_muon.mcore.routing.param_routing import is_matched, weights
+from megatron_muon.mcore.routing.survey import whose
+from megatron_muon.mcore.wiring import bucket_layout
+from megatron_muon.mcore.wiring.early_setting import settled
+from megatron_muon.mcore.wiring.placement import local_experts, muon_parameters, on_every_ep_rank
+from megatron_muon.mcore.wiring.process_groups import Sizes
+from megatron_muon.mcore.wiring.validate import refuse_unsupported
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
+from megatron_muon.settings.config import MuonConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_muon.files.printable import printable
+from megatron_muon.console import printable
 from megatron_muon.lab.inspect.limited import MEMORY, SECONDS, LimitError, limited
 from megatron_muon.lab.inspect.report import Report, examine
 

@@ -8,7 +8,6 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.cpu.fused_adam import scratch_bytes
 from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.chunks import optimizer_config
@@ -24,13 +23,14 @@ from megatron_muon.lab.dry_run.stages import (
 )
 from megatron_muon.lab.pricing.memory import Buffers
 from megatron_muon.lab.pricing.step import Optimizer
-from megatron_muon.mcore.bucket_groups.early_setting import settled
-from megatron_muon.mcore.params.param_routing import weights, why_adamw
-from megatron_muon.mcore.params.survey import kept_by, share_of
+from megatron_muon.mcore.routing.param_routing import weights, why_adamw
+from megatron_muon.mcore.routing.survey import kept_by, share_of
+from megatron_muon.mcore.wiring.early_setting import settled
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.describe import Share, require_muons
 from megatron_muon.planning.grid import held_pieces, neighbours_of
 from megatron_muon.planning.layout import Parameter, Span
+from megatron_muon.settings.config import MuonConfig
 
 _FP32 = 4  # bytes
 

@@ -6,13 +6,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.dry_run.model import ranks_of
 from megatron_muon.lab.dry_run.stages import Planned
 from megatron_muon.lab.plan.kinds import adamw_scratch, buffers_of, optimizer_of, planned_kinds
 from megatron_muon.lab.pricing.memory import MAIN, MOMENTS, MOMENTUM, at_rest, peaks
 from megatron_muon.lab.pricing.work import held_elements, total
 from megatron_muon.orthogonalize.iteration import Device, is_cuda
+from megatron_muon.settings.config import MuonConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing import memory, paper
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.memory import MAIN, MOMENTS, MOMENTUM, Buffers, at_rest
@@ -16,6 +15,7 @@ from megatron_muon.lab.pricing.upstream import LayerWise, TpMode, price_layer_wi
 from megatron_muon.lab.pricing.work import held_elements, total
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.settings.config import MuonConfig
 
 Name = Literal["adamw", "contiguous", "bucketed", "paper", "duplicated", "distributed"]
 OURS: tuple[Name, ...] = ("contiguous", "bucketed")

@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.dry_run.model import Ranks
 from megatron_muon.lab.dry_run.stages import Planned
 from megatron_muon.lab.plan.first_gather import FirstGather, first_gathers
@@ -30,6 +29,7 @@ from megatron_muon.lab.pricing.training import Training, flops_per_token
 from megatron_muon.lab.routes.model_flags import CommandLine, megatron_is_quiet
 from megatron_muon.orthogonalize.iteration import Device, split_of
 from megatron_muon.planning.describe import Share
+from megatron_muon.settings.config import MuonConfig
 
 _SEQUENCE = 4096
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from megatron_muon.files.printable import printable
+from megatron_muon.console import printable
 
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 Tiles = tuple[tuple[int, int, float], ...]

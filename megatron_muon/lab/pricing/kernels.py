@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.hardware import MICRO, TERA, Hardware
 from megatron_muon.orthogonalize.iteration import (
     Device,
@@ -29,6 +28,7 @@ from megatron_muon.orthogonalize.iteration import (
     strips_take_gram,
     takes_gram,
 )
+from megatron_muon.settings.config import MuonConfig
 
 _FP32 = 4  # bytes
 # Kernels that divide a batch by its norms, and reads and writes of an element: fused, and torch's.

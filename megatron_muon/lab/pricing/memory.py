@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing import scratch
 from megatron_muon.lab.pricing.work import Pairs, RoundWork, rounds_of
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.settings.config import MuonConfig
 
 MOMENTUM, MOMENTS, MAIN = "Muon's momentum", "AdamW's moments", "main parameters"
 PARAMETERS, GRADIENTS = "parameters", "gradients"

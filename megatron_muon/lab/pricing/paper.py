@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.kernels import Cost, foreach, newton_schulz
 from megatron_muon.lab.pricing.step import (
@@ -36,6 +35,7 @@ from megatron_muon.lab.pricing.work import Shape
 from megatron_muon.orthogonalize.iteration import Device, ns_flops, scratch_elements
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.segments import Matrix
+from megatron_muon.settings.config import MuonConfig
 
 _Bucket = tuple[int, int, int]  # EP rank, buffer, first element
 

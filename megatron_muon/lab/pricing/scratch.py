@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.kernels import batches
 from megatron_muon.lab.pricing.work import RoundWork
 from megatron_muon.orthogonalize.iteration import (
@@ -34,6 +33,7 @@ from megatron_muon.orthogonalize.iteration import (
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.planning.segments import Matrix
+from megatron_muon.settings.config import MuonConfig
 
 _FP32 = 4
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": _FP32}

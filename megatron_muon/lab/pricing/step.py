@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.kernels import (
     Cost,
@@ -38,6 +37,7 @@ from megatron_muon.orthogonalize.iteration import Device, is_cuda, is_tight
 from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
+from megatron_muon.settings.config import MuonConfig
 
 MOMENTUM, ADAMW, STAGING = "momentum", "adamw", "staging"
 NEWTON_SCHULZ, UPDATE = "newton_schulz", "update"

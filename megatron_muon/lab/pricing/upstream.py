@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.hardware import GIGA, MICRO, Hardware
 from megatron_muon.lab.pricing.kernels import Cost, newton_schulz, product, stream
 from megatron_muon.lab.pricing.step import Optimizer, adamw
@@ -31,6 +30,7 @@ from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.segments import Matrix
+from megatron_muon.settings.config import MuonConfig
 
 TpMode = Literal["duplicated", "distributed"]
 _BYTES = 46 + 34  # per element, in momentum and update

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import megatron_muon
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.dry_run.flags import add_megatron_flags, add_rank_flags
 from megatron_muon.lab.dry_run.numbers import MOST_RANKS, count
 from megatron_muon.lab.dry_run.presets import PRESETS
@@ -26,6 +25,7 @@ from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.megatron_lm.flags.settings import muon_config
 from megatron_muon.megatron_lm.launch import MixedInstallationError
 from megatron_muon.presence import CoreNotFoundError
+from megatron_muon.settings.config import MuonConfig
 
 if TYPE_CHECKING:
     from megatron_muon.lab.dry_run.model import Ranks

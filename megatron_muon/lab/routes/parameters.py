@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.model import Ranks, ranks_of
 from megatron_muon.lab.dry_run.stages import (
@@ -18,27 +17,28 @@ from megatron_muon.lab.dry_run.stages import (
     require_matched,
     sizes_of,
 )
-from megatron_muon.mcore.params.matrices import matrices_of
-from megatron_muon.mcore.params.multipliers import Multipliers, multipliers_of
-from megatron_muon.mcore.params.param_routing import (
+from megatron_muon.mcore.routing.matrices import matrices_of
+from megatron_muon.mcore.routing.multipliers import Multipliers, multipliers_of
+from megatron_muon.mcore.routing.param_routing import (
     Weight,
     expert_name,
     is_cut,
     weights,
     why_adamw,
 )
-from megatron_muon.mcore.params.placement import local_experts
-from megatron_muon.mcore.params.survey import (
+from megatron_muon.mcore.routing.survey import (
     kept_by,
     share_of,
     unknown_fusions,
     unknown_lines,
     unsplit,
 )
-from megatron_muon.mcore.process_groups import Sizes
+from megatron_muon.mcore.wiring.placement import local_experts
+from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.planning.describe import UNSPLIT, Share, fused_lines, share_lines, start_line
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime.update import update_scale
+from megatron_muon.settings.config import MuonConfig
 
 Split = Literal["rows", "columns", "replicated", "whole"]
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.routes.parameters import Routed, RoutedParameter, RoutedStage, Routes
+from megatron_muon.settings.config import MuonConfig
 
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")

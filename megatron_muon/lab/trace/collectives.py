@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_muon.files.printable import printable
+from megatron_muon.console import printable
 from megatron_muon.lab.trace.spans import Interval
 
 COMMS = "record_param_comms"  # torch's event about a collective of any backend

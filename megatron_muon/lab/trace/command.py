@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.files.printable import printable
+from megatron_muon.console import printable
 from megatron_muon.lab.charts import require_outputs
 from megatron_muon.lab.trace.events import TraceError
 from megatron_muon.lab.trace.merge import merge

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from megatron_muon.files.regular import open_regular
+from megatron_muon.mcore.load_check.regular_files import open_regular
 
 CHUNK = 1 << 18  # characters that are read at once, if they do not end within an event
 MOST = 1 << 24  # characters of an event, and of all that is before or after the events

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_muon.files.printable import printable
+from megatron_muon.console import printable
 from megatron_muon.lab.trace.collectives import COMMS, Call, call, is_nccl
 from megatron_muon.lab.trace.events import TraceError, TraceFile
 from megatron_muon.lab.trace.spans import Spans

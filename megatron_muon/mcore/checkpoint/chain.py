@@ -16,10 +16,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
 from megatron_muon.mcore.checkpoint.foreign import Source, converted, renamed
-from megatron_muon.mcore.shards import device_of
+from megatron_muon.mcore.wiring.shards import device_of
 from megatron_muon.runtime.collectives import Group, all_gather_texts
 from megatron_muon.runtime.consensus import together
-from megatron_muon.setting_names import named
+from megatron_muon.settings.names import named
 
 T = TypeVar("T")
 

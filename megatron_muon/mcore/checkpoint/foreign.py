@@ -30,7 +30,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from megatron_muon.config import MuonConfig
+from megatron_muon.settings.config import MuonConfig
 
 Writer = Literal["moonshot", "megatron", "megatron_torch"]
 StateDict = dict[Any, Any]

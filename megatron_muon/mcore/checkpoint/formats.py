@@ -49,7 +49,7 @@ from megatron_muon.mcore.checkpoint.param_groups import (
     record,
 )
 from megatron_muon.mcore.checkpoint.sharded import ShardedState, StateDict
-from megatron_muon.mcore.shards import device_of
+from megatron_muon.mcore.wiring.shards import device_of
 from megatron_muon.orthogonalize.matmul import plan_device
 
 

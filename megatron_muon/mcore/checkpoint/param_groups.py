@@ -10,12 +10,11 @@ import torch.distributed as dist
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.coefficients import canonical
-from megatron_muon.config import MuonConfig
-from megatron_muon.console import say
-from megatron_muon.files.printable import printable
-from megatron_muon.mcore.params.multipliers import LR_MULTIPLIER
+from megatron_muon.console import printable, say
+from megatron_muon.mcore.routing.multipliers import LR_MULTIPLIER
 from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
-from megatron_muon.setting_names import named
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
 
 Group = dict[str, Any]
 

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron_muon.files.regular import NotRegularError, open_regular
+from megatron_muon.mcore.load_check.regular_files import NotRegularError, open_regular
 
 # Without MAP_NORESERVE, a private mapping that may be written to counts against free memory, and a
 # larger file cannot be mapped. Python names the flag from 3.13 on.

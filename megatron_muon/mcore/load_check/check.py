@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.console import say
-from megatron_muon.files.printable import printable
-from megatron_muon.files.regular import irregular
+from megatron_muon.console import printable, say
 from megatron_muon.mcore.checkpoint.torch_dist import read_metadata
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
@@ -32,6 +30,7 @@ from megatron_muon.mcore.load_check.models import (
     wanted_by_all,
     whole_model,
 )
+from megatron_muon.mcore.load_check.regular_files import irregular
 from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.runtime.consensus import together
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from megatron_muon.files.regular import open_regular
+from megatron_muon.mcore.load_check.regular_files import open_regular
 
 NAME = "crc32+blake2b"  # prefix of every checksum
 LARGE = 4096  # bytes; a record of this size or more is hashed as its CRC-32

@@ -35,10 +35,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.files.durable import write_text
-from megatron_muon.files.printable import printable
-from megatron_muon.files.regular import NotRegularError, open_regular
+from megatron_muon.console import printable
 from megatron_muon.mcore.load_check.digest_text import MOST, completed, opened, sealed
+from megatron_muon.mcore.load_check.durable import write_text
+from megatron_muon.mcore.load_check.regular_files import NotRegularError, open_regular
 
 FILE_NAME = "megatron_muon.json"
 FORMAT = 2

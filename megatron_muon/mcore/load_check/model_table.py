@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.load_check.digest import DigestError, first_names
-from megatron_muon.mcore.params.param_routing import (
+from megatron_muon.mcore.routing.param_routing import (
     Weight,
     expert_name,
     partition_dim_of,
@@ -19,9 +18,10 @@ from megatron_muon.mcore.params.param_routing import (
     whole_shape,
     why_adamw,
 )
-from megatron_muon.mcore.params.placement import local_experts
-from megatron_muon.mcore.params.splits import fused_of, split_of, split_of_legacy_experts
-from megatron_muon.mcore.process_groups import Sizes, Stage
+from megatron_muon.mcore.routing.splits import fused_of, split_of, split_of_legacy_experts
+from megatron_muon.mcore.wiring.placement import local_experts
+from megatron_muon.mcore.wiring.process_groups import Sizes, Stage
+from megatron_muon.settings.config import MuonConfig
 
 Table = dict[str, dict[str, Any]]
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.load_check.model_settings import Settings, settings_of
 from megatron_muon.mcore.load_check.model_table import Table, table_of
-from megatron_muon.mcore.process_groups import Stage
-from megatron_muon.mcore.shards import device_of
+from megatron_muon.mcore.wiring.process_groups import Stage
+from megatron_muon.mcore.wiring.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_numbers, all_gather_texts
 from megatron_muon.runtime.consensus import attempt, raise_quoting, together
+from megatron_muon.settings.config import MuonConfig
 
 
 @dataclass(frozen=True, slots=True)

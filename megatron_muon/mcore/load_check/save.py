@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.files.regular import open_regular
 from megatron_muon.mcore.checkpoint.metadata import check_layout
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.check import SHARD, THREADS, check, is_checked
@@ -39,6 +38,7 @@ from megatron_muon.mcore.load_check.models import (
     wanted_by_all,
     whole_model,
 )
+from megatron_muon.mcore.load_check.regular_files import open_regular
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.version import __version__

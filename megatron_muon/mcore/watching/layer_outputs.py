@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.watching.rows import PLACE, Table
-from megatron_muon.watching.sums import StepSums
+from megatron_muon.mcore.watching.rows import PLACE, Table
+from megatron_muon.mcore.watching.sums import StepSums
 
 _OF = PLACE["layers"]
 

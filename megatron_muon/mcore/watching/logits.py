@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.attention import Attention, CrossAttention
 from torch import Tensor
 
-from megatron_muon.mcore.params.param_routing import layers
+from megatron_muon.mcore.routing.param_routing import layers
 from megatron_muon.runtime.collectives import Group
 
 # The name in Megatron's attention over Transformer Engine, since core 0.16: (heads of this TP rank,

@@ -10,28 +10,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.console import say
-from megatron_muon.mcore.params.param_routing import layers, weights
-from megatron_muon.mcore.params.placement import muons_of
-from megatron_muon.mcore.params.survey import share_of
-from megatron_muon.mcore.process_groups import Stage
-from megatron_muon.mcore.shards import owned_shards
+from megatron_muon.mcore.routing.param_routing import layers, weights
+from megatron_muon.mcore.routing.survey import share_of
 from megatron_muon.mcore.watching.host import host
 from megatron_muon.mcore.watching.layer_outputs import LayerOutputs
+from megatron_muon.mcore.watching.lines import Lines
 from megatron_muon.mcore.watching.logits import clip_threshold, kept_logits
+from megatron_muon.mcore.watching.observer import MatrixObserver
+from megatron_muon.mcore.watching.record import scalars, start_record, step_record
+from megatron_muon.mcore.watching.rows import (
+    PLACE,
+    RecordRow,
+    StageRows,
+    Table,
+    muon_rows,
+    row_name,
+)
+from megatron_muon.mcore.watching.sums import StepSums, dot
+from megatron_muon.mcore.watching.warnings import Warnings
+from megatron_muon.mcore.wiring.placement import muons_of
+from megatron_muon.mcore.wiring.process_groups import Stage
+from megatron_muon.mcore.wiring.shards import owned_shards
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
 from megatron_muon.runtime.optimizer import DistributedMuon
-from megatron_muon.setting_names import named
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
 from megatron_muon.version import __version__
-from megatron_muon.watching.lines import Lines
-from megatron_muon.watching.observer import MatrixObserver
-from megatron_muon.watching.record import scalars, start_record, step_record
-from megatron_muon.watching.rows import PLACE, RecordRow, StageRows, Table, muon_rows, row_name
-from megatron_muon.watching.sums import StepSums, dot
-from megatron_muon.watching.warnings import Warnings
 
 Muons = Sequence[tuple[Any, DistributedMuon]]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_muon.coefficients import Coefficients, canonical, parse
-from megatron_muon.config import MuonConfig, SplitKind, SplitMatrices
 from megatron_muon.megatron_lm.flags.refused import (
     refuse_unknown,
     refuse_what_has_no_meaning,
@@ -25,6 +24,7 @@ from megatron_muon.megatron_lm.flags.values import (
     value_given,
     wants_upstreams,
 )
+from megatron_muon.settings.config import MuonConfig, SplitKind, SplitMatrices
 
 _MOONLIGHT = MuonConfig()
 

@@ -16,7 +16,7 @@ from megatron_muon.megatron_lm.namespace import is_on
 from megatron_muon.runtime.step_traces import StepTraces, chosen_steps
 
 if TYPE_CHECKING:
-    from megatron_muon.mcore.step_traces import MegatronTraces
+    from megatron_muon.mcore.wiring.step_traces import MegatronTraces
 
 FOLDER = "traces"
 _traces: dict[tuple[str, str], MegatronTraces] = {}
@@ -78,7 +78,7 @@ def _folder(args: Any) -> str:
 def _traces_of(steps: str, folder: str) -> MegatronTraces:
     """The traces of this run, made in its first step: they need the process groups."""
     if (steps, folder) not in _traces:
-        made = importlib.import_module("megatron_muon.mcore.step_traces")
+        made = importlib.import_module("megatron_muon.mcore.wiring.step_traces")
         traces: MegatronTraces = made.MegatronTraces(steps, folder)
         _traces[steps, folder] = traces
         atexit.register(_say_if_open, traces, steps)

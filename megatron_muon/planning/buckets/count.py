@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.planning.buckets.order import (
     ALIGNMENT,
     Bucket,
@@ -24,6 +23,7 @@ from megatron_muon.planning.buckets.order import (
     starts,
 )
 from megatron_muon.planning.layout import Parameter
+from megatron_muon.settings.config import MuonConfig
 
 _BUCKET = 128  # elements; Megatron rounds a bucket up to a multiple of this and of its shards
 # The fewest buckets are taken that cost at most this multiple of the least.

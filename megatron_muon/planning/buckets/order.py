@@ -2,7 +2,7 @@
 
 Plain integers, the same on every rank. A parameter that a shard's edge cuts has to move. Megatron
 fills buckets from the model's last parameter to its first, so edges fall anywhere. From core 0.18
-on, Megatron accepts another layout: see ``mcore.params.bucket_layout``.
+on, Megatron accepts another layout: see ``mcore.wiring.bucket_layout``.
 
 ``shard_order`` finds an order in which the shards of a bucket cut few weights. But balanced homes
 then move whole matrices, where before it was enough to move the rest of a cut one. Llama-3-8B at
@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.planning.plan import make_plan
+from megatron_muon.settings.config import MuonConfig
 
 ALIGNMENT = 64  # elements; Megatron starts every parameter at a multiple of it
 Orders = Sequence[Sequence[int]]  # for each bucket, indices of its parameters

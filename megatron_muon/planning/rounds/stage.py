@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import itemsize_of
 from megatron_muon.planning.homes import Price, Work, prices
 from megatron_muon.planning.rounds.cut import ROUND_PS, Loads, make_rounds, smaller_first
 from megatron_muon.planning.rounds.pipeline import Demand, pipeline_time
 from megatron_muon.planning.segments import Matrix
+from megatron_muon.settings.config import MuonConfig
 
 _Rounds = tuple[tuple[int, ...], ...]
 

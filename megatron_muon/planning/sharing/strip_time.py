@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import NODE, Device, gathers_of_rows, itemsize_of
 from megatron_muon.planning.layout import Strip
+from megatron_muon.settings.config import MuonConfig
 
 # Speeds by that of a link between nodes. An H100's link inside a node sends 450 GB/s each way and
 # reaches 0.7 of it, its memory 3,350 and 0.8, its port 50 and 0.85 (``pricing.presets``).

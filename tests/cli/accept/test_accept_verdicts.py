@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_muon.config import MuonConfig
+from megatron_muon.settings.config import MuonConfig
 from support import ROOT
 from support.gpu import bits
 from support.gpu.training import faults

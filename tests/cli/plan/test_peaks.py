@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.ranks import Task, run_ranks
 from megatron_muon.lab.bench.step.flags import command_parser, model_flags
 from megatron_muon.lab.bench.step.measure import StepJob, measure
@@ -16,6 +15,7 @@ from megatron_muon.lab.plan.predicted import Predicted, predicted
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.orthogonalize.matmul import multiplies_bf16
+from megatron_muon.settings.config import MuonConfig
 
 # A small vocabulary: so Muon's rounds decide, and not the embedding's AdamW.
 WORDS = "--hidden=256 --layers=4 --heads=4 --vocab=256 --seq=32"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.commands import main
 from megatron_muon.lab.plan import explain
 from megatron_muon.lab.plan.homes import homes_of
 from megatron_muon.lab.plan.options import DEVICES, command_line
 from megatron_muon.lab.plan.run import plan_run
 from megatron_muon.lab.pricing.presets import H100
+from megatron_muon.settings.config import MuonConfig
 from support.models.model_flags import TINY as TINY_WORDS
 from support.virtual_gpu.plans import small_plan
 

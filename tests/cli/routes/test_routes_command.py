@@ -29,7 +29,7 @@ CORE = Path(megatron.core.__path__[0]).parent.parent
 
 def built_by_a_run(case: Case, topology: Topology) -> dict[str, Any]:
     """On a rank of a real run: what its Muon parts plan, its other weights, and what it printed."""
-    from megatron_muon.mcore.params.param_routing import weights, why_adamw
+    from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         built = start(case, topology)

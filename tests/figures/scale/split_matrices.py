@@ -32,13 +32,13 @@ from dataclasses import dataclass
 
 from figures.priced_models import DEEPSEEK_V3, TP, Case
 from figures.priced_stages import priced_of
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.dry_run.stages import planned_on
 from megatron_muon.lab.plan.options import command_line
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.kernels import newton_schulz, newton_schulz_strip
 from megatron_muon.lab.pricing.presets import hardware_of
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
+from megatron_muon.settings.config import MuonConfig
 from support.small_squares import rows_of_small_squares
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, LLAMA_405B, OVERLAP
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_muon import MuonConfig
+from megatron_muon.mcore.checkpoint.adamw_after_muon import YOUNG, go_on_after_muon, reading_muon
 from megatron_muon.mcore.checkpoint.buffers import gathered_spans
-from megatron_muon.mcore.interop.adamw_after_muon import YOUNG, go_on_after_muon, reading_muon
-from megatron_muon.mcore.interop.switch import reading_adamw, writer_of
+from megatron_muon.mcore.checkpoint.switch import reading_adamw, writer_of
 from support import te_on_cpu
 from support.checkpoints.saving import formats, load, save, spoil, unequal
 from support.models.gpt import (
@@ -203,7 +203,7 @@ def test_apexs_adam_goes_on_from_muon(tmp_path: Path) -> None:
 def _clips_after_muon(folder: str) -> int:
     """How often a step of AdamW with QK-Clip clips, once it has read Muon's checkpoint."""
     import megatron_muon
-    from megatron_muon.mcore.attention_logits.attach import RunClip
+    from megatron_muon.mcore.qk_clip.attach import RunClip
 
     _saved(MUON, Topology(), "torch", folder)
     megatron_muon.install(MuonConfig(qk_clip=100.0))

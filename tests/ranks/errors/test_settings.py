@@ -100,7 +100,7 @@ def _error(chunk: Any, config: OptimizerConfig, **settings: Any) -> str:
     """Of asking for the optimizer, as if the plugin was installed with these settings."""
     from megatron.core import optimizer as mcore_optimizer
 
-    from megatron_muon.mcore import install
+    from megatron_muon.mcore.wiring import install
 
     with mock.patch.object(install, "_config", MuonConfig(**settings)):
         return error_of(lambda: mcore_optimizer.get_megatron_optimizer(config, [chunk]))

@@ -109,10 +109,10 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
     """By what holds the attention; and the fused weights whose order of rows is not known."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_muon.mcore.params.matrices import matrices_of
-    from megatron_muon.mcore.params.param_routing import weights
-    from megatron_muon.mcore.params.survey import unknown_fusions
-    from megatron_muon.mcore.process_groups import Sizes
+    from megatron_muon.mcore.routing.matrices import matrices_of
+    from megatron_muon.mcore.routing.param_routing import weights
+    from megatron_muon.mcore.routing.survey import unknown_fusions
+    from megatron_muon.mcore.wiring.process_groups import Sizes
 
     initialize_parallel_state(topology)
     model_parallel_cuda_manual_seed(1)

@@ -18,8 +18,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_muon.mcore import nonfinite
-from megatron_muon.mcore.chained_optimizer import MuonChainedOptimizer
+from megatron_muon.mcore.wiring import nonfinite
+from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.orthogonalize import newton_schulz, strips
 from support.models import gpt
 from support.models.gpt import Case, Topology, start, take_step, trained, truth

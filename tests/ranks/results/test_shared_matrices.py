@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_muon.coefficients import NsDtype
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.settings.config import MuonConfig
 from support.models.gpt import Case, Topology, check, differences, start, trained
 from support.ranks import run
 from support.small_squares import rows_of_small_squares

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.orthogonalize.newton_schulz import (
     at_once_on,
     orthogonalize,
@@ -17,6 +16,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
 )
 from megatron_muon.planning.describe import newton_schulz_line
 from megatron_muon.runtime import round as muon_round
+from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import run
 

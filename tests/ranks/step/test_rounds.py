@@ -17,7 +17,6 @@ from test_meters import counted_collectives
 from torch.profiler import ProfilerActivity, profile
 
 from figures.llama import llama_8b
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.step.meter import peak_bytes
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.planning.grid import RankGrid
@@ -27,6 +26,7 @@ from megatron_muon.planning.rounds.cut import make_rounds, smaller_first
 from megatron_muon.planning.rounds.pipeline import Demand, pipeline_time
 from megatron_muon.planning.rounds.table import round_tables
 from megatron_muon.runtime import collectives
+from megatron_muon.settings.config import MuonConfig
 from support.models.gpt import (
     Case,
     Topology,

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron_muon.coefficients import NsDtype
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.newton_schulz.accuracy import in_float64
 from megatron_muon.orthogonalize.iteration import dtype_of
 from megatron_muon.orthogonalize.matmul import plan_device
@@ -23,6 +22,7 @@ from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.runtime.fused import Fused, elementwise_on, trial
 from megatron_muon.runtime.update import Elementwise as _Elementwise
 from megatron_muon.runtime.update import Foreach
+from megatron_muon.settings.config import MuonConfig
 
 _SHAPES = ((256, 1024), (512, 512))
 _FP32 = 1e-4  # a CPU's is below 2e-6; TF32, which has 10 bits, gives more than 1e-3

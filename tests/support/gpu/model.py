@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.ranks import Task, run_ranks, threads_for
 from megatron_muon.lab.bench.step.build import Built, build
 from megatron_muon.lab.bench.step.flags import command_parser, model_flags
 from megatron_muon.lab.bench.step.meter import StepTimers
 from megatron_muon.lab.bench.step.rows import Row, rows
+from megatron_muon.settings.config import MuonConfig
 from support.gpu.settings import Settings
 from support.virtual_gpu.dry_run import ranks_of, world
 

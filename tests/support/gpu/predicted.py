@@ -7,11 +7,11 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.step.rows import NO_CLIP
 from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
 from megatron_muon.lab.pricing.step import StepTime, price_step
 from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.dry_run import optimizer_of, planned_on, ranks_of
 from support.virtual_gpu.megatron import OptimizerSettings, record_training
 from support.virtual_gpu.rank_report import RankReport, report_of

@@ -13,9 +13,9 @@ import torch
 from triton.runtime import interpreter
 
 from megatron_muon.coefficients import NsDtype
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import normalization
 from megatron_muon.orthogonalize.normalization import enter_by_kernels
+from megatron_muon.settings.config import MuonConfig
 from support.kernels.interpreted import as_torch_casts
 
 # (matrices, rows, column blocks, column parts, width)

@@ -16,7 +16,7 @@ from unittest import mock
 @contextmanager
 def _changed_plan(change: Callable[..., Any]) -> Iterator[None]:
     """Within it the package makes its plan with ``change(make_plan, and what that takes)``."""
-    from megatron_muon.mcore import build
+    from megatron_muon.mcore.wiring import build
 
     original = build.make_plan
     with mock.patch.object(build, "make_plan", partial(change, original)):

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device, dtype_of, held_dtype
 from megatron_muon.orthogonalize.matmul import torch_dtype, travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.strips import SharedMessages
+from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.trace import RecordedCollective, RecordedMessage
 
 # (dtype, bytes) of the messages from one rank of the stage to another, in order

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import megatron_muon.cpu
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.routes.model_flags import Settled
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import (
@@ -22,6 +21,7 @@ from megatron_muon.planning.layout import (
 )
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sections import Rows, repeated, sectioned
+from megatron_muon.settings.config import MuonConfig
 
 _COMMON = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "

@@ -24,8 +24,8 @@ if __name__ == "__main__":  # as the tests' conftest does
     sys.path[:0] = [str(_tests.parent), str(_tests), str(_tests / "python311")]
     import typing_override  # noqa: F401
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import MODELS, Model, plans_of
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.step import record_step

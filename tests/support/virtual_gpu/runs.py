@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_muon.config import MuonConfig
+from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import flags_of
 from support.virtual_gpu.recording import Recording
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import megatron_muon.cpu
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import matmul, triton_operations
 from megatron_muon.orthogonalize.matmul import travel_dtype
 from megatron_muon.planning.plan import ExchangePlan
@@ -20,6 +19,7 @@ from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.tracing import phases
+from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.device.communication import VirtualNccl
 from support.virtual_gpu.device.cuda import on_gpu
 from support.virtual_gpu.device.gpu import Gpu

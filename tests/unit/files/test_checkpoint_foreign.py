@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.mcore.checkpoint.foreign import (
     Source,
     as_ours,
@@ -19,6 +18,7 @@ from megatron_muon.mcore.checkpoint.foreign import (
     states_of,
     writer_of,
 )
+from megatron_muon.settings.config import MuonConfig
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 EMBEDDING = "embedding.word_embeddings.weight"

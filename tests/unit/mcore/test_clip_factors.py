@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megatron_muon.mcore.attention_logits import heads as rows
-from megatron_muon.mcore.attention_logits.factors import eta_of, row_factors
+from megatron_muon.mcore.qk_clip import heads as rows
+from megatron_muon.mcore.qk_clip.factors import eta_of, row_factors
 
 GATED = rows.fused(2, (("q", 4), ("gate", 4), ("k", 2), ("v", 2)))
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.config import MuonConfig
-from megatron_muon.mcore.params.param_routing import Weight, is_unknown, weights, why_adamw
-from megatron_muon.mcore.params.placement import muon_parameters, on_every_ep_rank
+from megatron_muon.mcore.routing.param_routing import Weight, is_unknown, weights, why_adamw
+from megatron_muon.mcore.wiring.placement import muon_parameters, on_every_ep_rank
 from megatron_muon.planning.layout import Parameter
+from megatron_muon.settings.config import MuonConfig
 
 QKV = "module.module.decoder.layers.0.self_attention.linear_qkv.weight"
 SIZES = {"num_query_groups": 2, "num_attention_heads": 6, "kv_channels": 4}

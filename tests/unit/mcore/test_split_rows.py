@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core.transformer.attention import CrossAttention
 
-from megatron_muon.mcore.params.param_routing import Weight
-from megatron_muon.mcore.params.splits import fused_of
+from megatron_muon.mcore.routing.param_routing import Weight
+from megatron_muon.mcore.routing.splits import fused_of
 
 LATENT = {
     "num_attention_heads": 2,

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_muon.coefficients import NsDtype
-from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.orthogonalize import matmul as products_module
 from megatron_muon.orthogonalize.gram import gram_iteration
@@ -33,6 +32,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     standard_iteration,
 )
 from megatron_muon.orthogonalize.normalization import normalize
+from megatron_muon.settings.config import MuonConfig, NsIteration
 
 DTYPES = get_args(NsDtype)
 CPU_DEVICE = torch.device("cpu")

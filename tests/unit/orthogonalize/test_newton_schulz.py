@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.orthogonalize.normalization import normalize
+from megatron_muon.settings.config import MuonConfig, NsIteration
 
 SHAPES = [(16, 16), (24, 40), (40, 24), (1, 7), (7, 1), (65, 130)]
 BF16 = MuonConfig(ns_dtype="bf16")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize import newton_schulz, normalization
 from megatron_muon.orthogonalize.iteration import segments
 from megatron_muon.orthogonalize.matmul import Products, scale_of, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_staged
+from megatron_muon.settings.config import MuonConfig
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (7, 1), (130, 520)]
 LAYOUTS: list[dict[str, int]] = [

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from figures.llama import WHOLE, contiguous_bucket_size, whole_buffer
-from megatron_muon.config import HomePolicy, MuonConfig
 from megatron_muon.planning.buckets.count import in_buckets
 from megatron_muon.planning.buckets.order import (
     UNPLACED,
@@ -18,6 +17,7 @@ from megatron_muon.planning.buckets.order import (
     starts,
 )
 from megatron_muon.planning.layout import Parameter, whole_matrix
+from megatron_muon.settings.config import HomePolicy, MuonConfig
 
 BUCKETS = st.lists(
     st.lists(st.tuples(st.integers(1, 2000), st.booleans()), min_size=1, max_size=8),

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device, makes_rows
 from megatron_muon.planning.describe import node_lines
 from megatron_muon.planning.grid import neighbours_of
+from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import small_plan
 
 

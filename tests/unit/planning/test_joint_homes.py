@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from figures.priced_models import DEEPSEEK_V3
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.memory import peaks
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import Optimizer, price_step
@@ -20,6 +19,7 @@ from megatron_muon.planning.homes import HOME_LIMIT, Loads, Price, Work, choose_
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.rounds.cut import LEAST_LIMIT, LEAST_SCRATCH
+from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import OVERLAP, Model, plans_of
 
 STAGE = Model("DeepSeek-V3", f"{DEEPSEEK_V3}{OVERLAP}--world-size 1024", stage=1)

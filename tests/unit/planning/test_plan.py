@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from figures.llama import llama_8b
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.planning.agreed import description, fingerprint
 from megatron_muon.planning.grid import RankGrid
@@ -29,6 +28,7 @@ from megatron_muon.planning.layout import (
 )
 from megatron_muon.planning.plan import ExchangePlan, make_plan
 from megatron_muon.planning.sections import Rows, repeated, sectioned
+from megatron_muon.settings.config import MuonConfig
 
 KINDS = (
     *("rows", "columns", "replicated", "gated", "qkv", "one group", "batch", "transposed batch"),
@@ -193,7 +193,7 @@ def test_what_one_rank_sends_another_expects(
 _PRINT_PLAN = """
 import sys; sys.path.insert(0, "tests")
 from figures.llama import llama_8b
-from megatron_muon.config import MuonConfig
+from megatron_muon.settings.config import MuonConfig
 from megatron_muon.planning.agreed import description, fingerprint
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.plan import make_plan

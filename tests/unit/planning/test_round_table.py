@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import pytest
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.table import RoundTable, round_tables
+from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import small_plan
 
 T = TypeVar("T")

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.planning.homes import Loads, Price, Work, prices
 from megatron_muon.planning.layout import Strip
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import NODE_LINK, StripTime, strip_time
+from megatron_muon.settings.config import MuonConfig
 
 PRICE = Price(flop=13, element=100, picosecond=1)  # 8 a flop of a large matrix
 IDLE = Loads.none(16)

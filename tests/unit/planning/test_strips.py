@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Work
@@ -25,7 +24,8 @@ from megatron_muon.planning.strips import (
     in_strips,
     strip_homes,
 )
-from megatron_muon.setting_names import named
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
 from support.one_home import step_of_home
 
 GRAM = MuonConfig(split_matrices=2, ns_iteration="gram")

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from figures.priced_models import ASSUMED, assuming
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware, from_json
 from megatron_muon.lab.pricing.kernels import batches, foreach, newton_schulz, product, stream
 from megatron_muon.lab.pricing.presets import H100
@@ -22,6 +21,7 @@ from megatron_muon.lab.pricing.work import rounds_of
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
 from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import small_plan
 
 CONFIG = MuonConfig()

@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 
 from megatron_muon.coefficients import SETS, NsDtype
-from megatron_muon.config import MuonConfig, NsIteration
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.kernels import newton_schulz
 from megatron_muon.lab.pricing.presets import H100
@@ -22,6 +21,7 @@ from megatron_muon.orthogonalize.iteration import (
     takes_gram,
 )
 from megatron_muon.planning.rounds.cut import LEAST_SCRATCH
+from megatron_muon.settings.config import MuonConfig, NsIteration
 
 SHORT = (
     *(64, 96, 128, 192, 256, 264, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024, 1152, 1280),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.hardware import GIGA, TERA
 from megatron_muon.lab.pricing.kernels import newton_schulz, newton_schulz_strip
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.orthogonalize.iteration import Device, ns_flops, strip_flops
 from megatron_muon.planning.layout import Strip
 from megatron_muon.planning.sharing.strip_time import MEMORY, NODE_LINK, strip_time
+from megatron_muon.settings.config import MuonConfig
 
 CONFIG = MuonConfig()
 LARGE = CONFIG.rank_tflops * TERA * 13 / 8  # flop/s

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from figures.scale.split_matrices import shared
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.pricing.kernels import newton_schulz, newton_schulz_strip
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.settings.config import MuonConfig
 from support.small_squares import rows_of_small_squares
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_muon.mcore import build
+from megatron_muon.mcore.wiring import build
 from megatron_muon.runtime.optimizer import DistributedMuon
 from support.models.model_flags import DEEPSEEK_V3
 from support.virtual_gpu.mutants import early_free, early_read

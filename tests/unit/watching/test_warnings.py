@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.watching.warnings import Warnings
+from megatron_muon.mcore.watching.warnings import Warnings
 
 ROW, LAYER = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.0"
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_muon.coefficients import SETS, CoefficientName, NsDtype
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.newton_schulz.inputs import inputs
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import (
@@ -25,6 +24,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize,
     standard_iteration,
 )
+from megatron_muon.settings.config import MuonConfig
 
 _EXACT = Products(torch.float64, squares=torch.float64, held=torch.float64)
 _RANK = 1e-13  # singular values below this fraction of the largest count as zero

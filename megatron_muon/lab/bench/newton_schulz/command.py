@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from megatron_muon.coefficients import SETS, CoefficientName, NsDtype, parse, schedule
-from megatron_muon.config import MuonConfig, NsIteration
-from megatron_muon.files.writable import require_writable
 from megatron_muon.lab.bench.muon_flags import MOST_STEPS
 from megatron_muon.lab.bench.newton_schulz import accuracy as accuracy
 from megatron_muon.lab.bench.newton_schulz.ceiling import ceiling_on
 from megatron_muon.lab.bench.newton_schulz.peers import Run, peers
 from megatron_muon.lab.dry_run.numbers import count
+from megatron_muon.lab.writable import require_writable
 from megatron_muon.orthogonalize.iteration import dtype_of, ns_flops, schedule_of
 from megatron_muon.orthogonalize.matmul import plan_device, said_of_products, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_at_once
+from megatron_muon.settings.config import MuonConfig, NsIteration
 
 _DESCRIPTION = """\
 Time the Newton-Schulz iterations and, where they can be imported, those of torch.optim.Muon,

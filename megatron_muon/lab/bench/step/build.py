@@ -101,7 +101,7 @@ def _make_papers(optimizer: Any) -> None:
     from megatron.core import parallel_state
 
     from megatron_muon.lab.bench.step.paper import PaperMuon
-    from megatron_muon.mcore.process_groups import has_experts
+    from megatron_muon.mcore.wiring.process_groups import has_experts
 
     for part in optimizer.chained_optimizers:
         if part.muon is None:

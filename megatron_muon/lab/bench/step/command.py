@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import megatron_muon
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.muon_flags import homes_of
 from megatron_muon.lab.bench.step.flags import command_parser, model_flags
 from megatron_muon.lab.charts import require_outputs
 from megatron_muon.lab.dry_run.numbers import MOST_HERE
+from megatron_muon.settings.config import MuonConfig
 
 
 def main(argv: Sequence[str]) -> int:

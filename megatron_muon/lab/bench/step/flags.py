@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_muon.config import MuonConfig
 from megatron_muon.lab.bench.muon_flags import MOST_STEPS, add_home_flags
 from megatron_muon.lab.dry_run.numbers import MOST_HERE, count, positive, up_to
+from megatron_muon.settings.config import MuonConfig
 
 ROWS = (
     *("adamw", "muon-contiguous", "muon-bucketed", "muon-paper", "upstream-layerwise"),

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_muon.config import MuonConfig
+from megatron_muon.settings.config import MuonConfig
 
 Kind = Literal["adamw", "muon", "paper", "upstream"]
 TpMode = Literal["duplicated", "blockwise"]
@@ -70,7 +70,7 @@ def rows(
     Returns:
         The rows: first those with the standard iteration, then those on ``auto``.
     """
-    from megatron_muon.mcore.params.bucket_layout import takes_layouts
+    from megatron_muon.mcore.wiring.bucket_layout import takes_layouts
 
     whole = config.split_matrices or "off"  # all rows have the same matrices at one home
     equal = dataclasses.replace(config, ns_iteration="standard", split_matrices=whole)

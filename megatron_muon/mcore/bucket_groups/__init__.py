@@ -1,1 +1,0 @@
-"""Megatron's bucket groups, which reduce gradients and gather parameters, as Muon trains them."""

@@ -1,0 +1,270 @@
+"""From Muon to AdamW: reading a Muon checkpoint into AdamW's DistributedOptimizer.
+
+Muon's former parameters are called young: their Adam moments start at zero, and so does the count
+of steps that corrects the moments' bias. AdamW's own parameters go on as they were. A fused Adam
+counts steps per parameter group. So each group with both kinds is split in two, and merged again
+wherever Megatron saves or loads. The checkpoints are AdamW's, which any Megatron reads. A record
+beside the optimizer's state tells this package how many steps the young parameters are behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_muon.mcore.checkpoint.chain import CheckpointChain
+from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
+from megatron_muon.mcore.checkpoint.sharded import StateDict
+from megatron_muon.mcore.wiring import process_groups
+from megatron_muon.mcore.wiring.placement import local_experts, muons_of
+from megatron_muon.mcore.wiring.process_groups import Sizes
+from megatron_muon.mcore.wiring.shards import device_of, owned_shards
+from megatron_muon.runtime.consensus import together
+from megatron_muon.runtime.patches import turn_into
+from megatron_muon.settings.config import MuonConfig
+
+Tensor = torch.Tensor
+Group = dict[str, Any]
+
+YOUNG = "megatron_muon_young"  # the record's key, beside "optimizer" in the state dict
+_OF = "megatron_muon_young_of"  # in a split-off group: the number of the group that it came from
+
+
+class _Former:
+    """Stands in for the DistributedMuon that wrote the checkpoint, as MuonCheckpoint uses it."""
+
+    def __init__(self, config: MuonConfig, part: Any) -> None:
+        self.config = config
+        self._muons = {id(shard) for shard in _young_shards(part, config)}
+
+    def owns(self, shard: Tensor) -> bool:
+        return id(shard) in self._muons
+
+
+class MuonReader(MuonCheckpoint):
+    """An AdamW DistributedOptimizer that reads a Muon checkpoint, except for the momentum."""
+
+    def _state_on_disk(self, shard: Tensor) -> dict[str, Tensor]:
+        return {} if self._muon.owns(shard) else super()._state_on_disk(shard)
+
+
+class AdamWAfterMuon(DistributedOptimizer):  # type: ignore[misc]
+    """An AdamW DistributedOptimizer in which the young parameters have taken fewer steps.
+
+    Attributes:
+        former: the settings of the Muon that updated them before.
+        behind: how many steps fewer they have taken.
+    """
+
+    former: MuonConfig
+    behind: int = 0
+    _is_whole: bool = False
+
+    def state_dict(self) -> StateDict:
+        """Megatron's state dict, plus the record that tells young parameters from the others."""
+        with self._whole():
+            state: StateDict = super().state_dict()
+        young = {"behind": self.behind, "former": dataclasses.asdict(self.former)}
+        return {**state, YOUNG: young}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load into merged groups, then split them."""
+        with self._whole():
+            super().load_state_dict(state_dict)
+            if YOUNG in state_dict:  # read it before the groups are split by it
+                self.behind = state_dict[YOUNG]["behind"]
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's sharded state dict, of merged groups."""
+        with self._whole():
+            return super().sharded_state_dict(*args, **kwargs)
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's gathered state, of merged groups."""
+        with self._whole():
+            return super().get_parameter_state_dp_zero(*args, **kwargs)
+
+    def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> None:
+        """Load gathered state into merged groups."""
+        with self._whole():
+            super().load_parameter_state_from_dp_zero(*args, **kwargs)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Merge the groups into those that Megatron has made, all at one step, for a ``with``."""
+        if self._is_whole:
+            yield
+            return
+        self._make_whole()
+        try:
+            yield
+        finally:
+            self._split()
+
+    def _make_whole(self) -> None:
+        groups = self.optimizer.param_groups
+        old = [group for group in groups if _OF not in group]
+        step = max(
+            (
+                group["step"] + (self.behind if _OF in group else 0)
+                for group in groups
+                if group.get("step") is not None and group["params"]
+            ),
+            default=None,
+        )
+        for group, params in zip(old, self._order, strict=True):
+            group["params"] = params
+            if step is not None:
+                group["step"] = step
+        self.optimizer.param_groups[:] = old
+        _as_many_masters(self.optimizer)
+        self._shift_steps(self.behind)
+        self._is_whole = True
+
+    def _split(self) -> None:
+        """Move the young shards of each group into a group of their own."""
+        self._is_whole = False
+        young = {id(shard) for shard in _young_shards(self, self.former)}
+        self._order = [list(group["params"]) for group in self.optimizer.param_groups]
+        for number, group in enumerate(list(self.optimizer.param_groups)):
+            theirs = [shard for shard in group["params"] if id(shard) in young]
+            if not theirs or group.get("step") is None:  # core 0.14 gives None to new groups
+                continue
+            group["params"] = [shard for shard in group["params"] if id(shard) not in young]
+            step = group["step"] - self.behind
+            self.optimizer.param_groups.append(
+                {**group, "params": theirs, "step": step, _OF: number}
+            )
+        _as_many_masters(self.optimizer)
+        self._shift_steps(-self.behind)
+
+    def _shift_steps(self, by: int) -> None:
+        """Shift the young shards' steps in torch's own AdamW, which counts them per parameter."""
+        for shard in _young_shards(self, self.former):
+            state = self.optimizer.state.get(shard, {})  # adds no entry: Megatron tests for some
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"] + by
+
+
+class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
+    """A chain of AdamWAfterMuon optimizers, dense and experts'."""
+
+    def _synchronize_steps(self) -> None:
+        """Call Megatron's method with merged groups, since it wants one step for all of them."""
+        with ExitStack() as whole:
+            for part in self.chained_optimizers:
+                if not part.is_stub_optimizer:
+                    whole.enter_context(part._whole())
+            super()._synchronize_steps()
+
+
+@contextmanager
+def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Let AdamW's optimizer load a checkpoint of Muon's inside the ``with``.
+
+    Every rank of the world calls it.
+
+    Args:
+        optimizer: the chain that ``get_megatron_optimizer`` has returned for ``optimizer='adam'``
+            with the distributed optimizer.
+        settings: settings of the Muon that saved, from its record in the checkpoint.
+
+    Raises:
+        ValueError: the checkpoint lacks something; names what.
+        RuntimeError: only another rank has an error.
+    """
+    chain, every = type(optimizer), optimizer.chained_optimizers
+    parts = [part for part in every if not part.is_stub_optimizer]
+    device = device_of(every[0].model_chunks)
+    config = together(lambda: _turn_into_readers(parts, settings), None, device)
+    instance = int(every[0].distributed_optimizer_instance_id)
+    stage = process_groups.stage_of(every[0].model_chunks, instance, None, device)
+    optimizer.voters = process_groups.voters(every, stage)
+    optimizer.decided_by_name = False
+    turn_into(optimizer, type("Reader", (CheckpointChain, chain), {}))
+    yield  # an error in the block ends the run, so nothing is undone
+    turn_into(optimizer, type("AfterMuon", (ChainAfterMuon, chain), {}))
+    for part in parts:
+        _start_after_muon(part, config)
+
+
+def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> MuonConfig:
+    config = MuonConfig(**settings)
+    for part in parts:
+        turn_into(part, MuonReader)
+        part.sizes = _sizes()
+        part.muon = _Former(config, part)
+        part.local_experts, part.ep_rank = _experts(part)
+    return config
+
+
+def _start_after_muon(part: Any, former: MuonConfig) -> None:
+    part.muon = None
+    turn_into(part, AdamWAfterMuon)
+    part.former = former
+    for shard in _young_shards(part, former):
+        for key in ("exp_avg", "exp_avg_sq"):
+            part.optimizer.state[shard][key].zero_()
+    part.behind = _step(part)
+    part._split()
+
+
+def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
+    """Prepare AdamW's optimizer to load a checkpoint that has ``YOUNG`` in it.
+
+    Args:
+        optimizer: the chain, as in ``reading_muon``.
+        former: settings of the Muon that updated the young parameters, from that record.
+    """
+    turn_into(optimizer, ChainAfterMuon)
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            turn_into(part, AdamWAfterMuon)
+            part.former = MuonConfig(**former)
+            part._split()
+
+
+def _as_many_masters(adam: Any) -> None:
+    """Give Apex's Adam an entry per group in its list of master weights, without any weight.
+
+    Apex zips the groups with that list, so a group without an entry takes no step
+    (https://github.com/NVIDIA/apex/blob/6424da3b4faa/apex/optimizers/fused_adam.py#L171).
+    """
+    if hasattr(adam, "param_groups_master"):
+        adam.param_groups_master[:] = [
+            {"params": [None] * len(group["params"])} for group in adam.param_groups
+        ]
+
+
+def _step(part: Any) -> int:
+    """The number of steps that a loaded AdamW has taken."""
+    steps = [group["step"] for group in part.optimizer.param_groups if "step" in group]
+    counted = (state.get("step") for state in part.optimizer.state.values())
+    steps += [int(step) for step in counted if torch.is_tensor(step)]
+    return int(max(steps, default=0))
+
+
+def _young_shards(part: Any, config: MuonConfig) -> list[Tensor]:
+    """This rank's shards of the parameters that Muon with these settings would update."""
+    muons = muons_of(part.model_chunks, _sizes(), config)
+    return [shard for param, shard in owned_shards(part) if param in muons]
+
+
+def _sizes() -> Sizes:
+    return Sizes(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        expert_tp=parallel_state.get_expert_tensor_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def _experts(part: Any) -> tuple[int, int]:
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    return local_experts(part.model_chunks, _sizes().ep), ep_rank

@@ -1,1 +1,0 @@
-"""Which parameters are Muon's, their matrices, and where they lie in Megatron's buffers."""

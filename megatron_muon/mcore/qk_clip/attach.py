@@ -1,0 +1,178 @@
+"""Watching and clipping a run: checks before its optimizer is built, and the clip after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from megatron_muon.mcore.qk_clip.attentions import (
+    WatchedAttention,
+    is_asked,
+    is_asked_to_watch,
+    watched_attentions,
+)
+from megatron_muon.mcore.qk_clip.clip import QkClip, shards_of
+from megatron_muon.mcore.qk_clip.local import collect_maxima
+from megatron_muon.mcore.wiring import process_groups
+from megatron_muon.mcore.wiring.shards import device_of
+from megatron_muon.runtime.patches import turn_into
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
+
+_CLIP = "_muon_clip"  # an attribute of a rank's first model chunk
+
+
+@dataclass(slots=True)
+class RunClip:
+    """The clip of a run, and what its steps have found.
+
+    Attributes:
+        clip: of this rank.
+        clips_in_step: the optimizer's step clips; else Megatron's training loop asks for it.
+        largest: the largest logit of the last step that clipped.
+    """
+
+    clip: QkClip
+    clips_in_step: bool
+    largest: float = 0.0
+
+    def after_step(self) -> None:
+        self.largest = self.clip.apply()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The inputs of ``attach``, once the optimizer is built."""
+
+    attentions: tuple[WatchedAttention, ...]
+    pg_collection: Any
+
+
+def is_wanted(optimizer_config: Any, model_chunks: Sequence[Any], config: MuonConfig) -> bool:
+    """Whether the plugin watches or clips the logits of this run; the same on every rank.
+
+    Without the distributed optimizer Megatron's own clip has whole matrices: it is left alone.
+    """
+    if config.qk_clip is not None:
+        return True
+    if not optimizer_config.use_distributed_optimizer:
+        return False
+    if is_asked(model_chunks, config):
+        return True
+    return is_asked_to_watch(model_chunks) and not _fsdp(model_chunks)
+
+
+def prepare(
+    optimizer_config: Any, model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any
+) -> Prepared:
+    """Check a run whose logits are to be watched or clipped; no communication.
+
+    Raises:
+        ValueError, NotImplementedError: it cannot be; names the cause and the way out.
+    """
+    if is_asked(model_chunks, config):
+        _refuse_modes(optimizer_config, model_chunks)
+    process_groups.whole_stage(pg_collection)
+    tp = process_groups.tensor_parallel(pg_collection)
+    return Prepared(tuple(watched_attentions(model_chunks, config, tp.size())), pg_collection)
+
+
+def attach(
+    prepared: Prepared, optimizer: Any, model_chunks: Sequence[Any], config: MuonConfig
+) -> None:
+    """Collect logits from now on, and clip where Megatron's training loop or a step asks.
+
+    Megatron's loop calls ``clip_qk`` after each step where its own flags ask. With the plugin's,
+    the optimizer clips at the end of its step.
+
+    Args:
+        prepared: from ``prepare``.
+        optimizer: the one that Megatron has built, Muon's or AdamW's.
+        model_chunks: this rank's model chunks.
+        config: ``qk_clip`` is read.
+    """
+    for attention in prepared.attentions:
+        if isinstance(attention.core, DotProductAttention):
+            collect_maxima(attention.core)
+    tp = process_groups.tensor_parallel(prepared.pg_collection)
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    clip = QkClip(
+        attentions=prepared.attentions,
+        shards=shards_of(parts, prepared.attentions),
+        group=process_groups.whole_stage(prepared.pg_collection),
+        tp_rank=tp.rank(),
+        tp_size=tp.size(),
+        device=device_of(model_chunks),
+    )
+    run_clip = RunClip(clip, clips_in_step=config.qk_clip is not None)
+    setattr(model_chunks[0], _CLIP, run_clip)
+    if run_clip.clips_in_step:
+        optimizer.logits = run_clip
+        turn_into(optimizer, _clipping(type(optimizer)))
+
+
+def clip_qk(
+    original: Callable[..., float], model: Sequence[Any], log_max_only: bool = False
+) -> float:
+    """Wraps Megatron's, which takes a shard of a main parameter for the whole matrix.
+
+    Args:
+        original: Megatron's, for a model without the distributed optimizer.
+        model: this rank's model chunks.
+        log_max_only: leave the weights as they are.
+
+    Returns:
+        The largest logit.
+    """
+    run_clip: RunClip | None = getattr(model[0], _CLIP, None)
+    if run_clip is None:
+        return original(model, log_max_only=log_max_only)
+    if run_clip.clips_in_step:
+        return run_clip.largest
+    return run_clip.clip.apply(only_watch=log_max_only)
+
+
+def _clipping(optimizer: type) -> type:
+    """A subclass of a chain of optimizers that clips at the end of its step."""
+
+    class Clipping(optimizer):  # type: ignore[misc]
+        logits: RunClip
+
+        def step(self) -> Any:
+            result = super().step()
+            self.logits.after_step()
+            return result
+
+    Clipping.__name__ = f"Clipping{optimizer.__name__}"
+    return Clipping
+
+
+def _fsdp(model_chunks: Sequence[Any]) -> bool:
+    ddp = model_chunks[0].ddp_config
+    names = ("use_megatron_fsdp", "use_custom_fsdp")  # the newer and the older name
+    return any(getattr(ddp, name, False) for name in names)
+
+
+def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
+    """Refuse what keeps main parameters elsewhere, or gathers weights before the clip."""
+    if not optimizer_config.use_distributed_optimizer:
+        raise ValueError(
+            f"{named('qk_clip')} clips what the distributed optimizer has of the weights: set "
+            "use_distributed_optimizer (--use-distributed-optimizer), or leave it out"
+        )
+    modes = {
+        "use_precision_aware_optimizer": "the optimizer keeps the main parameters to itself",
+        "optimizer_cpu_offload": "the main parameters that it updates are elsewhere",
+        "overlap_param_gather_with_optimizer_step": "weights are gathered before they are clipped",
+    }
+    on = {name: why for name, why in modes.items() if getattr(optimizer_config, name, False)}
+    if _fsdp(model_chunks):
+        on["use_megatron_fsdp"] = "a rank has parts of the weights themselves"
+    for name, why in on.items():
+        raise NotImplementedError(
+            f"clipped attention logits (--qk-clip, --muon-qk-clip) with {name} "
+            f"(--{name.replace('_', '-')}): {why}: leave out one of both"
+        )

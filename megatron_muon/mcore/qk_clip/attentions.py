@@ -1,0 +1,269 @@
+"""The attentions of a model whose logits are watched, and which of their weights a clip scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.utils import get_model_config
+
+from megatron_muon.mcore.qk_clip.heads import (
+    HeadRows,
+    fused,
+    latent_keys,
+    latent_queries,
+)
+from megatron_muon.mcore.qk_clip.local import MAXIMA
+from megatron_muon.mcore.routing.attention import projections_of
+from megatron_muon.mcore.routing.param_routing import Weight, weights
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """How logits are clipped.
+
+    Attributes:
+        threshold: the logit from which on a head is clipped.
+        alpha: the queries' share, in (0, 1).
+    """
+
+    threshold: float
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedWeight:
+    """A weight or a bias that a clip scales.
+
+    Attributes:
+        param: the local TP slice, (rows, cols) or (rows,).
+        heads: which of the whole weight's rows belong to which head.
+    """
+
+    param: torch.nn.Parameter
+    heads: HeadRows
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedAttention:
+    """An attention whose largest logits are reduced in each step.
+
+    Attributes:
+        name: its name in messages.
+        core: the module that has the largest logits of this TP rank's heads.
+        heads: number of heads over all TP ranks.
+        clip: None where logits are only watched.
+        weights: the weights that a clip scales.
+    """
+
+    name: str
+    core: Any
+    heads: int
+    clip: Clip | None
+    weights: tuple[ClippedWeight, ...]
+
+
+def is_asked(model_chunks: Sequence[Any], config: MuonConfig) -> bool:
+    """Whether a flag of Megatron's or of this plugin's asks to clip logits.
+
+    The same on all ranks, also those whose stage has no attention.
+    """
+    if config.qk_clip is not None:
+        return True
+    return any(_asks_to_clip(each) for each in _configs(model_chunks))
+
+
+def is_asked_to_watch(model_chunks: Sequence[Any]) -> bool:
+    """Whether Megatron's ``log_max_attention_logit`` is on."""
+    return any(getattr(each, "log_max_attention_logit", False) for each in _configs(model_chunks))
+
+
+def watched_attentions(
+    model_chunks: Sequence[Any], config: MuonConfig, tp_size: int
+) -> list[WatchedAttention]:
+    """Every attention of this rank that is to be watched, in the model's order.
+
+    Args:
+        model_chunks: this rank's model chunks.
+        config: ``qk_clip`` and ``qk_clip_alpha`` are read.
+        tp_size: number of TP ranks.
+
+    Raises:
+        ValueError, NotImplementedError: one of them cannot be watched or clipped; names it and the
+            way out.
+    """
+    by_param = {weight.param: weight for weight in weights(model_chunks)}
+    return [
+        watched
+        for chunk in model_chunks
+        for path, module in chunk.named_modules()
+        if isinstance(module, Attention) and not isinstance(module, CrossAttention)
+        for watched in _watched(path, module, by_param, config, tp_size)
+    ]
+
+
+def _configs(model_chunks: Sequence[Any]) -> Iterator[Any]:
+    """Settings of the model, and of its parts that have settings of their own."""
+    for chunk in model_chunks:
+        yield get_model_config(chunk)
+        for module in chunk.modules():
+            if isinstance(module, Attention):
+                yield module.config
+
+
+def _asks_to_clip(model_config: Any) -> bool:
+    return bool(getattr(model_config, "qk_clip", False))
+
+
+def _watched(
+    path: str,
+    attention: Any,
+    by_param: dict[torch.nn.Parameter, Weight],
+    config: MuonConfig,
+    tp_size: int,
+) -> Iterator[WatchedAttention]:
+    model = attention.config
+    clip = clip_of(model, config)
+    if clip is None and not getattr(model, "log_max_attention_logit", False):
+        return
+    name = path.removeprefix("module.").removeprefix("module.")
+    core = getattr(attention, "core_attention", None)
+    _require_maxima(name, core, config)
+    clipped: tuple[ClippedWeight, ...] = ()
+    if clip is not None:
+        _require_clippable(name, attention, config)
+        clipped = tuple(_clipped(name, attention, by_param, config, tp_size))
+    yield WatchedAttention(name, core, model.num_attention_heads, clip, clipped)
+
+
+def clip_of(model_config: Any, config: MuonConfig) -> Clip | None:
+    """The clip that Megatron's flags or this plugin's ask for; None for none.
+
+    Raises:
+        ValueError: both ask, or a setting of Megatron's is out of its range.
+    """
+    if not _asks_to_clip(model_config):
+        return None if config.qk_clip is None else Clip(config.qk_clip, config.qk_clip_alpha)
+    if config.qk_clip is not None:
+        raise ValueError(
+            f"{named('qk_clip')} {config.qk_clip} and Megatron's --qk-clip both clip the "
+            "attention's logits: leave out one of them"
+        )
+    threshold, alpha = model_config.qk_clip_threshold, model_config.qk_clip_alpha
+    if not threshold > 0:
+        raise ValueError(f"Megatron's --qk-clip-threshold must be above 0, got {threshold}")
+    if not 0 < alpha < 1:
+        raise ValueError(f"Megatron's --qk-clip-alpha must be between 0 and 1, got {alpha}")
+    return Clip(threshold, alpha)
+
+
+def _flag(config: MuonConfig) -> str:
+    return named("qk_clip") if config.qk_clip is not None else "--qk-clip"
+
+
+def _require_maxima(name: str, core: Any, config: MuonConfig) -> None:
+    """Refuse an attention that neither keeps its largest logits nor shows its logits."""
+    if hasattr(core, MAXIMA):  # Transformer Engine's has it where Megatron's flags ask
+        return
+    if not isinstance(core, DotProductAttention):
+        kind = type(core).__name__
+        raise NotImplementedError(
+            f"{_flag(config)}: {name} computes its logits in a {kind}, which does not tell their "
+            "maximum. Transformer Engine's attention does with Megatron's own --qk-clip (core 0.16 "
+            "and Transformer Engine 2.9 on), and Megatron's DotProductAttention does with either "
+            "flag (--transformer-impl local): take one of these or leave the clip out"
+        )
+    window = getattr(core.scale_mask_softmax, "window_size", None)  # since core 0.15
+    if window is not None:
+        raise NotImplementedError(
+            f"{_flag(config)}: {name} has window_size={window}, and the largest logit inside a "
+            "window is not computed: leave out one of both"
+        )
+
+
+def _require_clippable(name: str, attention: Any, config: MuonConfig) -> None:
+    if not isinstance(attention, (SelfAttention, MLASelfAttention)):
+        raise NotImplementedError(
+            f"{_flag(config)}: the rows of the heads of {name}, a {type(attention).__name__}, are "
+            "not known: leave the clip out"
+        )
+    model = attention.config
+    normed = model.qk_layernorm or getattr(model, "qk_l2_norm", False)
+    if normed and isinstance(attention, SelfAttention):
+        norm = "qk_layernorm" if model.qk_layernorm else "qk_l2_norm"
+        raise ValueError(
+            f"{_flag(config)} with {norm} (--{norm.replace('_', '-')}): {name} normalizes queries "
+            "and keys after their projection, so smaller weights would not make smaller logits, "
+            "and each step would shrink them again: leave out one of both"
+        )
+
+
+def _clipped(
+    name: str,
+    attention: Any,
+    by_param: dict[torch.nn.Parameter, Weight],
+    config: MuonConfig,
+    tp_size: int,
+) -> Iterator[ClippedWeight]:
+    for linear, heads in _linears(attention, by_param, tp_size):
+        param = _weight_of(name, linear, getattr(attention, linear, None))
+        heads = heads or _fused_rows(name, by_param[param], tp_size)
+        if param.shape[0] * tp_size != heads.rows:
+            raise NotImplementedError(
+                f"{name}.{linear}.weight has {param.shape[0]} rows on each of {tp_size} TP ranks, "
+                f"which are not {heads.rows} rows of {heads.groups} heads or groups: its logits "
+                "cannot be clipped, leave the clip out"
+            )
+        yield ClippedWeight(param, heads)
+        bias = getattr(getattr(attention, linear), "bias", None)
+        if config.qk_clip is not None and isinstance(bias, torch.nn.Parameter):
+            yield ClippedWeight(bias, heads)  # Megatron's own clip leaves it
+
+
+def _linears(
+    attention: Any, by_param: dict[torch.nn.Parameter, Weight], tp_size: int
+) -> Iterator[tuple[str, HeadRows | None]]:
+    """The linears that a clip scales, with their rows; None for those of a fused projection."""
+    if isinstance(attention, SelfAttention):
+        yield "linear_qkv", None
+        return
+    model = attention.config
+    heads, head = model.num_attention_heads, model.qk_head_dim
+    queries = latent_queries(heads, head, model.qk_pos_emb_head_dim)
+    yield ("linear_q_proj" if model.q_lora_rank is None else "linear_q_up_proj"), queries
+    yield "linear_kv_up_proj", latent_keys(heads, head, model.v_head_dim)
+
+
+def _fused_rows(name: str, weight: Weight, tp_size: int) -> HeadRows:
+    known = projections_of(weight, weight.param.shape[0] * tp_size)
+    if known is None:
+        raise NotImplementedError(
+            f"{weight.name}: how the rows of its heads lie is not known: its logits cannot be "
+            "clipped, leave the clip out"
+        )
+    return fused(known.groups, known.group_rows)
+
+
+def _weight_of(name: str, linear: str, module: Any) -> torch.nn.Parameter:
+    """The plain 2-D weight of a linear of an attention."""
+    param = getattr(module, "weight", None)
+    if not isinstance(param, torch.nn.Parameter) or param.dim() != 2:
+        raise NotImplementedError(
+            f"{name}.{linear} is a {type(module).__name__} without a 2-D weight of its own, so its "
+            "logits cannot be clipped: leave the clip out"
+        )
+    if is_float8tensor(param):
+        raise NotImplementedError(
+            f"{name}.{linear}.weight is in fp8 (--fp8-param-gather), and a clip scales weights in "
+            "bf16, fp16 or fp32: keep parameters in bf16 (computing in fp8 is fine), or leave the "
+            "clip out"
+        )
+    return param

@@ -1,0 +1,147 @@
+"""The clip after a step: reduce the largest logits, and scale what this rank has of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_muon.mcore.qk_clip.attentions import WatchedAttention
+from megatron_muon.mcore.qk_clip.factors import eta_of, row_factors
+from megatron_muon.mcore.qk_clip.local import MAXIMA
+from megatron_muon.runtime.collectives import Group, max_over
+from megatron_muon.runtime.row_scaling import scale_rows
+
+# Largest logits have the dtype in which the attention computes them, and so has eta. A rank whose
+# attention did not run in a step learns it from the others.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NOTHING = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class MainPiece:
+    """A rank's piece of a main parameter.
+
+    Attributes:
+        flat: fp32, (n,).
+        start: its first element's place in the parameter.
+    """
+
+    flat: torch.Tensor
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class QkClip:
+    """A rank's means to clip the logits of its attentions.
+
+    Attributes:
+        attentions: the same on every rank of a stage but for their TP slices.
+        shards: the pieces of main parameters that are apart from the model's weights.
+        group: the ranks of the pipeline stage in all optimizer instances.
+        tp_rank, tp_size: this rank's place among those that share a weight.
+        device: the device that the group communicates from.
+    """
+
+    attentions: tuple[WatchedAttention, ...]
+    shards: dict[torch.nn.Parameter, MainPiece]
+    group: Group
+    tp_rank: int
+    tp_size: int
+    device: torch.device
+
+    @torch.no_grad()
+    def apply(self, *, only_watch: bool = False) -> float:
+        """Clip what passed its threshold since the last call; every rank of the stage calls it.
+
+        Args:
+            only_watch: reduce the logits and leave the weights.
+
+        Returns:
+            The largest logit of the stage, 0.0 if all are below.
+        """
+        if not self.attentions:
+            return 0.0
+        reduced = self._reduced()
+        largest = 0.0
+        for attention, (dtype_number, *values), logits in self._read(reduced):
+            setattr(attention.core, MAXIMA, None)
+            if dtype_number == _NOTHING:  # it ran on no rank
+                continue
+            largest = max(largest, max(values))
+            clip = attention.clip
+            if clip is None or only_watch:
+                continue
+            if any(value > clip.threshold for value in values):  # a NaN beside it says nothing
+                self._scale(attention, logits.to(_DTYPES[int(dtype_number)]))
+        return largest
+
+    def _reduced(self) -> torch.Tensor:
+        """For each attention the number of its dtype, then its heads' largest logits, in fp32."""
+        count = sum(1 + attention.heads for attention in self.attentions)
+        numbers = torch.full((count,), _NOTHING, device=self.device)
+        start = 0
+        for attention in self.attentions:
+            maxima = getattr(attention.core, MAXIMA)
+            if maxima is not None:
+                local = attention.heads // self.tp_size
+                first = start + 1 + self.tp_rank * local
+                numbers[start] = _number_of(maxima.dtype)
+                numbers[first : first + local] = maxima.detach().view(local)
+            start += 1 + attention.heads
+        max_over("muon/logits", numbers, self.group)
+        return numbers
+
+    def _read(
+        self, numbers: torch.Tensor
+    ) -> Iterator[tuple[WatchedAttention, list[float], torch.Tensor]]:
+        """Each attention with its numbers on the host, and its logits on the device."""
+        on_host, start = numbers.tolist(), 0
+        for attention in self.attentions:
+            stop = start + 1 + attention.heads
+            yield attention, on_host[start:stop], numbers[start + 1 : stop]
+            start = stop
+
+    def _scale(self, attention: WatchedAttention, largest: torch.Tensor) -> None:
+        clip = attention.clip
+        assert clip is not None
+        for weight in attention.weights:
+            heads, param = weight.heads, weight.param
+            factors = row_factors(eta_of(largest, heads.groups, clip.threshold), heads, clip.alpha)
+            here = heads.local(self.tp_rank, self.tp_size)
+            local = factors[here.start : here.stop]
+            cols = param.shape[1:].numel()
+            scale_rows(param.data.view(-1), 0, cols, local)
+            shard = self.shards.get(param)
+            if shard is not None:
+                scale_rows(shard.flat.data, shard.start, cols, local)
+
+
+def _number_of(dtype: torch.dtype) -> float:
+    return float(_DTYPES.index(dtype))
+
+
+def shards_of(
+    dist_opts: Sequence[Any], attentions: Sequence[WatchedAttention]
+) -> dict[torch.nn.Parameter, MainPiece]:
+    """This rank's pieces of the clipped weights' main parameters, by weight.
+
+    An fp32 weight is its own main parameter, so it has none.
+
+    Args:
+        dist_opts: DistributedOptimizers, of any kind.
+        attentions: this rank's.
+    """
+    clipped = {weight.param for attention in attentions for weight in attention.weights}
+    return {
+        param: MainPiece(flat, part._get_model_param_range_map(param)["param"].start)
+        for part in dist_opts
+        if not part.is_stub_optimizer
+        for models, mains in zip(
+            part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True
+        )
+        for param, flat in zip(models, mains, strict=True)
+        if param in clipped
+    }

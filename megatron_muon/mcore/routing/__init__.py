@@ -1,0 +1,1 @@
+"""The optimizer of each parameter, and the matrices that lie in it."""

@@ -1,0 +1,118 @@
+"""Which weights are fused projections of an attention, and in which order their rows lie.
+
+Megatron's classes say it; the name alone only where a class is not Megatron's.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
+
+from megatron_muon.mcore.routing.param_routing import Weight, is_adapter
+
+# Names of what may hold projections side by side, in models of all kinds.
+_FUSED = re.compile(r"qkv|query_key_value|(^|_)kv(_|$)|c_attn", re.IGNORECASE)
+_LATENT = re.compile(r"_(down|up)_proj$")  # multi-latent attention's: see ``describe.UNSPLIT``
+
+
+class Projections(NamedTuple):
+    """The rows of a fused weight, over all TP ranks: they repeat group by group.
+
+    Attributes:
+        groups: how often.
+        heads: heads in a group.
+        head_rows: rows of a head.
+        group_rows: ``(part, rows of it in one group)``, in order.
+        certain: Megatron's class or its name for it says so. Else it is so only if the number of
+            rows fits.
+    """
+
+    groups: int
+    heads: int
+    head_rows: int
+    group_rows: tuple[tuple[str, int], ...]
+    certain: bool
+
+    @property
+    def rows(self) -> int:
+        return self.groups * sum(count for _, count in self.group_rows)
+
+    def __str__(self) -> str:
+        parts = ", ".join(part for part, _ in self.group_rows)
+        return (
+            f"the {parts} of {self.groups} query groups of {self.heads} heads of {self.head_rows}"
+        )
+
+
+def projections_of(weight: Weight, rows: int) -> Projections | None:
+    """How a fused projection's rows lie; None of any other weight, and where it is not known.
+
+    ``linear_qkv`` of a ``SelfAttention`` and ``linear_kv`` of a ``CrossAttention``, of Megatron's
+    or a subclass. The name of the attention does not matter, nor what wraps the linear. The
+    attention's own settings count; they may differ from its model's (vision encoders, heterogeneous
+    layers). In a class that is not Megatron's a ``linear_qkv.weight``, by its name.
+
+    Args:
+        weight: 2-D.
+        rows: of the weight over all TP ranks.
+    """
+    if is_adapter(weight) or not weight.name.endswith(".weight"):
+        return None
+    known = _by_class(weight) or _by_name(weight)
+    return known if known and (known.certain or known.rows == rows) else None
+
+
+def is_unknown_fusion(weight: Weight, rows: int) -> bool:
+    """By its name a 2-D weight holds several projections, but how its rows lie is not known.
+
+    Args:
+        weight: 2-D.
+        rows: of the weight over all TP ranks.
+    """
+    names = weight.name.split(".")[-3:]  # what may wrap the linear, the linear, its parameter
+    is_fused = any(_FUSED.search(name) and not _LATENT.search(name) for name in names)
+    return is_fused and not is_adapter(weight) and projections_of(weight, rows) is None
+
+
+def heads_of_queries(weight: Weight) -> int | None:
+    """The number of heads of a cross attention's ``linear_q``; None of any other weight."""
+    holder = weight.holders[0] if weight.holders else None
+    if isinstance(holder, CrossAttention) and weight.module is getattr(holder, "linear_q", None):
+        return int(holder.config.num_attention_heads)
+    return None
+
+
+def _by_class(weight: Weight) -> Projections | None:
+    linear = weight.module
+    for depth, outer in enumerate(weight.holders):
+        if isinstance(outer, SelfAttention) and linear is getattr(outer, "linear_qkv", None):
+            return _self_attention(outer.config, certain=depth == 0)
+        if isinstance(outer, CrossAttention) and linear is getattr(outer, "linear_kv", None):
+            return _cross_attention(outer.config, certain=depth == 0)
+        linear = outer
+    return None
+
+
+def _by_name(weight: Weight) -> Projections | None:
+    sizes = ("num_attention_heads", "num_query_groups", "kv_channels")
+    known = all(getattr(weight.model_config, size, None) for size in sizes)
+    if not known or not weight.name.endswith("linear_qkv.weight"):
+        return None
+    certain = weight.name.endswith("self_attention.linear_qkv.weight")
+    return _self_attention(weight.model_config, certain=certain)
+
+
+def _self_attention(model: Any, *, certain: bool) -> Projections:
+    """Per query group its q heads, their gates if any, its k, its v."""
+    heads, head = model.num_attention_heads // model.num_query_groups, model.kv_channels
+    gate = [("gate", heads * head)] if getattr(model, "attention_output_gate", False) else []
+    parts = (("q", heads * head), *gate, ("k", head), ("v", head))
+    return Projections(model.num_query_groups, heads, head, parts, certain)
+
+
+def _cross_attention(model: Any, *, certain: bool) -> Projections:
+    """Per head its k, its v."""
+    head = model.kv_channels
+    return Projections(model.num_attention_heads, 1, head, (("k", head), ("v", head)), certain)

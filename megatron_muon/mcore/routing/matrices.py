@@ -1,0 +1,114 @@
+"""Which matrices a Muon parameter holds, and how TP splits them.
+
+A weight is one matrix unless ``splits`` knows its rows, or it is a batch of legacy experts.
+
+Megatron's and Transformer Engine's marks ``tensor_model_parallel`` and ``partition_dim`` are right
+for dense layers only; what they get wrong is decided here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_muon.mcore.routing.param_routing import Weight, partition_dim_of, whole_shape
+from megatron_muon.mcore.routing.splits import (
+    FusedRows,
+    fused_of,
+    split_of,
+    split_of_legacy_experts,
+)
+from megatron_muon.planning.layout import Matrices, batched_matrices, whole_matrix
+from megatron_muon.planning.sections import sectioned
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
+
+
+class Holding(NamedTuple):
+    """The matrices of a parameter.
+
+    Attributes:
+        shape: local (rows, cols); of a batch of matrices, all their rows.
+        partition_dim: the one that TP splits, None where TP ranks hold replicas.
+        matrices: see layout.
+    """
+
+    shape: tuple[int, int]
+    partition_dim: int | None
+    matrices: Matrices
+
+
+def matrices_of(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
+    """The matrices of a 2-D weight.
+
+    Args:
+        weight: Muon's.
+        tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
+        config: ``splits``, ``split_qkv`` and ``scale_mode`` are read.
+
+    Raises:
+        ValueError, NotImplementedError: its shape is not what its name promises, or ``scale_mode``
+            needs to know outputs from inputs and a batch of experts is transposed.
+    """
+    if weight.is_module("GroupedMLP"):
+        _require_spectral(weight, config)
+        return _legacy_experts(weight, tp_size, config)
+    shape = (weight.param.size(0), weight.param.size(1))
+    partition_dim = partition_dim_of(weight)
+    fused = fused_of(weight, whole_shape(weight, tp_size)[0])
+    kind = split_of(weight, config, fused)
+    if fused is None or (kind == "whole" and len(fused.sections) == 1):
+        matrices = whole_matrix(weight.name, shape, partition_dim, tp_size)
+    else:
+        _require_rows(weight, fused, partition_dim, tp_size)
+        matrices = sectioned(weight.name, shape, partition_dim, tp_size, fused.by(kind))
+    return Holding(shape, partition_dim, matrices)
+
+
+def _legacy_experts(weight: Weight, tp_size: int, config: MuonConfig) -> Holding:
+    """Megatron's legacy GroupedMLP: a batch of transposed matrices, whatever the 2-D shape says.
+
+    ``weight1`` is ``(experts, hidden, fc1 outputs)`` in memory, ``weight2`` ``(experts, fc2 inputs,
+    hidden)`` (GroupedMLP.forward's views). With a gated fc1 the local outputs are those of the gate
+    and then of the up half.
+    """
+    hidden = weight.model_config.hidden_size
+    experts = weight.model_config.num_moe_experts // weight.model_config.expert_model_parallel_size
+    numel = weight.param.numel()
+    first = weight.name.endswith("weight1")
+    cols = numel // (experts * hidden) if first else hidden
+    shape = (numel // cols, cols)
+    names = tuple(f"{weight.name}[expert {expert}]" for expert in range(experts))
+    partition_dim = 1 if first else 0
+    halves = 2 if first and weight.model_config.gated_linear_unit else 1
+    apart = split_of_legacy_experts(weight, config, gated=halves == 2) == "gate-up"
+    matrices = batched_matrices(names, shape, partition_dim, tp_size, halves, apart=apart)
+    return Holding(shape, partition_dim, matrices)
+
+
+def _require_spectral(weight: Weight, config: MuonConfig) -> None:
+    """Its rows are inputs: only ``spectral`` has the same scale for a matrix and its transpose."""
+    if config.scale_mode != "spectral":
+        raise NotImplementedError(
+            f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} goes by outputs "
+            "over inputs, and the legacy GroupedMLP holds its experts transposed: use 'spectral', "
+            "experts of another class (Transformer Engine's, or no --moe-grouped-gemm), or put "
+            f"it in {named('muon_exclude')} of MuonConfig"
+        )
+
+
+def _require_rows(
+    weight: Weight, fused: FusedRows, partition_dim: int | None, tp_size: int
+) -> None:
+    """It has the rows that its settings promise, and TP splits no columns of it."""
+    rows, _ = whole_shape(weight, tp_size)
+    if rows != fused.rows:
+        raise NotImplementedError(
+            f"{weight.name}: {weight.param.size(0)} rows on each of {tp_size} TP ranks are not "
+            f"{fused.what}: cannot split it, set split_qkv=False in MuonConfig "
+            f"(--muon-no-split-qkv), or {named('splits')} {weight.name}=whole"
+        )
+    if tp_size > 1 and partition_dim != 0 and not fused.may_be_replicated:
+        raise NotImplementedError(
+            f"{weight.name}: TP splits it by rows in every model that is known here, but its "
+            f"partition_dim is {partition_dim}: put it in {named('muon_exclude')} of MuonConfig"
+        )

@@ -1,0 +1,330 @@
+"""Every parameter of a model with its name and module, and whose it is: Muon's or AdamW's.
+
+2-D weights of the module types in ``MATRIX_MODULES`` are Muon's unless they are an embedding or the
+output layer; all else is AdamW's. Embeddings and the output layer are known by Megatron's mark
+``is_embedding_or_output_parameter``, by the class of their module or by name. The patterns
+``muon_include`` and ``muon_exclude`` overrule all of that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.utils import get_model_config
+
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
+
+# Modules whose 2-D weight multiplies activations, by the names of their classes and base classes,
+# since Transformer Engine's cannot be imported everywhere.
+MATRIX_MODULES = frozenset(
+    {
+        "Linear",  # torch's, Megatron's and Transformer Engine's, so also TELinear and others
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "LayerNormLinear",
+        "TEColumnParallelLinear",
+        "TERowParallelLinear",
+        "TELayerNormColumnParallelLinear",
+        "TELinear",
+        "GroupedLinear",
+        "TEGroupedLinear",
+        "TEColumnParallelGroupedLinear",
+        "TERowParallelGroupedLinear",
+        "GroupedMLP",
+        "Router",
+    }
+)
+EMBEDDING_OR_OUTPUT = "embedding or output layer"  # reasons of ``why_adamw``
+NOT_IN_TABLE = "not in Muon's table"
+_ADAPTER = re.compile(r"lora|adapter", re.IGNORECASE)
+_EMBEDDING_OR_OUTPUT = re.compile(r"embed|output_layer|lm_head|binary_head", re.IGNORECASE)
+# Names of a tied embedding's copies, on the first and on the last pipeline stage.
+_TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
+# TP splits the outputs of an expert's first layer and the inputs of its second one.
+_EXPERT_PARTITION_DIM = {"linear_fc1": 0, "linear_fc2": 1}
+# Vectors that TP cuts by heads without a mark: softmax offsets, and before core 0.16 the norm in a
+# Mamba mixer.
+_CUT_VECTOR = re.compile(r"\.(softmax_offset|mixer\.norm\.weight)$")
+_LAYER = re.compile(r"(.*\blayers\.)\d+$")
+_LOCAL_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter of a model chunk.
+
+    Attributes:
+        name: Megatron's, without the names of wrapping modules, and with layers numbered over all
+            pipeline stages. Experts are numbered as on EP rank 0: see ``expert_name``.
+        param: the local TP slice.
+        module: the one that holds it.
+        holders: the modules that ``module`` is in, from the innermost to the model chunk.
+        model_config: the TransformerConfig that this part of the model was built from.
+        is_expert: one of an MoE layer's routed experts has it.
+    """
+
+    name: str
+    param: torch.nn.Parameter
+    module: torch.nn.Module
+    holders: tuple[torch.nn.Module, ...]
+    model_config: Any
+    is_expert: bool
+
+    @property
+    def leaf(self) -> str:
+        """Name of the module that holds it: ``linear_fc1``."""
+        return self.name.rsplit(".", 2)[-2] if self.name.count(".") else ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, and of a tied embedding those of its copies, which must be treated alike."""
+        return (
+            (self.name, *_TIED) if getattr(self.param, "shared_embedding", False) else (self.name,)
+        )
+
+    @property
+    def is_tied_copy(self) -> bool:
+        """A last pipeline stage's copy of an embedding that the first stage has."""
+        return bool(getattr(self.param, "shared", False))
+
+    def is_module(self, *class_names: str) -> bool:
+        """True if the module is of one of these classes or a subclass."""
+        return not _class_names(self.module).isdisjoint(class_names)
+
+
+def weights(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Weight]:
+    """Every parameter of all chunks once, in Megatron's order."""
+    seen = set()
+    for chunk in model_chunks:
+        chunk_config = get_model_config(chunk)
+        layers: dict[str, str] = {}
+        modules: dict[str, torch.nn.Module] = {}
+        for path, module in chunk.named_modules():  # what is around a module comes before it
+            modules[path] = module
+            layer = _LAYER.match(path)
+            if layer and isinstance(getattr(module, "layer_number", None), int):
+                layers[f"{path}."] = f"{layer[1]}{module.layer_number - 1}."
+            for short_name, param in module.named_parameters(recurse=False):
+                if param in seen:
+                    continue
+                seen.add(param)
+                name = _model_wide(f"{path}.{short_name}" if path else short_name, layers)
+                config = getattr(module, "config", None)
+                yield Weight(
+                    name=name,
+                    param=param,
+                    module=module,
+                    holders=tuple(modules[outer] for outer in _around(path)),
+                    model_config=config if hasattr(config, "gated_linear_unit") else chunk_config,
+                    is_expert=".experts." in name,
+                )
+
+
+def layers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each layer of all chunks with its name, numbered over all pipeline stages."""
+    for chunk in model_chunks:
+        for path, module in chunk.named_modules():
+            match = _LAYER.match(path)
+            if match and isinstance(getattr(module, "layer_number", None), int):
+                name = f"{match[1]}{module.layer_number - 1}"
+                yield _model_wide(name, {}), module
+
+
+def _around(path: str) -> Iterator[str]:
+    """The paths of the modules that a module is in, from the innermost."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def expert_name(name: str, ep_rank: int, local_experts: int) -> str:
+    """``name``, which counts a rank's own experts, with the expert's number over all EP ranks."""
+    match = _LOCAL_EXPERT.match(name)
+    if match is None:
+        return name
+    return f"{match[1]}{int(match[2]) + ep_rank * local_experts}{match[3]}"
+
+
+def why_adamw(weight: Weight, tp_size: int, config: MuonConfig) -> str | None:
+    """Why AdamW updates the weight; None where Muon does. The same at every TP and EP size.
+
+    Args:
+        weight: any.
+        tp_size: number of TP ranks that share it; of an expert, expert-TP ranks.
+        config: ``muon_include`` and ``muon_exclude`` are read.
+
+    Raises:
+        ValueError: a pattern asks for what cannot be.
+        NotImplementedError: an adapter's weight that no pattern decides about.
+    """
+    included = matching(weight, config.muon_include)
+    excluded = matching(weight, config.muon_exclude)
+    if included and excluded:
+        raise ValueError(
+            f"{weight.name} matches {named('muon_include')} {included[0]!r} and "
+            f"{named('muon_exclude')} {excluded[0]!r}: change one of the patterns"
+        )
+    if included:
+        if weight.param.dim() != 2 or not weight.param.numel():
+            raise ValueError(
+                f"{named('muon_include')} {included[0]!r} matches {weight.name} of shape "
+                f"{tuple(weight.param.shape)}, but Muon updates matrices: only 2-D weights that "
+                "have elements"
+            )
+        return None
+    if excluded:
+        return f"{named('muon_exclude')} {excluded[0]!r}"
+    return _why_adamw_by_itself(weight, tp_size) if weight.param.numel() else "no elements"
+
+
+def is_unknown(weight: Weight, tp_size: int, config: MuonConfig) -> bool:
+    """A 2-D weight that is AdamW's only because its module type is not in the table."""
+    return _by_type(weight) == why_adamw(weight, tp_size, config) is not None
+
+
+def matching(weight: Weight, patterns: Sequence[str]) -> list[str]:
+    """The patterns that match a parameter's name, case and all, or that of a tied copy."""
+    return [
+        pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in weight.names)
+    ]
+
+
+def is_matched(weight: Weight, pattern: str, tp_size: int, config: MuonConfig) -> bool:
+    """Whether one of ``config.patterns`` has an effect on a weight.
+
+    A pattern of ``splits`` has one on Muon's weights only.
+    """
+    if not matching(weight, [pattern]):
+        return False
+    if all(pattern != split for split, _ in config.splits):
+        return True
+    return weight.param.dim() == 2 and why_adamw(weight, tp_size, config) is None
+
+
+def is_adapter(weight: Weight) -> bool:
+    """By its name it is one of the two factors of an adapter."""
+    return _ADAPTER.search(weight.name) is not None
+
+
+def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
+    param = weight.param
+    if param.dim() != 2:
+        return f"{param.dim()}-D"
+    if _is_embedding_or_output(weight):
+        return EMBEDDING_OR_OUTPUT
+    if _is_vector(weight, tp_size):
+        return "a vector"
+    if getattr(param, "use_muon", True) is False:  # Megatron's own mark on fused projections
+        return "marked use_muon=False"
+    if is_adapter(weight):
+        raise NotImplementedError(
+            f"{weight.name} looks like the weight of an adapter, whose two factors Muon would "
+            f"orthogonalize each for itself: decide by naming it in {named('muon_include')} or "
+            f"{named('muon_exclude')} of MuonConfig"
+        )
+    return _by_type(weight)
+
+
+def _is_vector(weight: Weight, tp_size: int) -> bool:
+    """By the whole matrix, not by what of it a TP rank holds."""
+    if min(weight.param.shape) > 1 and not weight.is_module("GroupedMLP"):
+        return False
+    try:
+        return min(whole_shape(weight, tp_size)) == 1
+    except NotImplementedError:  # an expert's weight; if it is Muon's, ``matrices_of`` says so
+        return False
+
+
+def whole_shape(weight: Weight, tp_size: int) -> tuple[int, int]:
+    """Rows and columns of a 2-D weight over all TP ranks; of legacy grouped experts, one expert's.
+
+    Args:
+        weight: 2-D.
+        tp_size: number of TP ranks that share it.
+
+    Raises:
+        NotImplementedError: it is an expert's, by a name that is not known.
+    """
+    rows, cols = weight.param.shape
+    if weight.is_module("GroupedMLP"):
+        model = weight.model_config
+        hidden, experts = model.hidden_size, model.num_moe_experts
+        experts //= model.expert_model_parallel_size
+        inner = weight.param.numel() * tp_size // (experts * hidden)
+        return (hidden, inner) if weight.name.endswith("weight1") else (inner, hidden)
+    dim = partition_dim_of(weight) if tp_size > 1 else None
+    return rows * (tp_size if dim == 0 else 1), cols * (tp_size if dim == 1 else 1)
+
+
+def partition_dim_of(weight: Weight) -> int | None:
+    """The dim that TP splits, None where TP ranks hold replicas.
+
+    Transformer Engine marks every Linear as partitioned. It does so with replicated ones
+    (``parallel_mode`` None with a ``tp_size`` of 1: MLA's down-projections), and with experts'
+    second layers on the wrong dim. Megatron sets ``parallel_mode`` None on shared experts that
+    overlap, too, which are split.
+
+    Raises:
+        NotImplementedError: a 2-D weight of an expert by a name that is not known.
+    """
+    if weight.is_expert and weight.param.dim() == 2:
+        if weight.leaf not in _EXPERT_PARTITION_DIM:
+            raise NotImplementedError(
+                f"{weight.name}: how expert TP splits it is known of linear_fc1 and linear_fc2 "
+                f"only: put it in {named('muon_exclude')} of MuonConfig"
+            )
+        return _EXPERT_PARTITION_DIM[weight.leaf]
+    replicated = getattr(weight.module, "parallel_mode", "marked") in (None, "duplicated")
+    if replicated and getattr(weight.module, "tp_size", 1) == 1:
+        return None
+    if not getattr(weight.param, "tensor_model_parallel", False):
+        return None
+    partition_dim = int(getattr(weight.param, "partition_dim", -1))
+    return partition_dim if partition_dim >= 0 else None  # Megatron says -1 where we say None
+
+
+def is_cut(weight: Weight) -> bool:
+    """Whether TP ranks hold parts of it: by Megatron's mark, or where that is known to lack.
+
+    Marks of 2-D weights can be wrong: ``partition_dim_of`` is for those.
+    """
+    marked = bool(getattr(weight.param, "tensor_model_parallel", False))
+    return marked or _CUT_VECTOR.search(weight.name) is not None
+
+
+def _by_type(weight: Weight) -> str | None:
+    if weight.is_module(*MATRIX_MODULES):
+        return None
+    return f"module type {type(weight.module).__name__} is {NOT_IN_TABLE}"
+
+
+def _is_embedding_or_output(weight: Weight) -> bool:
+    """By mark, by module and by name: each tells what the others do not, e.g. MTP's copy."""
+    return (
+        getattr(weight.param, "is_embedding_or_output_parameter", False)
+        or getattr(weight.param, "shared_embedding", False)
+        or isinstance(weight.module, (torch.nn.Embedding, VocabParallelEmbedding))
+        or _EMBEDDING_OR_OUTPUT.search(weight.name) is not None
+    )
+
+
+def _class_names(module: torch.nn.Module) -> set[str]:
+    return {cls.__name__ for cls in type(module).__mro__}
+
+
+def _model_wide(name: str, layers: dict[str, str]) -> str:
+    """With layers numbered over all stages, and without the names of wrapping modules."""
+    for local in sorted(layers, key=len):  # outer layers first
+        if name.startswith(local):
+            name = layers[local] + name.removeprefix(local)
+            break
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name

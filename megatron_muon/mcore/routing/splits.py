@@ -1,0 +1,254 @@
+"""Weights that hold several projections, row by row, and the splits that they can have.
+
+A split is the choice of a weight's matrices: ``--muon-split PATTERN=KIND``. The class that holds a
+weight says how its rows lie, by its own settings. Only where a class is not Megatron's does the
+name say it. A weight that is not known yet gets a function in ``_FAMILIES``. ``matrices`` makes the
+matrices of the split, ``planning.sections`` what TP ranks hold of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_muon.mcore.routing.attention import heads_of_queries, projections_of
+from megatron_muon.mcore.routing.param_routing import Weight, is_adapter, matching
+from megatron_muon.planning.sections import Rows, Sections
+from megatron_muon.settings.config import MuonConfig, SplitKind
+from megatron_muon.settings.names import named
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Consecutive rows of a whole weight (TP = 1).
+
+    Attributes:
+        count: number of rows.
+        parts: the matrix that they belong to, by kind of split.
+    """
+
+    count: int
+    parts: dict[SplitKind, str]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRows:
+    """The order of rows in a weight that holds several projections.
+
+    Attributes:
+        sections: its rows in order; see ``planning.sections``.
+        default: the split without a pattern for it.
+        what: the rows in words, for errors.
+        may_be_replicated: TP ranks may hold all of its rows. Without this, a weight that TP does
+            not split at TP > 1 is unknown here.
+    """
+
+    sections: tuple[tuple[RowRun, ...], ...]
+    default: SplitKind
+    what: str
+    may_be_replicated: bool = False
+
+    @property
+    def kinds(self) -> tuple[SplitKind, ...]:
+        """The splits that it can have."""
+        return ("whole", *self.sections[0][0].parts)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole weight."""
+        return sum(run.count for section in self.sections for run in section)
+
+    def by(self, kind: SplitKind) -> Sections:
+        """Its rows with the names of the matrices of a split."""
+        return tuple(
+            tuple(Rows("" if kind == "whole" else run.parts[kind], run.count) for run in section)
+            for section in self.sections
+        )
+
+
+def fused_of(weight: Weight, rows: int) -> FusedRows | None:
+    """How the rows of a weight lie; None where it is one projection, and where it is not known.
+
+    Args:
+        weight: 2-D.
+        rows: of the weight over all TP ranks.
+    """
+    if is_adapter(weight):
+        return None
+    for known in _FAMILIES:
+        fused = known(weight, rows)
+        if fused is not None:
+            return fused
+    return None
+
+
+def split_of(weight: Weight, config: MuonConfig, fused: FusedRows | None) -> SplitKind:
+    """The kind of split that a weight of Muon's has. The last pattern that matches counts.
+
+    Args:
+        weight: Muon's.
+        config: ``splits`` and ``split_qkv`` are read.
+        fused: how its rows lie.
+
+    Raises:
+        ValueError: a pattern asks for a split that the weight cannot have.
+    """
+    if fused is None:
+        return _chosen(weight, config, "whole", ("whole",))
+    default = fused.default if config.split_qkv or fused.default != "qkv" else "whole"
+    return _chosen(weight, config, default, fused.kinds)
+
+
+def split_of_legacy_experts(weight: Weight, config: MuonConfig, *, gated: bool) -> SplitKind:
+    """``split_of`` for Megatron's legacy GroupedMLP, whose gate and up halves are columns.
+
+    Args:
+        weight: Muon's.
+        config: ``splits`` is read.
+        gated: it has two halves.
+
+    Raises:
+        ValueError: a pattern asks for a split that the weight cannot have.
+    """
+    return _chosen(weight, config, "whole", ("whole", "gate-up") if gated else ("whole",))
+
+
+def _chosen(
+    weight: Weight, config: MuonConfig, default: SplitKind, kinds: tuple[SplitKind, ...]
+) -> SplitKind:
+    chosen = [pair for pair in config.splits if matching(weight, pair[:1])]
+    if not chosen:
+        return default
+    pattern, kind = chosen[-1]
+    if kind not in kinds:
+        raise ValueError(
+            f"{named('splits')} {pattern}={kind} matches {weight.name}, which can only be "
+            f"{' or '.join(kinds)}: give another kind, or a pattern that does not match it"
+        )
+    return kind
+
+
+def _attention(weight: Weight, rows: int) -> FusedRows | None:
+    known = projections_of(weight, rows)
+    if known is None:
+        return None
+    runs = tuple(
+        RowRun(known.head_rows, {"qkv": part, "heads": f"{part} {group * heads + head}"})
+        for group in range(known.groups)
+        for part, count in known.group_rows
+        for heads in (count // known.head_rows,)
+        for head in range(heads)
+    )
+    return FusedRows((runs,), "qkv", str(known))
+
+
+def _queries(weight: Weight, rows: int) -> FusedRows | None:
+    """The queries of a cross attention, which are not fused with keys and values."""
+    heads = heads_of_queries(weight)
+    if heads is None or rows % heads:
+        return None
+    return FusedRows((_heads("q", heads, rows // heads),), "whole", f"the q of {heads} heads")
+
+
+def _latent(weight: Weight, rows: int) -> FusedRows | None:
+    """Multi-latent attention's: up-projections per head, down-projections in blocks."""
+    if not _is_held_by(weight, "MultiLatentAttention"):
+        return None
+    model: Any = weight.holders[0].config
+    heads, nope, rope = model.num_attention_heads, model.qk_head_dim, model.qk_pos_emb_head_dim
+    latent = _blocks((("latent", model.kv_lora_rank), ("rope", rope)))
+    sections: dict[str, tuple[tuple[RowRun, ...], ...]] = {
+        "linear_q_proj": (_heads("q", heads, nope + rope),),
+        "linear_q_up_proj": (_heads("q", heads, nope + rope),),
+        "linear_kv_up_proj": (_keys_and_values(heads, nope, model.v_head_dim),),
+        "linear_kv_down_proj": (latent,),
+        "linear_qkv_down_proj": (_blocks((("q_latent", model.q_lora_rank or 0),)), latent),
+    }
+    if weight.leaf not in sections:
+        return None
+    what = f"{weight.leaf} of {heads} heads of multi-latent attention"
+    return FusedRows(sections[weight.leaf], "whole", what, may_be_replicated=True)
+
+
+def _keys_and_values(heads: int, key: int, value: int) -> tuple[RowRun, ...]:
+    return tuple(
+        RowRun(count, {"qkv": part, "heads": f"{part} {head}"})
+        for head in range(heads)
+        for part, count in (("k", key), ("v", value))
+    )
+
+
+def _heads(part: str, heads: int, rows: int) -> tuple[RowRun, ...]:
+    return tuple(RowRun(rows, {"heads": f"{part} {head}"}) for head in range(heads))
+
+
+def _blocks(sizes: tuple[tuple[str, int], ...]) -> tuple[RowRun, ...]:
+    return tuple(RowRun(count, {"parts": part}) for part, count in sizes)
+
+
+def _gated(weight: Weight, rows: int) -> FusedRows | None:
+    """A gated fc1: the gate, then the up half; in some experts in alternating blocks."""
+    model = weight.model_config
+    if weight.leaf != "linear_fc1" or not model.gated_linear_unit:
+        return None
+    gate, up = RowRun(rows // 2, {"gate-up": "gate"}), RowRun(rows - rows // 2, {"gate-up": "up"})
+    block = _interleaved_by(weight)
+    if block:
+        pair = (RowRun(block, {"gate-up": "gate"}), RowRun(block, {"gate-up": "up"}))
+        return FusedRows((pair * (rows // (2 * block)),), "whole", f"blocks of {block} rows")
+    return FusedRows(((gate,), (up,)), "whole", "a gate and an up half")
+
+
+def _interleaved_by(weight: Weight) -> int | None:
+    """Rows of a block, where gate and up alternate in blocks; since core 0.19, for some kernels."""
+    if weight.is_expert:
+        return getattr(weight.model_config, "moe_mlp_glu_interleave_size", None)
+    if ".shared_experts." in weight.name:
+        return getattr(weight.model_config, "moe_shared_expert_glu_interleave_size", None)
+    return None
+
+
+def _state_space(weight: Weight, rows: int) -> FusedRows | None:
+    """The in_proj of a Mamba mixer or a gated delta net, whose parts TP splits one by one."""
+    if weight.leaf != "in_proj":
+        return None
+    sizes: tuple[tuple[str, int], ...] = ()
+    if _is_held_by(weight, "MambaMixer"):
+        sizes = _of_mamba(weight.holders[0])
+    elif _is_held_by(weight, "GatedDeltaNet", "GatedDeltaNet2"):
+        sizes = _of_delta_net(weight.holders[0])
+    if sum(count for _, count in sizes) != rows:
+        return None
+    what = f"{', '.join(part for part, _ in sizes)} of {type(weight.holders[0]).__name__}"
+    return FusedRows(tuple(_blocks((size,)) for size in sizes), "whole", what)
+
+
+def _of_mamba(mixer: Any) -> tuple[tuple[str, int], ...]:
+    states = mixer.ngroups * mixer.d_state
+    inner = mixer.d_inner
+    return ("z", inner), ("x", inner), ("B", states), ("C", states), ("dt", mixer.nheads)
+
+
+def _of_delta_net(net: Any) -> tuple[tuple[str, int], ...]:
+    sections = getattr(net, "in_proj_split_sections", None)  # of a TP rank; since core 0.19
+    if sections is not None:
+        names = net.in_proj_split_names
+        return tuple((n, count * net.tp_size) for n, count in zip(names, sections, strict=True))
+    heads = net.num_value_heads
+    keys, values = net.qk_dim, net.v_dim
+    sizes = (keys, keys, values, values, heads, heads)
+    names = ("query", "key", "value", "z", "beta", "alpha")
+    return tuple(zip(names, sizes, strict=True))
+
+
+def _is_held_by(weight: Weight, *class_names: str) -> bool:
+    """True where its linear is in a module of one of these classes or a subclass."""
+    classes = type(weight.holders[0]).__mro__ if weight.holders else ()
+    return not {cls.__name__ for cls in classes}.isdisjoint(class_names)
+
+
+# The first that knows a weight says how its rows lie: see ``fused_of``.
+_FAMILIES: tuple[Callable[[Weight, int], FusedRows | None], ...] = (
+    *(_attention, _queries, _latent, _gated, _state_space),
+)

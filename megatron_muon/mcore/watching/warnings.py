@@ -1,0 +1,133 @@
+"""Warnings about a run from its records, each with its heading on the troubleshooting page."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from megatron_muon.mcore.watching.record import Record
+
+LOW, HIGH = 0.5, 1.25  # of a promised update; five Newton-Schulz steps give 0.75 to 0.95 of it
+GROWTH = 2.0  # of a layer's output, from the second quarter of the records to the last
+SETTLED = 1000  # steps; before, outputs grow from their start in every run
+FEWEST = 8  # records in which growth and lateness can be seen
+MOST = 4096  # outputs of a layer that are kept; then every second one is dropped
+LOGIT = 100.0  # Kimi K2's threshold; a run's own clip has its own
+LATE = 1.5  # times the planned ratio between the slowest rank and the mean
+
+
+class Warnings:
+    """The warnings of one run, in bounded memory.
+
+    Args:
+        start: the run's first record (``record.start_record``).
+    """
+
+    def __init__(self, start: Record) -> None:
+        self._share: float | None = start["muon_share"]
+        self._planned: float | None = start["newton_schulz_planned"]
+        self._threshold = start["logit_threshold"] or LOGIT
+        self._promised = {row: each["promised_rms"] for row, each in start["rows"].items()}
+        self._off: dict[str, float] = {}  # rows whose last update was off its promise
+        self._outputs: dict[str, list[float]] = {}
+        self._times: deque[Mapping[str, Any]] = deque(maxlen=FEWEST)
+        self._told: set[str] = set()  # headings and rows of the record before
+
+    def of(self, record: Record) -> list[str]:
+        """The warnings of one more record of a step; one that stays true is given once."""
+        given = list(self._all(record))
+        new = [f"{text}; see {see!r} in docs/troubleshooting.md" for see, text, key in given
+               if see + key not in self._told]  # fmt: skip
+        self._told = {see + key for see, _, key in given}
+        return new
+
+    def _all(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        """Heading, text, and what makes it another warning than one with the same heading."""
+        if self._share is not None and self._share < 0.5:
+            text = f"Muon has {self._share:.1%} of the parameters, less than half"
+            yield "The advantage is small", text, ""
+        rules = (
+            ("Loss spikes", "not finite in the last step", _not_finite(record)),
+            (
+                "Updates are off their promised size",
+                "updates are off their promised size, as a share of it",
+                self._update_sizes(record),
+            ),
+            (
+                "Gains are smaller in a mixture of experts",
+                "matrices without a gradient in the last step",
+                _without_gradient(record),
+            ),
+            ("Outputs grow", "outputs of layers grow", self._growing_outputs(record)),
+            ("Loss spikes", f"attention logits above {self._threshold:g}", self._logits(record)),
+        )
+        for see, text, rows in rules:
+            named = list(rows)
+            if named:
+                yield see, f"{text}: {_some(named)}", text
+        yield from self._late_rank(record)
+
+    def _update_sizes(self, record: Record) -> Iterator[str]:
+        """Rows that are off in two successive records."""
+        before, self._off = self._off, {}
+        for row, numbers in record.get("muon", {}).items():
+            promised, update = self._promised.get(row), numbers.get("update_rms")
+            ratio = update / promised if promised and update is not None else 1.0
+            if not LOW <= ratio <= HIGH:
+                self._off[row] = ratio
+                if row in before:
+                    yield f"{row} {ratio:.2f}"
+
+    def _growing_outputs(self, record: Record) -> Iterator[str]:
+        for row, numbers in record.get("layers", {}).items():
+            values = self._outputs.setdefault(row, [])
+            if numbers["output_rms"] is not None:
+                values.append(numbers["output_rms"])
+            if len(values) > MOST:
+                del values[::2]
+            quarter = len(values) // 4
+            if record["step"] < SETTLED or len(values) < FEWEST:
+                continue
+            before, now = median(values[quarter : 2 * quarter]), median(values[-quarter:])
+            if before > 0 and now > GROWTH * before:
+                yield f"{row} {now / before:.1f} times"
+
+    def _logits(self, record: Record) -> Iterator[str]:
+        for row, numbers in record.get("logits", {}).items():
+            value = numbers["max_logit"]
+            if value is not None and value > self._threshold:
+                yield f"{row} {value:.4g}"
+
+    def _late_rank(self, record: Record) -> Iterator[tuple[str, str, str]]:
+        times = record["newton_schulz_ms"]
+        if not self._planned or times["mean"] is None or times["max"] is None:
+            return
+        self._times.append(times)
+        most = LATE * self._planned
+        late = [each["rank"] for each in self._times if each["max"] > most * each["mean"]]
+        rank = max(late, key=late.count, default=None)
+        if rank is not None and late.count(rank) > FEWEST * 3 // 4:
+            text = (
+                f"rank {rank} is late: its Newton-Schulz takes {times['max']:.3g} ms, the mean "
+                f"rank's {times['mean']:.3g} ms; planned was {self._planned:.2f} times the mean"
+            )
+            yield "Throughput falls", text, str(rank)
+
+
+def _not_finite(record: Record) -> Iterator[str]:
+    for kind in ("muon", "adamw", "layers", "logits"):
+        for row, numbers in record.get(kind, {}).items():
+            yield from (f"{name} of {row}" for name, value in numbers.items() if value is None)
+
+
+def _without_gradient(record: Record) -> Iterator[str]:
+    for row, numbers in record.get("muon", {}).items():
+        if numbers["moved"] is not None and numbers["moved"] < 1.0:
+            yield f"{row} {1 - numbers['moved']:.0%}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

@@ -1,0 +1,1 @@
+"""Muon in Megatron's DistributedOptimizer: its making, its groups, its step."""

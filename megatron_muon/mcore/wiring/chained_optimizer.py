@@ -1,0 +1,170 @@
+"""Megatron's chain of optimizers, dense and experts', which checks gradients before a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from megatron_muon.mcore.checkpoint.chain import CheckpointChain
+from megatron_muon.mcore.routing.param_routing import expert_name, weights
+from megatron_muon.mcore.watching.watch import Watch
+from megatron_muon.mcore.wiring.late_norm import LateNorm
+from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
+from megatron_muon.mcore.wiring.shards import device_of, owned_shards
+from megatron_muon.runtime.collectives import any_rank, in_megatrons
+from megatron_muon.runtime.consensus import attempt, raise_quoting
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class MuonChainedOptimizer(CheckpointChain):
+    """A ChainedOptimizer of MuonDistributedOptimizers."""
+
+    _late_norm: LateNorm | None = None
+    nonfinite: NonfiniteReport | None = None  # where this rank has an optimizer with Muon
+    watch: Watch | None = None  # with ``log_interval`` only
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Megatron's; True where a gradient is not finite, and then the step is skipped."""
+        is_skipped = bool(super().prepare_grads())
+        if is_skipped and self.watch is not None:
+            self.watch.skip()
+        return is_skipped
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Megatron's step of each optimizer; every ``log_interval`` steps it is watched.
+
+        Raises:
+            FloatingPointError: see ``NonfiniteReport.after_step``.
+        """
+        if self.nonfinite is not None:
+            self.nonfinite.before_step()
+        with nullcontext() if self.watch is None else self.watch.step():
+            is_successful = bool(super().step_with_ready_grads())
+        if self.nonfinite is not None:
+            self.nonfinite.after_step()
+        return is_successful
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> Any:
+        """Megatron's norm, reduced over all ranks; raises where a gradient cannot be used.
+
+        The norm is finite only if every gradient is there, finite and far below the largest that
+        momentum can take. (``norm_grads`` puts all of them in.) So a finite norm needs no further
+        reduction. No optimizer has stepped yet: an error leaves everything as it was. With a loss
+        scaler Megatron has already skipped such a step, on every rank.
+
+        From core 0.19 on, with Transformer Engine, Megatron leaves the norm on the GPU and the host
+        does not wait for it. Then the next step raises, or a save before it.
+
+        Returns:
+            A float, or a scalar on the device.
+
+        Raises:
+            FloatingPointError: a gradient of this rank is missing, not finite, or so large that
+                momentum would overflow; or the step before had an unusable gradient.
+            RuntimeError: only another rank has such a gradient.
+        """
+        self.require_usable_step()
+        first = self.chained_optimizers[0]
+        group = first.get_grad_stats_parallel_group()
+        with in_megatrons("grads/norm", group):
+            norm = super().get_grad_norm()
+        if first.grad_scaler:
+            return norm
+        if isinstance(norm, torch.Tensor):
+            self._late_norm = LateNorm(norm)
+        elif self._may_be_unusable(norm) and any_rank(
+            "muon/vote", self._some_grad_is_unusable(), group
+        ):
+            error, failure = attempt(self._gradient_error)
+            raise_quoting(failure or error, group)
+        return norm
+
+    def require_usable_step(self) -> None:
+        """Raise if a norm that was still being computed in the step before was not finite.
+
+        Raises:
+            FloatingPointError: on every rank.
+        """
+        late, self._late_norm = self._late_norm, None
+        if late is not None:
+            late.require_finite()
+
+    def state_dict(self) -> Any:
+        """Megatron's state dict; refused after a step with unusable gradients."""
+        self.require_usable_step()
+        return super().state_dict()
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's state dict; refused after a step with unusable gradients."""
+        self.require_usable_step()
+        return super().sharded_state_dict(*args, **kwargs)
+
+    def _may_be_unusable(self, norm: float) -> bool:
+        """The same on every rank; also True where each rank knows only a part of the norm."""
+        return not (math.isfinite(norm) and self.grads_states_parallel_group_is_shared())
+
+    def _some_grad_is_unusable(self) -> torch.Tensor:
+        """A bool scalar; on CUDA it is still being computed when this returns."""
+        device = device_of(self.chained_optimizers[0].model_chunks)
+        of_limit: dict[float, list[torch.Tensor]] = {}
+        for part, _, shard in self._owned():
+            if shard.grad is None:
+                return torch.tensor(True, device=device)
+            of_limit.setdefault(_limit(part, shard), []).append(shard.grad)
+        votes = [_beyond(grads, limit, device) for limit, grads in of_limit.items()]
+        return torch.stack(votes).any() if votes else torch.tensor(False, device=device)
+
+    def _gradient_error(self) -> FloatingPointError | None:
+        chunks = [chunk for part in self.chained_optimizers for chunk in part.model_chunks]
+        names = {weight.param: weight.name for weight in weights(chunks)}
+        bad = [
+            (expert_name(names[param], part.ep_rank, part.local_experts), _limit(part, shard))
+            for part, param, shard in self._owned()
+            if shard.grad is None or _beyond([shard.grad], _limit(part, shard), shard.device)
+        ]
+        if not bad:
+            return None
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        lowest = min(limit for _, limit in bad)
+        beyond = f", or beyond ±{lowest:.1e}, which momentum adds up to Inf (set clip_grad)"
+        return FloatingPointError(
+            f"gradients are missing, NaN or Inf{beyond * (lowest < _LARGEST)} in "
+            f"{', '.join(name for name, _ in bad[:5])}{more}; no optimizer state or parameter has "
+            "been changed"
+        )
+
+    def _owned(self) -> Iterator[tuple[Any, torch.nn.Parameter, torch.Tensor]]:
+        for part in self.chained_optimizers:
+            if not part.is_stub_optimizer:
+                for param, shard in owned_shards(part):
+                    yield part, param, shard
+
+
+def _limit(part: Any, shard: torch.Tensor) -> float:
+    """The largest gradient that leaves the momentum finite.
+
+    Momentum grows to at most 1 / (1 - μ) × the largest gradient, and travels in bf16. Clipping,
+    which comes later, makes gradients small enough, so with it they need only be finite.
+    """
+    if part.muon is None or not part.muon.owns(shard):
+        return _LARGEST
+    if part.config.clip_grad > 0.0 and part.muon.config.clip_scope == "all":
+        return _LARGEST
+    momentum: float = part.muon.config.momentum
+    return torch.finfo(torch.bfloat16).max * (1.0 - momentum) * 0.999
+
+
+def _beyond(tensors: list[torch.Tensor], limit: float, device: torch.device) -> torch.Tensor:
+    """Whether an element is NaN or its absolute value above ``limit``."""
+    ends = [end for tensor in tensors if tensor.numel() for end in torch.aminmax(tensor)]
+    if not ends:
+        return torch.tensor(False, device=device)
+    return (torch.stack(ends).abs() <= limit).all().logical_not()

@@ -1,0 +1,111 @@
+"""The rank that counts a weight's gradient in Megatron's norm: corrects marks that are wrong.
+
+Megatron counts a gradient on every TP rank if its parameter is marked ``tensor_model_parallel``,
+else on the first one. Before core 0.17 Transformer Engine marks weights that are duplicated over TP
+(MLA's down projections). Their gradients then count once a rank. From 2.13 on it marks no grouped
+expert of cores before 0.19; Megatron marks no learnable softmax offset and, before core 0.16, no
+norm in a Mamba mixer. Their gradients then count on the first TP rank alone. The norm, and with it
+the clip, would depend on the topology. Main parameters have marks of their own, which only the norm
+and the count of zeros read, so correcting those changes nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
+
+from megatron_muon.mcore.routing.param_routing import Weight, is_cut, partition_dim_of, weights
+from megatron_muon.mcore.wiring.process_groups import Stage
+from megatron_muon.mcore.wiring.shards import owned_shards
+from megatron_muon.runtime import collectives
+from megatron_muon.runtime.consensus import together
+
+_MARK = "tensor_model_parallel"
+_NUMBER = re.compile(r"(\.|weight|bias)\d+(?=\.|$)")
+
+
+def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
+    """Correct the marks of main parameters. Every rank of the world calls this.
+
+    Args:
+        parts: Megatron's DistributedOptimizers.
+        stage: this rank's.
+
+    Returns:
+        A line for rank 0 to print, where a mark was wrong on any rank.
+
+    Raises:
+        RuntimeError: on ranks that have no error themselves when another has.
+    """
+
+    def correct() -> list[str]:
+        return sorted({name for part in parts for name in _corrected(part, stage)})
+
+    wrong = together(correct, None, stage.device)
+    counts = collectives.all_gather_numbers([len(wrong)], None, stage.device)
+    if not any(count for (count,) in counts):
+        return []
+    texts = collectives.all_gather_texts("\n".join(wrong), None)
+    names = sorted({name for text in texts for name in text.split("\n") if name})
+    return [_line(names)] if dist.get_rank() == 0 else []
+
+
+def _line(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"[megatron_muon] Megatron's gradient norm would count {', '.join(names[:3])}{more} on too "
+        "many or too few TP ranks, by marks that are wrong there: this run counts each weight "
+        "once, so that its clip is that of one process. Runs with --optimizer adam keep Megatron's"
+    )
+
+
+def _corrected(part: Any, stage: Stage) -> Iterator[str]:
+    """Names, with * for numbers, of weights that Megatron would have counted wrongly here."""
+    if part.is_stub_optimizer:
+        return
+    of_param = {weight.param: weight for weight in weights(part.model_chunks)}
+    for param, shard in owned_shards(part):
+        weight = of_param[param]
+        here = counts_here(weight, stage)
+        if here is None:
+            continue
+        before = _counted(part, shard)
+        setattr(shard, _MARK, here)
+        if _counted(part, shard) != before:
+            yield _NUMBER.sub(r"\1*", weight.name)
+
+
+def counts_here(weight: Weight, stage: Stage) -> bool | None:
+    """Whether this rank is the one to count what it holds; None where Megatron's mark is kept.
+
+    Args:
+        weight: any.
+        stage: this rank's.
+    """
+    if not weight.is_expert:
+        if stage.tp.size() == 1:
+            return None
+        if weight.param.dim() != 2:
+            return is_cut(weight) or None  # other biases and norms are marked as they are
+        return partition_dim_of(weight) is not None or stage.tp.rank() == 0
+    if stage.expert_tp is None or stage.expert_tp.size() == 1:
+        return True  # EP spreads experts over TP ranks too: nobody else has this one
+    if weight.is_module("GroupedMLP"):
+        return True
+    if weight.leaf not in ("linear_fc1", "linear_fc2"):
+        return None
+    replicated = weight.param.dim() != 2 and weight.leaf == "linear_fc2"
+    return not replicated or stage.expert_tp.rank() == 0
+
+
+def _counted(part: Any, shard: torch.Tensor) -> bool:
+    """Whether Megatron counts it here, by its own function and the groups that it passes."""
+    function = layers.param_is_not_tensor_parallel_duplicate
+    names = inspect.signature(function).parameters.keys() & {"tp_group", "expert_tp_group"}
+    return bool(function(shard, **{name: getattr(part, name, None) for name in names}))

@@ -1,0 +1,154 @@
+"""Megatron's DistributedOptimizer with Muon inside: two subclasses for objects that it has built.
+
+Megatron builds its optimizer around Adam as it always does. Then each object's class becomes a
+subclass: the inner Adam's has Muon's ``step``, the DistributedOptimizer's saves and loads Muon's
+state (``checkpoint``), and their chain's checks gradients first (``chained_optimizer``). No
+constructor of Megatron is copied, and the fused Adam that it picked stays in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
+from megatron_muon.mcore.wiring.early_gathers import EarlyGathers
+from megatron_muon.mcore.wiring.late_norm import norm_grads
+from megatron_muon.mcore.wiring.shards import device_of, owned_shards
+from megatron_muon.runtime.collectives import raise_named
+from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
+
+TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of each parameter
+
+
+class MuonDistributedOptimizer(MuonCheckpoint):
+    """A DistributedOptimizer whose inner optimizer is Muon for matrices and AdamW for the rest."""
+
+    early_gathers: EarlyGathers | None = None  # with ``early_param_gather`` only
+
+    def step_with_ready_grads(self) -> bool:
+        """Megatron's step; gathers of parameters may start within it."""
+        if self.early_gathers is None:
+            return bool(super().step_with_ready_grads())
+        with self.early_gathers.step():
+            return bool(super().step_with_ready_grads())
+
+    def _copy_main_params_to_model_params(self) -> None:
+        """Megatron's, but for parameters that travel already."""
+        early = self.early_gathers
+        with nullcontext() if early is None else early.without_copied(self):
+            super()._copy_main_params_to_model_params()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Muon's; the next forward pass gathers all parameters, whatever has travelled before."""
+        if self.early_gathers is not None:
+            self.early_gathers.forget()
+        super().load_state_dict(state_dict)
+
+    def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's, after a load of the model; all parameters are gathered after it, too."""
+        if self.early_gathers is not None:
+            self.early_gathers.forget()
+        super()._copy_model_params_to_main_params(*args, **kwargs)
+
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        """The main parameters whose gradients are in the norm and are clipped (``clip_scope``)."""
+        params: list[torch.nn.Parameter] = super().get_parameters()
+        muon = None if self.is_stub_optimizer else self.muon
+        if muon is None or muon.config.clip_scope == "all":
+            return params
+        return [param for param in params if not muon.owns(param)]
+
+    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+        """The gradients of the norm, up to core 0.18; see ``norm_grads``."""
+        return self._with_all(super().get_main_grads_for_grad_norm())
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        """The gradients of the norm, from core 0.19 on; see ``norm_grads``."""
+        counted: list[torch.Tensor] = super().get_grads_for_grad_norm(grad_norm_group)
+        return counted if grad_norm_group is not None else self._with_all(counted)
+
+    def _unscale_main_grads_and_check_for_nan(self) -> bool:
+        """Megatron's, with a loss scale; raises PhaseError where a peer is lost."""
+        try:
+            return bool(super()._unscale_main_grads_and_check_for_nan())
+        except RuntimeError as error:
+            group = self.get_grad_stats_parallel_group()
+            raise_named("grads/found_inf", group, error, "Megatron's vote on overflowed gradients")
+
+    def _with_all(self, counted: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.is_stub_optimizer or self.grad_scaler:
+            return counted
+        shards = [shard for _, shard in owned_shards(self)]
+        return norm_grads(counted, shards, device_of(self.model_chunks))
+
+
+def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """A subclass of a (fused) Adam class: ``step`` does Muon's part and leaves Adam the rest."""
+
+    class MuonOverAdam(adam):  # type: ignore[misc,valid-type]
+        muon: DistributedMuon
+
+        def start_muon(self) -> None:
+            """Begin Muon's part of the next step, once its gradients are ready."""
+            self.muon.start(self.param_groups, self.state)
+
+        def begin_muon(self) -> None:
+            """``start_muon``, and orthogonalize the first round."""
+            self.muon.begin(self.param_groups, self.state)
+
+        @torch.no_grad()
+        def step(self, closure: None = None, **kwargs: Any) -> None:
+            if closure is not None:
+                raise TypeError("Muon takes no closure: Megatron's gradients are ready")
+
+            def step_adamw() -> None:
+                with _hidden_grads(self.muon.main_params.values()):
+                    super(MuonOverAdam, self).step(**kwargs)
+
+            self.muon.step(self.param_groups, self.state, step_adamw)
+            if issubclass(adam, TORCH_ADAMS):  # Megatron wants one step number for all parameters
+                for shard in self.muon.main_params.values():
+                    state = self.state[shard]
+                    state["step"] = state.get("step", torch.tensor(0.0)) + 1
+
+    MuonOverAdam.__name__ = f"MuonOver{adam.__name__}"
+    return MuonOverAdam
+
+
+@contextmanager
+def _hidden_grads(shards: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Hide the shards' gradients, so that Adam passes over them."""
+    grads = [(shard, shard.grad) for shard in shards]
+    for shard, _ in grads:
+        shard.grad = None
+    try:
+        yield
+    finally:
+        for shard, grad in grads:
+            shard.grad = grad
+
+
+def init_state_of(
+    init_adam_state: Callable[..., None], muon: DistributedMuon
+) -> Callable[..., None]:
+    """Megatron's ``init_state_fn``, which gives Muon's shards a momentum and no second moment."""
+
+    def init_state(optimizer: Any, config: Any = None) -> None:
+        init_momentum(optimizer, muon)
+        init_adam_state(optimizer, config)  # passes over parameters that have state
+        if isinstance(optimizer, TORCH_ADAMS):
+            for state in optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
+
+    return init_state
+
+
+def init_momentum(optimizer: Any, muon: DistributedMuon) -> None:
+    """Give each Muon shard without state a momentum of zeros, so it is there before a step."""
+    for shard in muon.main_params.values():
+        if not optimizer.state[shard]:
+            optimizer.state[shard][MOMENTUM_KEY] = torch.zeros_like(shard, dtype=torch.float32)

@@ -1,0 +1,287 @@
+"""The all-gathers of parameters, started within the step that updates them.
+
+With ``overlap_param_gather`` Megatron gathers a bucket group while the layers before it are at
+work. It starts the first one in the forward pass, which then waits for all of it. Here each starts
+as soon as the last round with one of its parameters is applied: it travels while other rounds or
+experts are orthogonalized. After the last round at most one starts (``gathers.starts``), and on a
+GPU with one hardware queue after any round; Megatron starts the others. Bits are the same.
+
+Other ranks read a rank's part of these parameters from then on. So nothing may change them between
+a step and the next forward pass, as QK-Clip does. Megatron-LM's training loop does not, and forces
+a gather before it reads them; other loops may do both. So ``auto`` waits for that loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.mcore.wiring.process_groups import has_experts
+from megatron_muon.mcore.wiring.shards import owned_shards
+from megatron_muon.planning.rounds.gathers import ADAMW, starts
+from megatron_muon.runtime.patches import replaced
+
+# Megatron's lists of a DistributedOptimizer: model parameters, and what is copied into them.
+_COPIED = (
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+)
+
+
+class EarlyGather:
+    """The all-gather of one bucket group.
+
+    Args:
+        group: the bucket group, one whose errors name the phase (``named``).
+        params: its parameters.
+        after: the round, or ``ADAMW``, after which it starts; None: in the forward pass.
+        copies: (this rank's part of a parameter as it is gathered, the flat fp32 shard) for each
+            parameter of which it has one.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        params: Sequence[torch.nn.Parameter],
+        after: int | None,
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self.group, self.after = group, after
+        self.params = frozenset(map(id, params))
+        self._copies = copies
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters on every rank, with padding."""
+        return sum(bucket.param_data.nbytes for bucket in self.group.buckets)
+
+    def copy(self) -> None:
+        """Round this rank's updated parameters to where they are gathered.
+
+        Where it starts at the end of the step, Megatron does so.
+        """
+        for gathered, shard in self._copies:
+            gathered.copy_(shard)
+
+    def start(self) -> None:
+        """Start it."""
+        self.group.start_param_sync()
+        self.group.is_early = True
+
+    def finish(self) -> None:
+        """Wait for it if no forward pass has."""
+        self.group.wait_for_params()
+
+    def forget(self) -> None:
+        """Let the next forward pass gather again: the parameters have changed outside of a step."""
+        self.finish()
+        self.group.param_gather_dispatched = False
+
+
+class EarlyGathers:
+    """The all-gathers of a DistributedOptimizer.
+
+    Args:
+        gathers: one of each bucket group, in the order of the forward pass.
+        last: the last round of a step.
+        is_on: whether they start within the step. Where they do not, Megatron's gathers are as
+            they are without this.
+
+    Attributes:
+        gathers: see above.
+        last: see above.
+        is_on: see above.
+    """
+
+    def __init__(self, gathers: Sequence[EarlyGather], last: int, *, is_on: bool) -> None:
+        self.gathers, self.last, self.is_on = gathers, last, is_on
+        self._in_step = False
+        self._started = 0  # in this step
+
+    def applied(self, round: int) -> None:
+        """Start those for which this was the round. No rank is before that round then.
+
+        After the last round, or AdamW's part where there is none, Megatron's copies come first.
+        """
+        if round >= self.last or not self._in_step:
+            return
+        for gather in self._after(round):
+            gather.copy()
+            self._start(gather)
+
+    @contextmanager
+    def turned_on(self) -> Iterator[None]:
+        """Within it they start in the step. All ranks leave it with none under way."""
+        before, self.is_on = self.is_on, True
+        try:
+            yield
+            if not before:
+                self.forget()
+        finally:
+            self.is_on = before
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step, at whose end the others start unless it failed."""
+        if not self.is_on:
+            yield
+            return
+        self.finish()
+        self._in_step, self._started = True, 0
+        try:
+            yield
+            for gather in self._after(self.last):
+                self._start(gather)
+        finally:
+            self._in_step = False
+
+    @contextmanager
+    def without_copied(self, dist_opt: Any) -> Iterator[None]:
+        """Hide from Megatron's copy of a step the parameters that travel already.
+
+        After another copy, as of main parameters that were changed, all are gathered again.
+        """
+        if not self._in_step:
+            self.forget()
+        if not (self._in_step and self._started):
+            yield
+            return
+        away = frozenset().union(*(each.params for each in self.gathers[: self._started]))
+        left = {}
+        for models, shards in _COPIED:
+            pairs = [
+                [
+                    (model, shard)
+                    for model, shard in zip(*both, strict=True)
+                    if id(model) not in away
+                ]
+                for both in zip(getattr(dist_opt, models), getattr(dist_opt, shards), strict=True)
+            ]
+            left[models] = [[model for model, _ in group] for group in pairs]
+            left[shards] = [[shard for _, shard in group] for group in pairs]
+        with replaced(dist_opt, **left):
+            yield
+
+    def finish(self) -> None:
+        """Wait for those that no forward pass has waited for."""
+        for gather in self.gathers:
+            gather.finish()
+
+    def forget(self) -> None:
+        """Let the next forward pass gather again: parameters have changed outside of a step."""
+        for gather in self.gathers if self.is_on else ():
+            gather.forget()
+
+    def _after(self, round: int) -> Iterator[EarlyGather]:
+        """Those that have not started, up to the first that waits for a later round."""
+        for gather in self.gathers[self._started :]:
+            if gather.after is None or gather.after > round:
+                return
+            yield gather
+
+    def _start(self, gather: EarlyGather) -> None:
+        self._started += 1
+        gather.start()
+
+
+def early_gathers(
+    dist_opt: Any,
+    rounds: Mapping[Any, int],
+    last: int,
+    *,
+    one_by_one: bool,
+    is_followed: bool,
+    is_on: bool,
+) -> EarlyGathers | None:
+    """The gathers of an optimizer's bucket groups; None where it has no parameters.
+
+    Args:
+        dist_opt: Megatron's DistributedOptimizer.
+        rounds: the round of each of Muon's parameters.
+        last: the last round of the plan.
+        one_by_one, is_followed: see ``starts``.
+        is_on: see ``EarlyGathers``.
+    """
+    places = {
+        param: (buffer.buckets[index], start, stop)
+        for buffer in dist_opt.buffers
+        for param, (start, stop, index) in buffer.param_index_map.items()
+    }
+    shards = dict(owned_shards(dist_opt))
+    groups = list(_in_forward_order(dist_opt))
+    params = [[param for param in places if places[param][0] in group.buckets] for group in groups]
+    updated = [max((rounds.get(param, ADAMW) for param in each), default=ADAMW) for each in params]
+    if dist_opt.model_chunks[0].ddp_config.fp8_param_gather:  # it is scaled over all ranks
+        updated = [last for _ in updated]
+    gathers = []
+    after = starts(updated, last, one_by_one=one_by_one, is_followed=is_followed)
+    for group, own, start in zip(groups, params, after, strict=True):
+        here = [param for param in own if param in shards]
+        copies = [(_own_part(group, *places[param]), shards[param]) for param in here]
+        gathers.append(EarlyGather(group, own, start, copies))
+    return EarlyGathers(gathers, last, is_on=is_on) if gathers else None
+
+
+def wait_for_gathers(model_chunks: Iterable[Any]) -> None:
+    """Wait for the parameters that are under way.
+
+    Megatron's forward pass waits once more. So it does not matter if only some ranks wait here.
+    """
+    for chunk in model_chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
+
+
+def wait_before_state_dicts(model_chunks: Iterable[Any]) -> None:
+    """Have loads and reads of the ``state_dict`` of a model, or of a module, wait."""
+    for chunk in model_chunks:
+        wait = _wait_for(ref(chunk))
+        for module in chunk.modules():
+            module.register_state_dict_pre_hook(wait)
+            # It has no public name before torch 2.5.
+            module._register_load_state_dict_pre_hook(wait)
+
+
+def _wait_for(known: ref[Any]) -> Callable[..., None]:
+    """A hook of a chunk's modules, which may outlive the chunk."""
+
+    def wait(*_: Any) -> None:
+        chunk = known()
+        if chunk is not None:
+            wait_for_gathers([chunk])
+
+    return wait
+
+
+def _in_forward_order(dist_opt: Any) -> Iterator[Any]:
+    """Bucket groups of an optimizer. Megatron fills buckets from the last layer on."""
+    for chunk in dist_opt.model_chunks:
+        dense, experts = chunk.bucket_groups, chunk.expert_parallel_bucket_groups
+        yield from reversed(experts if has_experts(dist_opt) else dense)
+
+
+def _own_part(group: Any, bucket: Any, start: int, stop: int) -> torch.Tensor:
+    """What this rank has of the elements ``start`` to ``stop`` of a buffer, in their bucket."""
+    ranks = group.intra_distributed_optimizer_instance_group
+    size = bucket.param_data.numel() // dist.get_world_size(ranks)
+    low = size * dist.get_rank(ranks)
+    start, stop = start - bucket.offset, stop - bucket.offset
+    part: torch.Tensor = bucket.param_data.view(-1)[max(start, low) : min(stop, low + size)]
+    return part
+
+
+def gathers_one_by_one(device: torch.device) -> bool:
+    """Whether two gathers that are launched in a row would hold up what is launched after them.
+
+    A GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands with TP or
+    CP before Blackwell) starts kernels in the order in which they are launched, and the second
+    gather waits for the first one. A gather that takes longer than a round holds up the next.
+    """
+    return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

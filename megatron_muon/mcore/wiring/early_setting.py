@@ -1,0 +1,70 @@
+"""Whether gathers of parameters start within the step (``early_param_gather``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
+
+
+def settled(
+    config: MuonConfig, optimizer_config: Any, model_chunks: Sequence[Any]
+) -> tuple[MuonConfig, str | None]:
+    """The settings with ``early_param_gather`` ``off`` where ``auto`` cannot be.
+
+    Args:
+        config: the settings as they are asked for.
+        optimizer_config: Megatron's OptimizerConfig.
+        model_chunks: the DDP-wrapped model chunks of a rank.
+
+    Returns:
+        The settings, and what forbids ``on``: None if nothing does, or if there is no gather in the
+        forward pass.
+
+    Raises:
+        ValueError: it is on, and Megatron gathers after the step, or starts a gather by itself.
+        NotImplementedError: it is on, and parameters change between the step and the gather.
+    """
+    overlaps = model_chunks[0].ddp_config.overlap_param_gather
+    found = _hindrances(config, optimizer_config, get_model_config(model_chunks[0]))
+    what, error = next(found, (None, None))
+    if config.early_param_gather != "on":
+        if not overlaps or error is not None:
+            config = replace(config, early_param_gather="off")
+        return config, what if overlaps else None
+    if not overlaps:
+        raise ValueError(
+            f"{named('early_param_gather')} starts the gathers of overlap_param_gather "
+            "(--overlap-param-gather), which is off: set it, or leave this out"
+        )
+    if error is not None:
+        raise error
+    return config, None
+
+
+def _hindrances(
+    config: MuonConfig, optimizer_config: Any, model: Any
+) -> Iterator[tuple[str, Exception]]:
+    """What forbids it, and the error where it is asked for nevertheless."""
+    setting, leave_out = named("early_param_gather"), "leave out one of both"
+    if optimizer_config.overlap_param_gather_with_optimizer_step:
+        what = (
+            "overlap_param_gather_with_optimizer_step (--overlap-param-gather-with-optimizer-step)"
+        )
+        why = "both start the first gather"
+        yield what, ValueError(f"{setting} with {what}: {why}: {leave_out}")
+    graph = f"{getattr(model, 'cuda_graph_impl', '')} {getattr(model, 'cuda_graph_scope', '')}"
+    if "full_iteration" in re.findall(r"\w+", graph):  # it may be a list of scopes
+        what = "a CUDA graph of the full iteration (--cuda-graph-impl, --cuda-graph-scope)"
+        why = "the graph would wait for a gather outside of it"
+        yield what, NotImplementedError(f"{setting} with {what}: {why}: {leave_out}")
+    if config.qk_clip is not None or getattr(model, "qk_clip", False):
+        what = "clipped attention logits (--qk-clip, --muon-qk-clip)"
+        why = "weights are gathered before they are clipped"
+        yield what, NotImplementedError(f"{setting} with {what}: {why}: {leave_out}")

@@ -1,0 +1,292 @@
+"""Putting the plugin into Megatron, and taking it out."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from megatron.core import optimizer as mcore_optimizer
+
+from megatron_muon.mcore.load_check import save as digests
+from megatron_muon.mcore.qk_clip import attach
+from megatron_muon.mcore.routing.multipliers import with_multipliers
+from megatron_muon.mcore.seams.rows import SeamError, check_hooks, megatron_version, seams_of
+from megatron_muon.mcore.wiring import bucket_layout
+from megatron_muon.mcore.wiring.agreement import agree
+from megatron_muon.mcore.wiring.build import make_muons
+from megatron_muon.mcore.wiring.distributed_optimizer import MuonDistributedOptimizer
+from megatron_muon.mcore.wiring.shards import device_of
+from megatron_muon.mcore.wiring.validate import (
+    frozen_too_late,
+    refuse_groups,
+    refuse_overrides,
+    refuse_unsupported,
+)
+from megatron_muon.runtime.consensus import together
+from megatron_muon.runtime.exchange.meter import Meter
+from megatron_muon.runtime.patches import Patches, around, replaced
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
+
+# A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the wrapper then
+# only passes the call on.
+_patches = Patches()
+_originals: dict[str, Any] = {}  # Megatron's own functions
+_config: MuonConfig | None = None  # None while not installed
+
+
+def install(config: MuonConfig | None = None) -> None:
+    """Make ``optimizer='muon'`` mean Distributed Muon in the installed Megatron.
+
+    Modules that have already imported ``get_megatron_optimizer`` by name get the plugin's, too.
+    Idempotent; a later call with a config sets it for optimizers built from then on.
+
+    Args:
+        config: the settings. None keeps those of an earlier call; at first it means Moonlight's.
+
+    Raises:
+        SeamError: the plugin does not know the installed Megatron.
+        TypeError: ``config`` is not a MuonConfig.
+        NotImplementedError: ``align_shards`` is set and this Megatron takes no buffer layout.
+    """
+    global _config
+    if config is not None and not isinstance(config, MuonConfig):
+        raise TypeError(f"install takes a MuonConfig, got {config!r}")
+    if _config is None:
+        check_hooks()
+    wanted = config or _config or MuonConfig()
+    if wanted.align_shards:
+        bucket_layout.put_in(wanted)
+    else:
+        bucket_layout.take_out()
+    if _config is None:
+        _wrap()
+    _config = wanted
+
+
+def _wrap() -> None:
+    for seam in seams_of(megatron_version()[1], "core"):
+        if seam.name in _WRAPPERS:
+            original = getattr(importlib.import_module(seam.module), seam.name)
+            ours = around(original, _WRAPPERS[seam.name], _is_installed)
+            _originals[seam.name] = original
+            _patches.everywhere(seam.name, original, ours)
+
+
+def uninstall() -> None:
+    """Give Megatron its own functions back, and leave no trace in its modules and classes.
+
+    Optimizers already built stay as they are.
+    """
+    global _config
+    bucket_layout.take_out()
+    _patches.undo()
+    _config = None
+
+
+@contextmanager
+def installed(config: MuonConfig) -> Iterator[None]:
+    """Install for a while; then Megatron is as it was before, with Muon or without."""
+    before = _config
+    install(config)
+    try:
+        yield
+    finally:
+        if before is None:
+            uninstall()
+        else:
+            install(before)
+
+
+def settings() -> MuonConfig | None:
+    """The settings in force; None while not installed."""
+    return _config
+
+
+def _is_installed() -> bool:
+    return _config is not None
+
+
+def meter(optimizer: Any) -> Meter:
+    """This rank's work for Muon in the last step: matrices, FLOPs and bytes.
+
+    Args:
+        optimizer: the one that ``get_megatron_optimizer`` returned for ``optimizer='muon'``.
+
+    Raises:
+        TypeError: the optimizer has no Muon part.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    muons = [part.muon for part in parts if isinstance(part, MuonDistributedOptimizer)]
+    if not muons:
+        raise TypeError(f"{type(optimizer).__name__} has no Muon part to meter")
+    meters = [muon.meter for muon in muons if muon is not None] or [Meter()]
+    return Meter(
+        steps=max(m.steps for m in meters),
+        matrices=sum(m.matrices for m in meters),
+        ns_flops=sum(m.ns_flops for m in meters),
+        gather_bytes=sum(m.gather_bytes for m in meters),
+        scatter_bytes=sum(m.scatter_bytes for m in meters),
+        square_bytes=sum(m.square_bytes for m in meters),
+        turn_bytes=sum(m.turn_bytes for m in meters),
+    )
+
+
+def _get_megatron_optimizer(
+    original: Callable[..., Any], config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Wraps Megatron's: lets it build its AdamW distributed optimizers, then makes them Muon's.
+
+    ``optimizer='adam'`` stays Megatron's, but decays every weight with ``weight_decay_all_params``.
+    With any of them the distributed optimizer's shards are clipped where QK-Clip is asked for.
+    """
+    assert _config is not None
+    given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs)
+    is_muon = config.optimizer.lower() == "muon"
+    watches = attach.is_wanted(config, model_chunks, _config)
+    asks = is_muon or watches or _decays_everything(config)
+    agree(_config, config, model_chunks, asks=asks)
+    build = _build_muon if is_muon else _build_other
+    if not watches:
+        return build(original, given, config, model_chunks)
+    prepared = together(
+        lambda: attach.prepare(config, model_chunks, _config, given.arguments.get("pg_collection")),
+        None,
+        device_of(model_chunks),
+    )
+    optimizer = build(original, given, config, model_chunks)
+    attach.attach(prepared, optimizer, model_chunks, _config)
+    return optimizer
+
+
+def _decays_everything(config: Any) -> bool:
+    assert _config is not None
+    return bool(config.optimizer == "adam" and _config.weight_decay_all_params)
+
+
+def _build_other(
+    original: Callable[..., Any],
+    given: inspect.BoundArguments,
+    config: Any,
+    model_chunks: list[Any],
+) -> Any:
+    if _decays_everything(config):
+        _decay_everything(given, config)
+    return original(*given.args, **given.kwargs)
+
+
+def _build_muon(
+    original: Callable[..., Any],
+    given: inspect.BoundArguments,
+    config: Any,
+    model_chunks: list[Any],
+) -> Any:
+    assert _config is not None
+    if config.optimizer != "muon":
+        raise ValueError(f"write optimizer='muon', got {config.optimizer!r}")
+    together(lambda: _refuse(config, model_chunks, given), None, device_of(model_chunks))
+    if _config.weight_decay_all_params:
+        _decay_everything(given, config)
+    with _asking_for_adam(config), _further_groups(_config):
+        optimizer = original(*given.args, **given.kwargs)
+    make_muons(optimizer, model_chunks, _config, given.arguments.get("pg_collection"))
+    return optimizer
+
+
+def _refuse(config: Any, model_chunks: list[Any], given: inspect.BoundArguments) -> None:
+    """Raise for options that Muon does not support, even if only one pipeline stage has them."""
+    refuse_unsupported(config, model_chunks)
+    assert _config is not None
+    if _config.clip_scope != "all" and not config.clip_grad > 0.0:
+        raise ValueError(
+            f"{named('clip_scope')} {_config.clip_scope!r} with clip_grad {config.clip_grad}: "
+            "nothing is clipped; give a clip (--clip-grad), or leave the scope out"
+        )
+    refuse_groups(given.arguments)
+    refuse_overrides(given.arguments)
+    frozen = frozen_too_late(model_chunks)
+    if frozen is not None:
+        raise frozen
+
+
+def _get_megatron_muon_optimizer(
+    original: Callable[..., Any], config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Wraps the builder of cores 0.16 and 0.17 for the name muon, which Megatron-Bridge calls."""
+    if config.optimizer != "muon":
+        return original(config, model_chunks, *args, **kwargs)
+    given = inspect.signature(original).bind(config, model_chunks, *args, **kwargs).arguments
+    if given.pop("layer_wise_distributed_optimizer", False):
+        raise ValueError(
+            "layer_wise_distributed_optimizer=True asks for Megatron's own Muon, but "
+            "megatron_muon.install() has made optimizer='muon' the plugin's: leave out one of both"
+        )
+    return _get_megatron_optimizer(_originals["get_megatron_optimizer"], **given)
+
+
+def _stopped(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps the functions that ``get_megatron_optimizer`` calls, to stop the name ``muon`` there.
+
+    It gets there only by a reference to Megatron's own function, taken before ``install()``.
+    """
+    if config.optimizer == "muon":
+        raise SeamError(
+            "optimizer='muon' was asked of a get_megatron_optimizer that was taken before "
+            "megatron_muon.install(): call megatron.core.optimizer.get_megatron_optimizer"
+        )
+    return original(config, *args, **kwargs)
+
+
+# Wrappers by symbol name; those for ``align_shards`` are in ``bucket_layout``. Each takes the
+# function of Megatron first, and is called only while the plugin is installed.
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "get_megatron_optimizer": _get_megatron_optimizer,
+    "get_megatron_muon_optimizer": _get_megatron_muon_optimizer,
+    "_get_megatron_optimizer_based_on_param_groups": _stopped,
+    "_get_megatron_emerging_optimizer": _stopped,
+    "clip_qk": attach.clip_qk,
+    "save": digests.save,
+    "load": digests.load,
+}
+
+
+@contextmanager
+def _asking_for_adam(config: Any) -> Iterator[None]:
+    """Say ``adam`` in the config itself, not in a copy: Megatron compares and updates it later."""
+    config.optimizer = "adam"
+    try:
+        yield
+    finally:
+        config.optimizer = "muon"
+
+
+@contextmanager
+def _further_groups(settings: MuonConfig) -> Iterator[None]:
+    """Cut Megatron's parameter groups where rates or decays are multiplied."""
+    with ExitStack() as stack:
+        if settings.lr_mults or settings.wd_mults:
+            ours = with_multipliers(mcore_optimizer._get_param_groups, settings)
+            stack.enter_context(replaced(mcore_optimizer, _get_param_groups=ours))
+        yield
+
+
+def _decay_everything(given: inspect.BoundArguments, config: Any) -> None:
+    """Change the arguments of ``get_megatron_optimizer`` so that every weight is decayed."""
+    if "no_weight_decay_cond" in given.signature.parameters:  # before core 0.16
+        given.arguments["no_weight_decay_cond"] = _never
+        return
+    overrides = given.arguments.get("config_overrides")
+    if overrides is None:
+        overrides = mcore_optimizer.get_standard_config_overrides(config=config)
+    kept = {
+        key: {name: value for name, value in override.items() if (name, value) != ("wd_mult", 0.0)}
+        for key, override in overrides.items()
+    }
+    given.arguments["config_overrides"] = {key: over for key, over in kept.items() if over}
+
+
+def _never(name: str, param: Any) -> bool:
+    return False

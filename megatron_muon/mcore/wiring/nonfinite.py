@@ -1,0 +1,131 @@
+"""Names matrices that were left where they were, and ends a run in which one stays there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.console import say
+from megatron_muon.mcore.watching.host import host
+from megatron_muon.runtime.collectives import Group, all_gather_texts, any_rank
+from megatron_muon.runtime.nonfinite import Left
+from megatron_muon.runtime.optimizer import DistributedMuon
+from megatron_muon.settings.config import MuonConfig
+from megatron_muon.settings.names import named
+
+_INTERVAL = 100  # steps, where neither the loop nor a setting says it: Megatron-LM's own default
+_MOST = 5  # names in an error
+
+
+class NonfiniteReport:
+    """What a chain of optimizers says of directions that are not finite, on one rank.
+
+    They are named at the next line of the log: every ``--log-interval`` steps in Megatron-LM's
+    loop, elsewhere every ``log_interval`` or 100. Ranks communicate then only, and only then the
+    host waits for the device. A momentum that is not finite stays so: its home names it as soon as
+    the host knows of it, on a GPU at the start of the next step.
+
+    Args:
+        muons: the optimizers.
+        config: the settings.
+        group: the ranks that step together; None for the world.
+        device: the device that they communicate from.
+    """
+
+    def __init__(
+        self,
+        muons: Sequence[DistributedMuon],
+        config: MuonConfig,
+        group: Group | None,
+        device: torch.device,
+    ) -> None:
+        self._muons, self._group, self._device = list(muons), group, device
+        self._limit, self._interval = config.nonfinite_limit, config.log_interval or _INTERVAL
+        self._steps = self._number = 0
+        self._lines: int | None = None  # lines of the log before the last step
+        self._momenta: set[str] = set()  # those that were named
+        self._before: dict[str, Left] = {}  # counts at the last line
+        self._in_a_row: dict[str, int] = {}  # lines, by matrix; the same on every rank
+
+    def before_step(self) -> None:
+        """Name momenta of the step before, if the device is done with it."""
+        self._name_momenta()
+
+    def after_step(self) -> None:
+        """Every rank of the group calls it.
+
+        Raises:
+            FloatingPointError: on every rank: ``nonfinite_limit`` lines in a row name a matrix.
+        """
+        self._steps += 1
+        self._number = host().step() or self._steps
+        interval = host().log_interval() or self._interval
+        lines = (self._number - 1) // interval if self._lines is None else self._lines
+        self._lines = self._number // interval
+        self._name_momenta()
+        if self._lines != lines:
+            self._log()
+
+    def _name_momenta(self) -> None:
+        for name, left in self._left(waits=False).items():
+            if left.momenta and name not in self._momenta:
+                self._momenta.add(name)
+                _say(
+                    f"step {self._number}: the momentum of {name} is not finite, and stays so; the "
+                    "matrix is left where it is"
+                )
+
+    def _left(self, *, waits: bool) -> dict[str, Left]:
+        every: dict[str, Left] = {}
+        for muon in self._muons:
+            every |= muon.nonfinite.left(waits=waits)
+        return every
+
+    def _log(self) -> None:
+        """Name the matrices that were left since the last line, once for all ranks."""
+        now, before = self._left(waits=True), self._before
+        self._before = now
+        news = {name: left.since(before.get(name)) for name, left in now.items()}
+        mine = [(name, *left) for name, left in news.items() if left.directions]
+        if not any_rank("muon/log", torch.tensor(bool(mine), device=self._device), self._group):
+            self._in_a_row = {}
+            return
+        texts = all_gather_texts(json.dumps(mine), self._group)
+        # several homes may name one matrix: of its strips, or of optimizer instances
+        every = {name: Left(*left) for text in texts for name, *left in json.loads(text)}
+        self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in sorted(every)}
+        if dist.get_rank(self._group) == dist.get_world_size(self._group) - 1:  # as Megatron's log
+            for name in self._in_a_row:
+                _say(
+                    f"step {self._number}: {name} was left where it was in {every[name].directions}"
+                    " steps since the last line: its direction was not finite"
+                    + ", nor its momentum"
+                    * bool(every[name].momenta)
+                )
+        ended = [name for name, count in self._in_a_row.items() if count >= self._limit]
+        if ended:
+            more = f" and {len(ended) - _MOST} more" if len(ended) > _MOST else ""
+            momenta = any(every[name].momenta for name in ended)
+            raise FloatingPointError(
+                f"{', '.join(ended[:_MOST])}{more}: left out of steps before each of the last "
+                f"{self._limit} lines of the log ({named('nonfinite_limit')}), since the direction "
+                f"was not finite. {_OF_MOMENTA if momenta else _OF_DIRECTIONS}"
+            )
+
+
+_OF_MOMENTA = (
+    "Nor is the momentum, which stays so: go on from a checkpoint from before that; Megatron names "
+    "gradients that are not finite with --check-for-nan-in-loss-and-grad"
+)
+_OF_DIRECTIONS = (
+    "The momentum is finite, so Newton-Schulz overflowed: set "
+    f"{named('ns_iteration')} standard and {named('ns_dtype')} bf16, or give the weight to AdamW "
+    f"by {named('muon_exclude')}"
+)
+
+
+def _say(line: str) -> None:
+    say(f"[megatron_muon] {line}")

@@ -1,0 +1,1 @@
+"""Muon's settings."""

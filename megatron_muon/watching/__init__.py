@@ -1,1 +1,0 @@
-"""A logging step's record: sums over pieces, numbers of whole matrices, one message, a line."""
