@@ -15,14 +15,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from megatron_muon.coefficients import (  # noqa: E402 after the path is set
+from megatron_muon.megatron_lm.flags.table import FLAGS, Flag  # noqa: E402
+from megatron_muon.settings.coefficients import (  # noqa: E402 after the path is set
     GRAM_ERROR,
     GRAM_LEAST,
     GRAM_TOP,
     SETS,
     CoefficientSet,
 )
-from megatron_muon.megatron_lm.flags.table import FLAGS, Flag  # noqa: E402
 from megatron_muon.settings.config import MuonConfig  # noqa: E402
 from megatron_muon.settings.names import FLAG_OF  # noqa: E402
 

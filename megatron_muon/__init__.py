@@ -105,7 +105,7 @@ def reading_adamw(
         RuntimeError: another rank has an error, and this one has none.
     """
     _require_core()
-    from megatron_muon.mcore.checkpoint.switch import reading_adamw as reading
+    from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw as reading
 
     return reading(optimizer, momentum)
 
@@ -127,7 +127,7 @@ def reading_megatron_muon(optimizer: Any, folder: str | Path) -> AbstractContext
         RuntimeError: another rank has an error, and this one has none.
     """
     _require_core()
-    from megatron_muon.mcore.checkpoint.switch import reading_megatron_muon as reading
+    from megatron_muon.mcore.checkpoint.interop.switch import reading_megatron_muon as reading
 
     return reading(optimizer, folder)
 
@@ -145,8 +145,8 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
         RuntimeError: another rank has an error, and this one has none.
     """
     _require_core()
-    from megatron_muon.mcore.checkpoint.adamw_after_muon import reading_muon as reading
-    from megatron_muon.mcore.checkpoint.switch import record_of
+    from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon as reading
+    from megatron_muon.mcore.checkpoint.interop.switch import record_of
 
     return reading(optimizer, record_of(folder)["settings"])
 

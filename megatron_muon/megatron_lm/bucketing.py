@@ -79,7 +79,7 @@ def aligns_shards(args: Namespace) -> bool:
 
     It does not where it may load an AdamW checkpoint, since most formats keep Megatron's order.
     """
-    from megatron_muon.mcore.wiring.bucket_layout import takes_layouts
+    from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 
     contiguous = (value_given(args, "muon_dp_layout") or "contiguous") == "contiguous"
     from_adamw = value_given(args, "muon_from_adamw") not in (None, "refuse")

@@ -137,7 +137,7 @@ def _explained_to_adamw(load_dir: str | None, step: int | None) -> Iterator[None
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        from megatron_muon.mcore.checkpoint.switch import writer_of
+        from megatron_muon.mcore.checkpoint.interop.switch import writer_of
 
         folder, whose = None, None
         with suppress(Exception):  # then Megatron's own error is raised
@@ -268,7 +268,7 @@ def _by_rank_0(find: Callable[[], str]) -> str:
 
 
 def _device() -> Any:
-    from megatron_muon.mcore.wiring.shards import device_of
+    from megatron_muon.mcore.wiring.buffers.shards import device_of
 
     return device_of([])
 

@@ -343,6 +343,7 @@ def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any
     core = sys.modules.get("megatron_muon.mcore.wiring.install")  # imported where anything is asked
     config = None if core is None else core.settings()
     given = importlib.import_module("megatron.training").get_args()
+    buffers = "megatron_muon.mcore.wiring.buffers.shards"
     flags = {dest: getattr(given, dest, None) or None for dest in _AGREED}
     flags |= {dest: bool(getattr(given, dest, None)) for dest in ("load", "save")}
     agree_on_settings(
@@ -351,7 +352,7 @@ def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any
             *(f"--{dest.replace('_', '-')}: {value!r}" for dest, value in flags.items()),
         ],
         asks=bool(config or flags["adamw_from_muon"] or flags["muon_trace_steps"]),
-        device=lambda: importlib.import_module("megatron_muon.mcore.wiring.shards").device_of([]),
+        device=lambda: importlib.import_module(buffers).device_of([]),
     )
     return result
 

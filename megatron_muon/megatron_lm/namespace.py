@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_muon.coefficients import spelled
 from megatron_muon.megatron_lm.flags.parser import foreign_flags, restore_defaults
 from megatron_muon.megatron_lm.flags.table import FLAGS, OF_ANY
 from megatron_muon.megatron_lm.flags.values import KEPT
+from megatron_muon.settings.coefficients import spelled
 from megatron_muon.settings.config import MuonConfig
 
 # Flags that a run with AdamW may have.

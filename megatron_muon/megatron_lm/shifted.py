@@ -68,7 +68,7 @@ def warn_of_loaded(args: Namespace, optimizer: Any) -> None:
 
 
 def _warn(found: bool, line: str) -> None:
-    from megatron_muon.mcore.wiring.shards import device_of
+    from megatron_muon.mcore.wiring.buffers.shards import device_of
     from megatron_muon.runtime.collectives import all_gather_numbers
 
     every = all_gather_numbers([found], None, device_of([]))
@@ -89,7 +89,7 @@ def _has_strange(part: Any) -> bool:
     from megatron.core.fp8_utils import is_float8tensor
 
     from megatron_muon.mcore.checkpoint.shifted import is_elsewheres
-    from megatron_muon.mcore.wiring.shards import owned_shards
+    from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 
     config = part.config
     if config.use_precision_aware_optimizer or config.optimizer_cpu_offload:

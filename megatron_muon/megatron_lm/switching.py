@@ -49,8 +49,8 @@ def from_other(
         device = _device(optimizer)
         how = _agreed(lambda: _into_muon(args, folder) if muon else _into_adamw(folder), device)
         if how == "muon's":
-            from megatron_muon.mcore.checkpoint.adamw_after_muon import reading_muon
-            from megatron_muon.mcore.checkpoint.switch import record_of
+            from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
+            from megatron_muon.mcore.checkpoint.interop.switch import record_of
             from megatron_muon.mcore.load_check.check import check_files
 
             if not getattr(args, "no_muon_checkpoint_digest", False):
@@ -59,8 +59,11 @@ def from_other(
             settings = together(lambda: record_of(folder)["settings"], None, device)
             reading.enter_context(reading_muon(optimizer, settings))
         elif how == "after muon":
-            from megatron_muon.mcore.checkpoint.adamw_after_muon import YOUNG, go_on_after_muon
-            from megatron_muon.mcore.checkpoint.switch import record_of
+            from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import (
+                YOUNG,
+                go_on_after_muon,
+            )
+            from megatron_muon.mcore.checkpoint.interop.switch import record_of
 
             together(
                 lambda: go_on_after_muon(optimizer, record_of(folder, YOUNG)["former"]),
@@ -68,13 +71,13 @@ def from_other(
                 device,
             )
         elif how == "megatron's":
-            from megatron_muon.mcore.checkpoint.switch import reading_megatron_muon
+            from megatron_muon.mcore.checkpoint.interop.switch import reading_megatron_muon
 
             _say(f"{folder} is {_SAID[how]}")
             reading.enter_context(_metadata_of_whole_weights())
             reading.enter_context(reading_megatron_muon(optimizer, folder))
         elif how in _SAID:
-            from megatron_muon.mcore.checkpoint.switch import reading_adamw
+            from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 
             _say(f"{folder} is {_SAID[how]}")
             reading.enter_context(reading_adamw(optimizer, how))
@@ -95,8 +98,8 @@ def _agreed(find: Callable[[], str], device: Any) -> Any:
 
 def _into_muon(args: Namespace, folder: Path) -> str:
     """How a run with Muon reads the checkpoint: ``own`` (unconverted), or a key of ``_SAID``."""
-    from megatron_muon.mcore.checkpoint.foreign import refuse
-    from megatron_muon.mcore.checkpoint.switch import foreign_writer, writer_of
+    from megatron_muon.mcore.checkpoint.interop.foreign import refuse
+    from megatron_muon.mcore.checkpoint.interop.switch import foreign_writer, writer_of
 
     if writer_of(folder) != "adamw":
         return "own"
@@ -139,8 +142,8 @@ def _metadata_of_whole_weights() -> Iterator[None]:
 
 
 def _into_adamw(folder: Path) -> str:
-    from megatron_muon.mcore.checkpoint.adamw_after_muon import YOUNG
-    from megatron_muon.mcore.checkpoint.switch import has_record, writer_of
+    from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import YOUNG
+    from megatron_muon.mcore.checkpoint.interop.switch import has_record, writer_of
 
     if writer_of(folder) == "muon":
         return "muon's"
@@ -148,7 +151,7 @@ def _into_adamw(folder: Path) -> str:
 
 
 def _device(optimizer: Any) -> Any:
-    from megatron_muon.mcore.wiring.shards import device_of
+    from megatron_muon.mcore.wiring.buffers.shards import device_of
 
     return device_of(optimizer.chained_optimizers[0].model_chunks)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import Triple
 from megatron_muon.orthogonalize.iteration import Segments, squares_outside
 from megatron_muon.orthogonalize.matmul import Products
+from megatron_muon.settings.coefficients import Triple
 
 
 def gram_iteration(

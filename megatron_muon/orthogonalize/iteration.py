@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
-from megatron_muon.coefficients import NsDtype, Triple, restarts_of, schedule
+from megatron_muon.settings.coefficients import NsDtype, Triple, restarts_of, schedule
 from megatron_muon.settings.config import MuonConfig, NsIteration, SplitMatrices
 from megatron_muon.settings.names import named
 

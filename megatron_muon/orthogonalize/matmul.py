@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import NsDtype, Triple
 from megatron_muon.orthogonalize.iteration import (
     Device,
     dtype_of,
@@ -32,6 +31,7 @@ from megatron_muon.orthogonalize.iteration import (
     is_folded,
     panels,
 )
+from megatron_muon.settings.coefficients import NsDtype, Triple
 from megatron_muon.settings.config import MuonConfig, NsIteration
 
 _TORCH_DTYPE: dict[NsDtype, torch.dtype] = {

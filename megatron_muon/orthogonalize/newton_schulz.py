@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import Triple
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import (
     dtype_of,
@@ -33,6 +32,7 @@ from megatron_muon.orthogonalize.matmul import (
 )
 from megatron_muon.orthogonalize.normalization import enter
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
+from megatron_muon.settings.coefficients import Triple
 from megatron_muon.settings.config import MuonConfig
 
 

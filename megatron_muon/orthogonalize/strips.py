@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import Triple
 from megatron_muon.orthogonalize.gram import factor_of
 from megatron_muon.orthogonalize.iteration import (
     dtype_of,
@@ -35,6 +34,7 @@ from megatron_muon.orthogonalize.matmul import (
 )
 from megatron_muon.orthogonalize.normalization import power_of_two
 from megatron_muon.orthogonalize.soundness import Soundness, largest_of
+from megatron_muon.settings.coefficients import Triple
 from megatron_muon.settings.config import MuonConfig
 
 

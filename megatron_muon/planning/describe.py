@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from math import prod
 
-from megatron_muon.coefficients import spelled
 from megatron_muon.orthogonalize.iteration import (
     NODE,
     Device,
@@ -17,6 +16,7 @@ from megatron_muon.orthogonalize.iteration import (
 )
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.gathers import ADAMW
+from megatron_muon.settings.coefficients import spelled
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.names import named
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from megatron_muon.coefficients import (
+from megatron_muon.settings.coefficients import (
     SETS,
     Given,
     NsDtype,

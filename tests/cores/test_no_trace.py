@@ -30,7 +30,7 @@ if {training}:
     import megatron.training.arguments
 from megatron_muon.mcore.seams import rows
 import megatron_muon.mcore.wiring.install
-from megatron_muon.mcore.wiring.bucket_layout import takes_layouts
+from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 rows.check_hooks()
 if {training}:
     from megatron_muon.megatron_lm import install as scripts

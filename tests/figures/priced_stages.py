@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
-from megatron_muon.coefficients import NsDtype
 from megatron_muon.lab.dry_run.model import Ranks
 from megatron_muon.lab.dry_run.stages import planned_on
 from megatron_muon.lab.plan.kinds import optimizer_of
@@ -19,6 +18,7 @@ from megatron_muon.lab.pricing.step import StepTime, price_adamw, price_step
 from megatron_muon.lab.pricing.upstream import price_layer_wise
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
+from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 
 Changes = Mapping[str, Any]  # settings of MuonConfig to change, by name

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron_muon.coefficients import SETS, Restarts
+from megatron_muon.settings.coefficients import SETS, Restarts
 from support.drawn import SHAPES, Trial, trials
 
 COUNT = 10_000

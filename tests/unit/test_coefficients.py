@@ -12,8 +12,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megatron_muon.coefficients import SETS, NsDtype, parse, schedule, spelled
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.settings.coefficients import SETS, NsDtype, parse, schedule, spelled
 from megatron_muon.settings.config import MuonConfig
 from support.expected.oracle import newton_schulz
 

@@ -14,7 +14,6 @@ import pytest
 
 import megatron_muon
 from megatron_muon import MuonConfig
-from megatron_muon.coefficients import SETS, NsDtype, schedule
 from megatron_muon.megatron_lm.flags.table import FLAGS
 from megatron_muon.orthogonalize.iteration import (
     Device,
@@ -25,6 +24,7 @@ from megatron_muon.orthogonalize.iteration import (
     takes_gram,
 )
 from megatron_muon.planning.describe import newton_schulz_line, not_shared_lines
+from megatron_muon.settings.coefficients import SETS, NsDtype, schedule
 from megatron_muon.settings.names import FLAG_OF
 from support.megatron_lm.flag_parsers import MEANINGS
 

@@ -17,7 +17,6 @@ PACKAGE = ROOT / "megatron_muon"
 # its own line. "" is the facade, ``megatron_muon/__init__.py``.
 TIERS = (
     ("version", "presence", "console"),
-    ("coefficients",),
     ("settings",),
     ("orthogonalize",),
     ("planning",),
@@ -29,7 +28,8 @@ TIERS = (
 )
 # Rooms of ``lab`` by the same rule.
 LAB_TIERS = (
-    ("charts", "dispatch", "interrupts", "pricing", "writable"),
+    ("dispatch", "interrupts", "pricing", "writable"),
+    ("charts",),
     ("dry_run",),
     ("routes",),
     ("plan",),
@@ -42,7 +42,7 @@ LAB_TIER_OF = {room: tier for tier, rooms in enumerate(LAB_TIERS) for room in ro
 TIER_OF = {room: tier for tier, rooms in enumerate(TIERS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Integers only: what decides about matrices and messages, and the time model.
-WITHOUT_TORCH = {"version", "presence", "settings", "coefficients", "planning"}
+WITHOUT_TORCH = {"version", "presence", "settings", "planning"}
 WITHOUT_TORCH |= {"orthogonalize.iteration", "mcore.watching.line_format"}
 WITHOUT_TORCH |= {f"lab.{room}" for room in ("pricing", "trace", "curves")}
 WITHOUT_TORCH |= {"console"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import ArgumentTypeError, Namespace, _ArgumentGroup
 from typing import Any, get_args
 
-from megatron_muon.coefficients import Coefficients, NsDtype, parse
 from megatron_muon.lab.dry_run.numbers import count, positive
+from megatron_muon.settings.coefficients import Coefficients, NsDtype, parse
 from megatron_muon.settings.config import HomePolicy, MuonConfig, NsIteration
 
 _DEFAULT = MuonConfig()

@@ -15,9 +15,13 @@ from megatron_muon.lab.dry_run.model import Ranks, transformer_config
 from megatron_muon.lab.dry_run.script import ScriptArguments
 from megatron_muon.mcore.routing.param_routing import is_matched, weights
 from megatron_muon.mcore.routing.survey import whose
-from megatron_muon.mcore.wiring import bucket_layout
-from megatron_muon.mcore.wiring.early_setting import settled
-from megatron_muon.mcore.wiring.placement import local_experts, muon_parameters, on_every_ep_rank
+from megatron_muon.mcore.wiring.buffers import bucket_layout
+from megatron_muon.mcore.wiring.buffers.early_setting import settled
+from megatron_muon.mcore.wiring.buffers.placement import (
+    local_experts,
+    muon_parameters,
+    on_every_ep_rank,
+)
 from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.mcore.wiring.validate import refuse_unsupported
 from megatron_muon.orthogonalize.iteration import Device

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_muon.lab.inspect.folder import located, read
 from megatron_muon.lab.inspect.rows import StoredParameter, parameters
 from megatron_muon.lab.inspect.tensors import RECORD, Contents, are_settings
-from megatron_muon.mcore.checkpoint.foreign import writer_of
+from megatron_muon.mcore.checkpoint.interop.foreign import writer_of
 from megatron_muon.mcore.load_check import digest
 from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.regular_files import entries

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_muon.mcore.checkpoint.foreign import states_of
+from megatron_muon.mcore.checkpoint.interop.foreign import states_of
 
 Kind = Literal["model", "main", "momentum", "adamw"]
 KINDS: dict[str, Kind] = {

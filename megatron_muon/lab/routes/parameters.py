@@ -33,7 +33,7 @@ from megatron_muon.mcore.routing.survey import (
     unknown_lines,
     unsplit,
 )
-from megatron_muon.mcore.wiring.placement import local_experts
+from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.planning.describe import UNSPLIT, Share, fused_lines, share_lines, start_line
 from megatron_muon.planning.plan import ExchangePlan

@@ -15,8 +15,8 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
-from megatron_muon.mcore.checkpoint.foreign import Source, converted, renamed
-from megatron_muon.mcore.wiring.shards import device_of
+from megatron_muon.mcore.checkpoint.interop.foreign import Source, converted, renamed
+from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import Group, all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.names import named

@@ -40,7 +40,7 @@ from megatron_muon.mcore.checkpoint.buffers import (
     from_disk,
     to_disk,
 )
-from megatron_muon.mcore.checkpoint.foreign import as_ours
+from megatron_muon.mcore.checkpoint.interop.foreign import as_ours
 from megatron_muon.mcore.checkpoint.param_groups import (
     RECORD,
     as_megatron_pairs,
@@ -49,7 +49,7 @@ from megatron_muon.mcore.checkpoint.param_groups import (
     record,
 )
 from megatron_muon.mcore.checkpoint.sharded import ShardedState, StateDict
-from megatron_muon.mcore.wiring.shards import device_of
+from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.orthogonalize.matmul import plan_device
 
 

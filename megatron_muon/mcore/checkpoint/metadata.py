@@ -19,7 +19,7 @@ import torch
 from megatron_muon.mcore.checkpoint.buffers import MOMENTUM, OTHER_CUT
 from megatron_muon.mcore.checkpoint.param_groups import RECORD
 from megatron_muon.mcore.checkpoint.torch_dist import read_metadata
-from megatron_muon.mcore.wiring.shards import device_of
+from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.consensus import together
 
 _RANKS_OWN = re.compile(r"(?:^|\.)optimizer\.distributed\.dp_group_idx_\d+\.(.+)$")

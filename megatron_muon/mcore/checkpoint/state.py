@@ -18,11 +18,11 @@ from megatron_muon.mcore.checkpoint.buffers import (
     check_tensor,
     gathered_spans,
 )
-from megatron_muon.mcore.checkpoint.foreign import moonshot_owner
+from megatron_muon.mcore.checkpoint.interop.foreign import moonshot_owner
 from megatron_muon.mcore.routing.param_routing import expert_name, weights
-from megatron_muon.mcore.wiring.placement import muons_of
+from megatron_muon.mcore.wiring.buffers.placement import muons_of
+from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import Sizes
-from megatron_muon.mcore.wiring.shards import owned_shards
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 
 Tensor = torch.Tensor

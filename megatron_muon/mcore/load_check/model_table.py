@@ -19,7 +19,7 @@ from megatron_muon.mcore.routing.param_routing import (
     why_adamw,
 )
 from megatron_muon.mcore.routing.splits import fused_of, split_of, split_of_legacy_experts
-from megatron_muon.mcore.wiring.placement import local_experts
+from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.process_groups import Sizes, Stage
 from megatron_muon.settings.config import MuonConfig
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megatron_muon.mcore.load_check.model_settings import Settings, settings_of
 from megatron_muon.mcore.load_check.model_table import Table, table_of
+from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.process_groups import Stage
-from megatron_muon.mcore.wiring.shards import device_of
 from megatron_muon.runtime.collectives import all_gather_numbers, all_gather_texts
 from megatron_muon.runtime.consensus import attempt, raise_quoting, together
 from megatron_muon.settings.config import MuonConfig

@@ -17,7 +17,7 @@ from megatron_muon.mcore.qk_clip.attentions import (
 from megatron_muon.mcore.qk_clip.clip import QkClip, shards_of
 from megatron_muon.mcore.qk_clip.local import collect_maxima
 from megatron_muon.mcore.wiring import process_groups
-from megatron_muon.mcore.wiring.shards import device_of
+from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.settings.config import MuonConfig
 from megatron_muon.settings.names import named

@@ -50,9 +50,9 @@ class MatrixObserver:
         main_params = self._muon.main_params
         for round in self._muon.exchange.rounds:
             leaving = round.leaving()
-            for run, part in zip(_runs(round.table, main_params), leaving.runs, strict=True):
-                if part is not None:
-                    part.copy_(run)
+            for run, gap in zip(_runs(round.table, main_params), leaving.runs, strict=True):
+                if gap is not None:
+                    gap.copy_(run)
             leaving.moves.fill_(1)
             staged = round.finish_gather(round.start_gather(leaving))
             for index, weight in _staged_matrices(staged, self._matrices):

@@ -70,11 +70,11 @@ def row_name(name: str) -> str:
     Args:
         name: of a parameter, with the matrix in brackets where it holds several.
     """
-    parameter, _, part = name.partition("[")
+    parameter, _, matrix = name.partition("[")
     parameter = _GROUPED_EXPERT.sub(r"\1", _LOCAL_EXPERT.sub(".", parameter))
-    part = re.sub(r"\s*\d+", "", part.rstrip("]")).strip()
+    matrix = re.sub(r"\s*\d+", "", matrix.rstrip("]")).strip()
     row = parameter.removesuffix(".weight")
-    return row if part in ("", "expert") else f"{row}[{part}]"
+    return row if matrix in ("", "expert") else f"{row}[{matrix}]"
 
 
 def muon_rows(matrices: Iterable[Matrix], config: MuonConfig) -> list[RecordRow]:

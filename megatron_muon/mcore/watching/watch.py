@@ -29,9 +29,9 @@ from megatron_muon.mcore.watching.rows import (
 )
 from megatron_muon.mcore.watching.sums import StepSums, dot
 from megatron_muon.mcore.watching.warnings import Warnings
-from megatron_muon.mcore.wiring.placement import muons_of
+from megatron_muon.mcore.wiring.buffers.placement import muons_of
+from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import Stage
-from megatron_muon.mcore.wiring.shards import owned_shards
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together

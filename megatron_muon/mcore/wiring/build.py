@@ -19,8 +19,21 @@ from megatron_muon.mcore.routing.survey import survey
 from megatron_muon.mcore.seams.rows import check_built, megatron_version
 from megatron_muon.mcore.watching.watch import Watch
 from megatron_muon.mcore.wiring import process_groups
-from megatron_muon.mcore.wiring.bucket_groups import name_phases
-from megatron_muon.mcore.wiring.bucket_layout import require_ordered
+from megatron_muon.mcore.wiring.buffers.bucket_groups import name_phases
+from megatron_muon.mcore.wiring.buffers.bucket_layout import require_ordered
+from megatron_muon.mcore.wiring.buffers.early_gathers import (
+    early_gathers,
+    gathers_one_by_one,
+    wait_before_state_dicts,
+)
+from megatron_muon.mcore.wiring.buffers.early_setting import settled
+from megatron_muon.mcore.wiring.buffers.placement import (
+    Located,
+    local_experts,
+    muon_parameters,
+    on_every_ep_rank,
+)
+from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
 from megatron_muon.mcore.wiring.counted_once import count_once
 from megatron_muon.mcore.wiring.distributed_optimizer import (
@@ -29,22 +42,9 @@ from megatron_muon.mcore.wiring.distributed_optimizer import (
     init_state_of,
     muon_over,
 )
-from megatron_muon.mcore.wiring.early_gathers import (
-    early_gathers,
-    gathers_one_by_one,
-    wait_before_state_dicts,
-)
-from megatron_muon.mcore.wiring.early_setting import settled
 from megatron_muon.mcore.wiring.loss_scale import share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
-from megatron_muon.mcore.wiring.placement import (
-    Located,
-    local_experts,
-    muon_parameters,
-    on_every_ep_rank,
-)
 from megatron_muon.mcore.wiring.process_groups import Stage
-from megatron_muon.mcore.wiring.shards import device_of, owned_shards
 from megatron_muon.orthogonalize.iteration import dtype_of, iteration_of, layout_free
 from megatron_muon.orthogonalize.matmul import (
     plan_device,

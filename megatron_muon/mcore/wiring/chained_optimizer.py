@@ -12,9 +12,9 @@ import torch
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.routing.param_routing import expert_name, weights
 from megatron_muon.mcore.watching.watch import Watch
+from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.late_norm import LateNorm
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
-from megatron_muon.mcore.wiring.shards import device_of, owned_shards
 from megatron_muon.runtime.collectives import any_rank, in_megatrons
 from megatron_muon.runtime.consensus import attempt, raise_quoting
 

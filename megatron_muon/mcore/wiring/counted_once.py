@@ -21,8 +21,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
 from megatron_muon.mcore.routing.param_routing import Weight, is_cut, partition_dim_of, weights
+from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import Stage
-from megatron_muon.mcore.wiring.shards import owned_shards
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together
 

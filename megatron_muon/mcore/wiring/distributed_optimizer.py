@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
-from megatron_muon.mcore.wiring.early_gathers import EarlyGathers
+from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
+from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.late_norm import norm_grads
-from megatron_muon.mcore.wiring.shards import device_of, owned_shards
 from megatron_muon.runtime.collectives import raise_named
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 

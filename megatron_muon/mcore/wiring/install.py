@@ -14,11 +14,11 @@ from megatron_muon.mcore.load_check import save as digests
 from megatron_muon.mcore.qk_clip import attach
 from megatron_muon.mcore.routing.multipliers import with_multipliers
 from megatron_muon.mcore.seams.rows import SeamError, check_hooks, megatron_version, seams_of
-from megatron_muon.mcore.wiring import bucket_layout
 from megatron_muon.mcore.wiring.agreement import agree
+from megatron_muon.mcore.wiring.buffers import bucket_layout
+from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.build import make_muons
 from megatron_muon.mcore.wiring.distributed_optimizer import MuonDistributedOptimizer
-from megatron_muon.mcore.wiring.shards import device_of
 from megatron_muon.mcore.wiring.validate import (
     frozen_too_late,
     refuse_groups,

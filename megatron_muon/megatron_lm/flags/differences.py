@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_muon.coefficients import spelled
 from megatron_muon.megatron_lm.flags.settings import muon_config
 from megatron_muon.megatron_lm.flags.table import AUTO_NS_DTYPE
 from megatron_muon.megatron_lm.flags.values import (
@@ -14,6 +13,7 @@ from megatron_muon.megatron_lm.flags.values import (
     upstreams_values,
     value_given,
 )
+from megatron_muon.settings.coefficients import spelled
 from megatron_muon.settings.config import MuonConfig
 
 

@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_muon.coefficients import Coefficients, canonical, parse
 from megatron_muon.megatron_lm.flags.refused import (
     refuse_unknown,
     refuse_what_has_no_meaning,
@@ -24,6 +23,7 @@ from megatron_muon.megatron_lm.flags.values import (
     value_given,
     wants_upstreams,
 )
+from megatron_muon.settings.coefficients import Coefficients, canonical, parse
 from megatron_muon.settings.config import MuonConfig, SplitKind, SplitMatrices
 
 _MOONLIGHT = MuonConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, get_args
 
-from megatron_muon.coefficients import SETS, NsDtype
+from megatron_muon.settings.coefficients import SETS, NsDtype
 from megatron_muon.settings.config import (
     EarlyParamGather,
     ElementwiseBy,

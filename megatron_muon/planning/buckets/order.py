@@ -2,7 +2,7 @@
 
 Plain integers, the same on every rank. A parameter that a shard's edge cuts has to move. Megatron
 fills buckets from the model's last parameter to its first, so edges fall anywhere. From core 0.18
-on, Megatron accepts another layout: see ``mcore.wiring.bucket_layout``.
+on, Megatron accepts another layout: see ``mcore.wiring.buffers.bucket_layout``.
 
 ``shard_order`` finds an order in which the shards of a bucket cut few weights. But balanced homes
 then move whole matrices, where before it was enough to move the rest of a cut one. Llama-3-8B at

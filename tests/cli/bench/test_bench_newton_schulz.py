@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.coefficients import SETS, NsDtype
 from megatron_muon.lab.bench.newton_schulz import command, peers
 from megatron_muon.lab.bench.newton_schulz.ceiling import ceiling_on
 from megatron_muon.lab.commands import main
 from megatron_muon.orthogonalize.iteration import held_dtype
 from megatron_muon.orthogonalize.matmul import plan_device, products_on
+from megatron_muon.settings.coefficients import SETS, NsDtype
 
 PAIRS = [(name, steps) for name, coefficients in SETS.items() for steps in coefficients.restarts]
 DTYPES = get_args(NsDtype)

@@ -124,7 +124,8 @@ def test_metadata_name_no_file_elsewhere(
 
 def _loads(folder: Path) -> dict[str, Callable[[], Any]]:
     """All that we open of a checkpoint before Megatron reads it."""
-    from megatron_muon.mcore.checkpoint import metadata, switch
+    from megatron_muon.mcore.checkpoint import metadata
+    from megatron_muon.mcore.checkpoint.interop import switch
     from megatron_muon.mcore.load_check import check
 
     shard = {"size": 0, "hash": ""}
@@ -187,7 +188,8 @@ def _errors(folder: Path) -> list[str]:
 
 def test_what_training_reads_is_what_is_there(folder: Path) -> None:
     """The readers of our own and torch's agree on a checkpoint that nobody has touched."""
-    from megatron_muon.mcore.checkpoint import metadata, switch
+    from megatron_muon.mcore.checkpoint import metadata
+    from megatron_muon.mcore.checkpoint.interop import switch
 
     _as_megatron_lm(folder)
     assert switch.writer_of(folder) == "muon"
@@ -220,7 +222,7 @@ def test_what_training_reads_is_what_is_there(folder: Path) -> None:
 
 def test_groups_with_objects_do_not_go_on_into_a_run(tmp_path: Path) -> None:
     from megatron_muon.mcore.checkpoint import read
-    from megatron_muon.mcore.checkpoint.switch import _require_plain_groups
+    from megatron_muon.mcore.checkpoint.interop.switch import _require_plain_groups
 
     file = io.BytesIO()
     torch.save({"param_groups": [{"lr": 0.1, "step": Touch(tmp_path)}]}, file)

@@ -158,7 +158,7 @@ def test_files_that_hold_something_else(
 
 
 def test_chains_without_end(roots: list[Path], tmp_path: Path) -> None:
-    from megatron_muon.mcore.checkpoint.foreign import states_of
+    from megatron_muon.mcore.checkpoint.interop.foreign import states_of
 
     endless: list[Any] = []
     endless.append(endless)

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_muon.mcore.checkpoint.adamw_after_muon import reading_muon
-from megatron_muon.mcore.checkpoint.switch import reading_adamw
+from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon
+from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support.checkpoints.resharding import refused
 from support.checkpoints.resuming import check
 from support.checkpoints.saving import (

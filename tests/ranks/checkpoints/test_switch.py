@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from megatron_muon import MuonConfig
-from megatron_muon.mcore.checkpoint.adamw_after_muon import YOUNG, go_on_after_muon, reading_muon
 from megatron_muon.mcore.checkpoint.buffers import gathered_spans
-from megatron_muon.mcore.checkpoint.switch import reading_adamw, writer_of
+from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import (
+    YOUNG,
+    go_on_after_muon,
+    reading_muon,
+)
+from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw, writer_of
 from support import te_on_cpu
 from support.checkpoints.saving import formats, load, save, spoil, unequal
 from support.models.gpt import (

@@ -11,9 +11,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megatron_muon.coefficients import NsDtype
 from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
 from support.models.gpt import Case, Topology, check, differences, start, trained
 from support.ranks import run

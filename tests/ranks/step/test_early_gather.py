@@ -98,7 +98,7 @@ def test_no_bit_changes(name: str) -> None:
 @contextmanager
 def too_early() -> Iterator[None]:
     """All gathers start after AdamW's part, whichever rounds have their parameters."""
-    from megatron_muon.mcore.wiring.early_gathers import EarlyGathers
+    from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
 
     applied = EarlyGathers.applied
     with mock.patch.object(EarlyGathers, "applied", lambda self, _: applied(self, self.last - 1)):
@@ -150,7 +150,7 @@ class Order:
 
 
 def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:
-    from megatron_muon.mcore.wiring.bucket_groups import NamedBucketGroup
+    from megatron_muon.mcore.wiring.buffers.bucket_groups import NamedBucketGroup
     from megatron_muon.runtime.round import Round
 
     with patch():
@@ -359,7 +359,7 @@ def test_training_is_the_same_where_gathers_are_aligned() -> None:
 
 def _stepped(case: Case, topology: Topology) -> Built:
     """A model after a step, whose early gathers rank 0 starts, and the others a second later."""
-    from megatron_muon.mcore.wiring.early_gathers import EarlyGather
+    from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGather
 
     built = start(case, topology)
     set_schedule(built, 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.mcore.checkpoint.switch import reading_adamw
+from megatron_muon.mcore.checkpoint.interop.switch import reading_adamw
 from support import te_on_cpu
 from support.checkpoints.resharding import loaded, saved
 from support.checkpoints.saving import formats, load, save, spoil, unequal

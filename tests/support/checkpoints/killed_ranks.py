@@ -142,7 +142,7 @@ def named_tensors(built: Any) -> Iterator[tuple[str, Any]]:
     """All that a checkpoint must bring back on this rank; TP replicas by one name."""
     import torch
 
-    from megatron_muon.mcore.wiring.shards import owned_shards
+    from megatron_muon.mcore.wiring.buffers.shards import owned_shards
     from support.models.gpt import distributed_optimizers
 
     names = {param: name for name, param in built.params.items()}

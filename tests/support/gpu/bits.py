@@ -14,7 +14,6 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import NsDtype
 from megatron_muon.lab.bench.newton_schulz.accuracy import in_float64
 from megatron_muon.orthogonalize.iteration import dtype_of
 from megatron_muon.orthogonalize.matmul import plan_device
@@ -22,6 +21,7 @@ from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.runtime.fused import Fused, elementwise_on, trial
 from megatron_muon.runtime.update import Elementwise as _Elementwise
 from megatron_muon.runtime.update import Foreach
+from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
 
 _SHAPES = ((256, 1024), (512, 512))

@@ -12,9 +12,9 @@ from typing import get_args
 import torch
 from triton.runtime import interpreter
 
-from megatron_muon.coefficients import NsDtype
 from megatron_muon.orthogonalize import normalization
 from megatron_muon.orthogonalize.normalization import enter_by_kernels
+from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
 from support.kernels.interpreted import as_torch_casts
 

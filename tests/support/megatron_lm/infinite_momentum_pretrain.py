@@ -13,8 +13,8 @@ from typing import Any
 import megatron.training
 import torch
 
+from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.chained_optimizer import MuonChainedOptimizer
-from megatron_muon.mcore.wiring.shards import owned_shards
 
 original = MuonChainedOptimizer.step_with_ready_grads
 numbers = itertools.count(1)

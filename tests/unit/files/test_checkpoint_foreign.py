@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.mcore.checkpoint.foreign import (
+from megatron_muon.mcore.checkpoint.interop.foreign import (
     Source,
     as_ours,
     converted,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_muon.mcore.routing.param_routing import Weight, is_unknown, weights, why_adamw
-from megatron_muon.mcore.wiring.placement import muon_parameters, on_every_ep_rank
+from megatron_muon.mcore.wiring.buffers.placement import muon_parameters, on_every_ep_rank
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.settings.config import MuonConfig
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.mcore.wiring.early_gathers import EarlyGathers
+from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
 from megatron_muon.megatron_lm.loop.early_gathers import train
 from megatron_muon.runtime.patches import around
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.coefficients import GRAM_ERROR, GRAM_LEAST, SETS, NsDtype, schedule
 from megatron_muon.lab.bench.newton_schulz.inputs import exactly, inputs
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import (
@@ -32,6 +31,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     standard_iteration,
 )
 from megatron_muon.orthogonalize.normalization import normalize
+from megatron_muon.settings.coefficients import GRAM_ERROR, GRAM_LEAST, SETS, NsDtype, schedule
 from megatron_muon.settings.config import MuonConfig
 from support.drawn import WORST, trials
 from support.expected.oracle import newton_schulz

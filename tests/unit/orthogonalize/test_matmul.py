@@ -9,7 +9,6 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megatron_muon.coefficients import NsDtype
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.orthogonalize import matmul as products_module
 from megatron_muon.orthogonalize.gram import gram_iteration
@@ -32,6 +31,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     standard_iteration,
 )
 from megatron_muon.orthogonalize.normalization import normalize
+from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 
 DTYPES = get_args(NsDtype)

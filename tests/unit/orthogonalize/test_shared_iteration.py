@@ -10,11 +10,11 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron_muon.coefficients import NsDtype
 from megatron_muon.orthogonalize.iteration import makes_rows
 from megatron_muon.orthogonalize.matmul import direction_dtype, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
+from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.expected.oracle import newton_schulz
 

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from figures.llama import llama_8b
-from megatron_muon.coefficients import NsDtype
 from megatron_muon.orthogonalize.iteration import Device, ns_flops
 from megatron_muon.planning.agreed import description
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_LIMIT, HOME_SLACK, Price, Work, choose_homes, prices
 from megatron_muon.planning.plan import ExchangePlan, make_plan
+from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
 
 SPEEDS = st.floats(min_value=1e-6, max_value=1e6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_muon.coefficients import NsDtype
 from megatron_muon.lab.bench.step.paper import routes
 from megatron_muon.lab.pricing import memory, paper
 from megatron_muon.lab.pricing.presets import H100
@@ -12,6 +11,7 @@ from megatron_muon.lab.pricing.step import Optimizer, price_step
 from megatron_muon.lab.pricing.traffic import Traffic, exchanges_of, traffic_of
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.planning.plan import ExchangePlan
+from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.virtual_gpu.plans import small_plan
 from support.virtual_gpu.step import record_step

@@ -9,7 +9,6 @@ from functools import cache
 
 import pytest
 
-from megatron_muon.coefficients import SETS, NsDtype
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.kernels import newton_schulz
 from megatron_muon.lab.pricing.presets import H100
@@ -21,6 +20,7 @@ from megatron_muon.orthogonalize.iteration import (
     takes_gram,
 )
 from megatron_muon.planning.rounds.cut import LEAST_SCRATCH
+from megatron_muon.settings.coefficients import SETS, NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 
 SHORT = (

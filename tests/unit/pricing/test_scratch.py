@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_muon.coefficients import NsDtype
 from megatron_muon.cpu import fused_adam
 from megatron_muon.lab.bench.step.meter import peak_bytes
 from megatron_muon.lab.pricing.scratch import of_matrix_on_cpu, of_strips
@@ -16,6 +15,7 @@ from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
 from megatron_muon.planning.layout import Strip
 from megatron_muon.planning.segments import Matrix
+from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.one_home import step_of_home
 

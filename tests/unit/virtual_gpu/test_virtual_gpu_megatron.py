@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.mcore.wiring.early_gathers import EarlyGathers
+from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
 from support.installed import VERSION
 from support.virtual_gpu.recording import Recording
 from support.virtual_gpu.runs import Run, record_megatron

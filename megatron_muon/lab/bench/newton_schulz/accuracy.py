@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import SETS, CoefficientName, NsDtype
 from megatron_muon.lab.bench.newton_schulz.inputs import inputs
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import (
@@ -24,6 +23,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize,
     standard_iteration,
 )
+from megatron_muon.settings.coefficients import SETS, CoefficientName, NsDtype
 from megatron_muon.settings.config import MuonConfig
 
 _EXACT = Products(torch.float64, squares=torch.float64, held=torch.float64)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import NsDtype
 from megatron_muon.orthogonalize.iteration import held_dtype
 from megatron_muon.orthogonalize.matmul import fp32_is_fp32, plan_device, torch_dtype
+from megatron_muon.settings.coefficients import NsDtype
 
 # Rows of the matrices: on a CPU so many that more are not faster, and few enough for a product in
 # every round. Measured on one thread with AVX512_BF16; not measured on a GPU.

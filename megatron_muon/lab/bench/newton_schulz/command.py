@@ -14,7 +14,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import SETS, CoefficientName, NsDtype, parse, schedule
 from megatron_muon.lab.bench.muon_flags import MOST_STEPS
 from megatron_muon.lab.bench.newton_schulz import accuracy as accuracy
 from megatron_muon.lab.bench.newton_schulz.ceiling import ceiling_on
@@ -24,6 +23,7 @@ from megatron_muon.lab.writable import require_writable
 from megatron_muon.orthogonalize.iteration import dtype_of, ns_flops, schedule_of
 from megatron_muon.orthogonalize.matmul import plan_device, said_of_products, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_at_once
+from megatron_muon.settings.coefficients import SETS, CoefficientName, NsDtype, parse, schedule
 from megatron_muon.settings.config import MuonConfig, NsIteration
 
 _DESCRIPTION = """\

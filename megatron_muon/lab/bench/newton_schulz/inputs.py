@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import Triple
+from megatron_muon.settings.coefficients import Triple
 
 CONDITIONS = (1e0, 1e1, 1e2, 1e3, 1e4, 1e6, 1e8)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.coefficients import Given, schedule
+from megatron_muon.settings.coefficients import Given, schedule
 
 Run = Callable[[Tensor], object]
 

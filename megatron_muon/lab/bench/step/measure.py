@@ -330,7 +330,7 @@ def _in_forward_order(chunks: Sequence[Any]) -> Iterator[Any]:
 
 def main_params(optimizer: Any) -> Iterator[tuple[Any, Tensor, int]]:
     """(parameter, its fp32 main shard, the parameter's element at which the shard begins)."""
-    from megatron_muon.mcore.wiring.shards import owned_shards
+    from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 
     for part in optimizers_of(optimizer):
         if part.is_stub_optimizer:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.mcore.wiring.shards import device_of
+from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged

@@ -70,7 +70,7 @@ def rows(
     Returns:
         The rows: first those with the standard iteration, then those on ``auto``.
     """
-    from megatron_muon.mcore.wiring.bucket_layout import takes_layouts
+    from megatron_muon.mcore.wiring.buffers.bucket_layout import takes_layouts
 
     whole = config.split_matrices or "off"  # all rows have the same matrices at one home
     equal = dataclasses.replace(config, ns_iteration="standard", split_matrices=whole)

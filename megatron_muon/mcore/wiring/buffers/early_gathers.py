@@ -22,8 +22,8 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import has_experts
-from megatron_muon.mcore.wiring.shards import owned_shards
 from megatron_muon.planning.rounds.gathers import ADAMW, starts
 from megatron_muon.runtime.patches import replaced
 

@@ -23,9 +23,9 @@ from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.checkpoint.sharded import StateDict
 from megatron_muon.mcore.wiring import process_groups
-from megatron_muon.mcore.wiring.placement import local_experts, muons_of
+from megatron_muon.mcore.wiring.buffers.placement import local_experts, muons_of
+from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.process_groups import Sizes
-from megatron_muon.mcore.wiring.shards import device_of, owned_shards
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.settings.config import MuonConfig

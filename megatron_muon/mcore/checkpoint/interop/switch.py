@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 
-from megatron_muon.mcore.checkpoint import foreign, read
+from megatron_muon.mcore.checkpoint import read
+from megatron_muon.mcore.checkpoint.interop import foreign
 from megatron_muon.mcore.checkpoint.param_groups import RECORD
 from megatron_muon.mcore.checkpoint.read import Unknown
 from megatron_muon.mcore.checkpoint.state import FromAdamW
@@ -23,7 +24,7 @@ from megatron_muon.mcore.checkpoint.torch_dist import (
     read_metadata,
 )
 from megatron_muon.mcore.load_check.regular_files import entries
-from megatron_muon.mcore.wiring.shards import device_of, owned_shards
+from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.runtime.consensus import together
 
 Writer = Literal["muon", "adamw", "none"]

@@ -22,9 +22,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.seams.rows import megatron_version
-from megatron_muon.mcore.wiring.placement import unplaced
+from megatron_muon.mcore.wiring.buffers.placement import unplaced
+from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.process_groups import Sizes, sharing
-from megatron_muon.mcore.wiring.shards import device_of
 from megatron_muon.orthogonalize.matmul import KernelError, plan_device
 from megatron_muon.planning.buckets.order import Bucket, Holders, orders, starts
 from megatron_muon.planning.layout import Parameter

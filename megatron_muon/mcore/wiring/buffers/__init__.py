@@ -1,0 +1,1 @@
+"""What Muon does with Megatron's grad buffers, their buckets and their gathers."""
