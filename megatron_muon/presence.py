@@ -12,7 +12,7 @@ from pathlib import Path
 # Minor versions of megatron-core, 0.x, that the plugin was tested with; 20 is main's.
 Version = tuple[int, int]
 OLDEST, NEWEST = (0, 12), (0, 20)
-WAY_OUT = "pip install megatron-muon[core], or put a Megatron-LM checkout on PYTHONPATH"
+WAY_OUT = "pip install megatron-core, or put a Megatron-LM checkout on PYTHONPATH"
 _NAME = "megatron.core"
 # Major and minor, and whether it comes before the release MAJOR.MINOR.0, as 0.12.0rc0 does.
 _NUMBER = re.compile(r"(\d+)\.(\d+)((?:\.0)?[-_.]?(?:a|b|c|rc|pre|dev))?", re.IGNORECASE)

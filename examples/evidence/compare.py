@@ -30,11 +30,11 @@ import topologies
 import torch
 
 import megatron_muon.cpu
-from megatron_muon.lab.bench.ranks import RankError, Task, gpus_for, run_ranks, threads_for
-from megatron_muon.lab.bench.step.flags import add_limits, add_model, model_flags
+from megatron_muon.lab.bench.step.flags import parsed
 from megatron_muon.lab.bench.step.rows import rows
+from megatron_muon.lab.outputs import require_writable
+from megatron_muon.lab.ranks import RankError, Task, gpus_for, run_ranks, threads_for
 from megatron_muon.lab.routes.model_flags import REFUSALS, megatron_is_quiet
-from megatron_muon.lab.writable import require_writable
 from megatron_muon.mcore.load_check.durable import write_text
 from megatron_muon.mcore.seams.rows import SeamError, check_part, megatron_version
 from megatron_muon.orthogonalize.matmul import plan_device
@@ -58,10 +58,8 @@ def parser() -> argparse.ArgumentParser:
     usuals = {"steps": 12, "lr-adamw": 2e-3, "lr-muon": 1e-2}
     for name, usual in (usuals | {"micro-batch-size": 2, "global-batch-size": 16}).items():
         made.add_argument(f"--{name}", type=type(usual), default=usual, help="(%(default)s)")
-    group = made.add_argument_group("sizes")
-    add_model(group)
-    add_limits(group)
-    made.set_defaults(seq=128, vocab=4096)
+    made.add_argument("--threads", type=int, help="threads per rank (default: cores/ranks)")
+    made.add_argument("--minutes", type=float, default=60, help="for a training (%(default)s)")
     return made
 
 
@@ -99,21 +97,21 @@ def jobs_over(
             raise ValueError(f"--{flag.replace('_', '-')} must be above 0 and finite")
     if given.steps <= compare_ranks.WARM_UP:
         raise ValueError(f"--steps must be above {compare_ranks.WARM_UP}, which are not timed")
-    if given.layers % sizes["pp"]:
-        raise ValueError(f"--layers {given.layers} is not a multiple of {name}'s pp")
     sequences = given.micro_batch_size * sizes["dp"]
     if given.global_batch_size % sequences:
         raise ValueError(
             f"--global-batch-size {given.global_batch_size} is not a multiple of "
             f"--micro-batch-size x dp, {sequences} over {name}"
         )
-    no_dropout = ["--hidden-dropout=0", "--attention-dropout=0"]
-    sized = Namespace(**vars(given), **sizes, ep=1)
-    flags = model_flags("compare.py", sized, [*no_dropout, *of_megatron])
+    usual = ["--hidden-dropout=0", "--attention-dropout=0", "--seq=128", "--vocab=4096"]
+    usual += [f"--{dimension}={size}" for dimension, size in sizes.items()]
+    flags = parsed([*usual, *of_megatron], "compare.py")
+    if flags.num_layers % sizes["pp"]:
+        raise ValueError(f"--layers {flags.num_layers} is not a multiple of {name}'s pp")
     batch = (given.micro_batch_size, given.global_batch_size // sequences)
     jobs = {}
     for optimizer, row_name in ROWS.items():
-        (row,) = rows(MuonConfig(), [row_name], [], "duplicated")
+        (row,) = rows(MuonConfig(), [row_name])
         lr = getattr(given, f"lr_{optimizer}")
         jobs[optimizer] = compare_ranks.Job(flags, row, lr, given.steps, *batch)
     return jobs
@@ -230,8 +228,10 @@ def main(argv: list[str]) -> None:
     if LAUNCHED:
         compare_ranks.leave_world()
     if FIRST:
-        model = f"{given.layers} layers, hidden {given.hidden}, vocabulary {given.vocab}, "
-        model += f"{given.global_batch_size} sequences of {given.seq} a step"
+        flags = next(iter(jobs.values()))["adamw"].flags
+        model = f"{flags.num_layers} layers, hidden {flags.hidden_size}, vocabulary "
+        model += f"{flags.vocab_size}, {given.global_batch_size} sequences of {flags.seq_length}"
+        model += " a step"
         run = {"arguments": argv, "model": model, "where": where, "planned_for": device}
         found = {"run": run, "topologies": every}
         write_text(given.folder / "report.json", json.dumps(found, indent=1) + "\n")

@@ -2,52 +2,57 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 
-from megatron_muon.lab.dispatch import Commands, dispatch
+from megatron_muon.console import printable
 from megatron_muon.lab.interrupts import run_command
+from megatron_muon.lab.outputs import CommandError
 from megatron_muon.presence import CoreNotFoundError, SeamError
 from megatron_muon.version import __version__
 
-COMMANDS: Commands = {
-    "routes": (
-        "megatron_muon.lab.routes.command",
-        "which parameters are Muon's, in what matrices, and where each is orthogonalized",
+_LAB = "megatron_muon.lab"
+# By name: a module with ``main(arguments) -> exit status``, and what it does.
+BENCHES: Mapping[str, tuple[str, str]] = {
+    "step": (
+        f"{_LAB}.bench.step.command",
+        "an optimizer step: AdamW, Muon in both layouts, the paper's, Megatron's own",
     ),
-    "plan": (
-        "megatron_muon.lab.plan.command",
-        "what Muon costs in a run before it starts: bytes, work, memory and time of a step",
+    "newton-schulz": (
+        f"{_LAB}.bench.newton_schulz",
+        "speed of the iterations, beside those of other packages",
     ),
-    "doctor": (
-        "megatron_muon.lab.doctor.command",
-        "whether Muon would run here, on what, and why not",
-    ),
-    "accept": (
-        "megatron_muon.lab.accept.command",
-        "the clone's tests on a node with GPUs, in 15 minutes, with a report for an issue",
-    ),
-    "checkpoint": (
-        "megatron_muon.lab.inspect.command",
-        "inspect: a checkpoint's contents, and whether they are complete",
-    ),
-    "trace": (
-        "megatron_muon.lab.trace.command",
-        "where the time of a step goes, from torch profiler's traces of any run",
-    ),
-    "curves": (
-        "megatron_muon.lab.curves.command",
-        "the steps that runs need for the same losses, from logs of any kind",
-    ),
-    "bench": (
-        "megatron_muon.lab.bench.command",
-        "measure an optimizer step beside AdamW's, Newton-Schulz, the speed of a rank and its link",
+    "speeds": (
+        f"{_LAB}.bench.speeds",
+        "speeds of a rank and its link, as flags for the choice of homes",
     ),
 }
-
-
-LIBRARIES = ("pandas", "numpy", "rich", "tensorboard", "matplotlib")  # of the extra [lab]
-# Commands that went, with what to use in their place.
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "routes": (
+        f"{_LAB}.routes.command",
+        "print which parameters are Muon's, in what matrices, with what homes",
+    ),
+    "plan": (
+        f"{_LAB}.plan.command",
+        "predict bytes, work, memory and time of a run's optimizer step",
+    ),
+    "doctor": (f"{_LAB}.doctor.command", "check whether Muon would run here, and on what"),
+    "accept": (f"{_LAB}.accept.command", "run a clone's tests on this node's GPUs, and report"),
+    "checkpoint": (
+        f"{_LAB}.inspect.command",
+        "inspect a checkpoint: its contents, and whether they are complete",
+    ),
+    "trace": (
+        f"{_LAB}.trace.command",
+        "report where the time of a step goes, from torch profiler's traces",
+    ),
+    "curves": (f"{_LAB}.curves.command", "compare the steps that runs need for the same losses"),
+    "bench": ("", "measure a step, Newton-Schulz, or the speed of a rank and its link"),
+}
+LIBRARIES = ("pandas", "numpy", "tensorboard", "matplotlib")  # of the extra [lab]
+# Commands and flags that went, with what to use in their place.
 GONE: Mapping[str, str] = {
     "certify": "plan prices memory, bytes and time; tests/unit/virtual_gpu checks races",
     "patch": "use `git apply`; patches/README.md of a clone has the two lines",
@@ -55,6 +60,12 @@ GONE: Mapping[str, str] = {
     "compare": "use examples/evidence/compare.py of a clone; it has no slowed links and no picture",
     "scales": "an update's root mean square is the table of docs/switching_and_tuning.md",
     "trace run": "give the training command --muon-trace-steps FIRST:LAST --muon-trace-dir FOLDER",
+    "accept --folder": "name the folder itself: megatron-muon accept FOLDER",
+    "bench newton-schulz --accuracy": "docs/coefficients.md has each set's errors; in a clone "
+    "`cd tests && python -m figures.restart_errors` prints Gram's",
+    "bench newton-schulz --find-restarts": "in a clone, "
+    "`cd tests && python -m figures.restart_errors --find`",
+    "bench step --muon-tp-mode": "upstream-layerwise has Megatron's default, duplicated",
 }
 
 
@@ -65,30 +76,65 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command's name and its own arguments; None for the arguments of the process.
 
     Returns:
-        The exit status: the command's own; 1 where it needs a megatron.core and there is none, or
-        one that is not supported; 2 where the arguments are wrong; 141 where the reader of its
-        output is gone; 130 where a user stops the command.
+        The exit status: the command's own; 1 where it cannot do its work, or needs a megatron.core
+        and there is none, or one that is not supported; 2 where the arguments are wrong; 141 where
+        the reader of its output is gone; 130 where a user stops the command.
     """
-    return run_command(lambda: _run(argv))
+    return run_command(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def _run(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"megatron-muon {__version__}")
         return 0
-    for name in (" ".join(arguments[:words]) for words in (1, 2)):
-        if name in GONE:
-            print(f"megatron-muon {name} is gone: {GONE[name]}", file=sys.stderr)
+    for name, instead in GONE.items():
+        if _is_asked_for(name.split(), arguments):
+            print(f"megatron-muon {name} is gone: {instead}", file=sys.stderr)
             return 2
+    if arguments[:1] == ["bench"]:
+        return _named("megatron-muon bench", BENCHES, arguments[1:])
+    return _named("megatron-muon", COMMANDS, arguments)
+
+
+def _is_asked_for(words: Sequence[str], arguments: Sequence[str]) -> bool:
+    """Whether a line has the command of ``words``, and their flag if they end with one."""
+    command = [word for word in words if not word.startswith("-")]
+    flags = {argument.partition("=")[0] for argument in arguments[len(command) :]}
+    return arguments[: len(command)] == command and flags.issuperset(words[len(command) :])
+
+
+def _named(program: str, commands: Mapping[str, tuple[str, str]], arguments: list[str]) -> int:
+    """Run the one of ``commands`` that the first argument names."""
+    usage = _usage(program, commands)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage, file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in commands:
+        print(f"{program}: error: no command {name!r}\n{usage}", file=sys.stderr)
+        return 2
     try:
-        return dispatch("megatron-muon", COMMANDS, arguments, ends=", or --version")
-    except (CoreNotFoundError, SeamError) as error:
-        print(f"megatron-muon {arguments[0]}: error: {error}", file=sys.stderr)
-        return 1
+        return int(importlib.import_module(commands[name][0]).main(rest))
+    except BrokenPipeError:
+        raise  # the reader of the output is gone, which is no error of a file
     except ModuleNotFoundError as error:
-        if error.name not in LIBRARIES:
+        if isinstance(error, CoreNotFoundError):
+            why = str(error)
+        elif error.name in LIBRARIES:
+            why = f"it needs {error.name}: pip install {error.name}"
+        else:
             raise
-        say = f"it needs {error.name}: pip install {error.name}"
-        print(f"megatron-muon {arguments[0]}: error: {say}", file=sys.stderr)
-        return 1
+    except (CommandError, SeamError, OSError) as error:
+        why = str(error)
+    print(f"{program} {name}: error: {printable(why, kept=chr(10))}", file=sys.stderr)
+    return 1
+
+
+def _usage(program: str, commands: Mapping[str, tuple[str, str]]) -> str:
+    end = ", or --version" if commands is COMMANDS else ""
+    width = max(map(len, commands)) + 4
+    lines = [f"usage: {program} COMMAND ... (COMMAND --help says more){end}", ""]
+    for name, (_, purpose) in commands.items():
+        first, *more = textwrap.wrap(purpose, 80 - width)
+        lines += [f"  {name:{width - 2}}{first}", *(" " * width + line for line in more)]
+    return "\n".join(lines)

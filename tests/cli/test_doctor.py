@@ -105,7 +105,7 @@ def test_json_says_the_same(here: subprocess.CompletedProcess[str]) -> None:
 @pytest.mark.parametrize(
     ("before", "why"),
     [
-        (NO_MEGATRON, "there is no megatron.core: pip install megatron-muon[core], or put a Meg"),
+        (NO_MEGATRON, "there is no megatron.core: pip install megatron-core, or put a Megatron-LM"),
         (STRANGE, "has no megatron.core.optimizer.gone"),
         (TOO_NEW, f"megatron-core {megatron.core.__version__} is not supported: this megatron"),
     ],

@@ -25,8 +25,7 @@ COMMANDS = {
     "checkpoint": ["checkpoint", "--help"],
     "bench": ["bench", "--help"],
     "newton-schulz": "bench newton-schulz --rounds 1 --shapes 8x8".split(),
-    "speeds": "bench speeds --ranks 1 --rounds 1 --mib 1 --shape 8x8".split(),
-    "price": ["bench", "price", *TINY, "--world-size", "4"],
+    "speeds": "bench speeds --ranks 1 --shape 8x8".split(),
     "step": f"bench step {SMALL} --tp 1 --dp 1 --rounds 1 --rows adamw".split(),
 }
 
@@ -113,7 +112,7 @@ def wait_for(process: subprocess.Popen[bytes], text: str) -> bytes:
 
 WITH_RANKS = {
     "step": (f"bench step {SMALL} --tp 1 --dp 2 --rounds 100000 --rows adamw", "round 2 of"),
-    "speeds": ("bench speeds --ranks 2 --rounds 1000000 --mib 1 --shape 8x8", ""),
+    "speeds": ("bench speeds --ranks 2 --shape 8192x8192", ""),
 }
 
 

@@ -169,12 +169,10 @@ print(main(["patch"]))
 
 def test_every_entry_says_how_to_get_a_megatron_core() -> None:
     lines = done([sys.executable, "-c", WITHOUT_CORE], ROOT, PYTHONPATH=ROOT).splitlines()
-    says = (
-        "there is no megatron.core: pip install megatron-muon[core], or put a Megatron-LM checkout"
-    )
+    says = "there is no megatron.core: pip install megatron-core, or put a Megatron-LM checkout"
     assert lines[:7] == [f"{says} on PYTHONPATH"] * 7
     assert lines[7:11] == [
         *(f"megatron-muon routes: error: {says} on PYTHONPATH", "1"),
-        *(f"megatron-muon bench: error: {says} on PYTHONPATH", "1"),
+        *(f"megatron-muon bench step: error: {says} on PYTHONPATH", "1"),
     ]
     assert lines[-2:] == ["megatron-muon patch is gone: " + GONE["patch"], "2"]

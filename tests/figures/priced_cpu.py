@@ -88,7 +88,7 @@ def _on_rank(words: str) -> tuple[dict[str, float], list[dict[str, float]]]:
     """On a rank: its constants, and seconds of each part in each round."""
     flags = model_and_ranks(words)
     constants = _constants()
-    job = StepJob(flags, tuple(rows(MuonConfig(), ["muon-contiguous"], [], "duplicated")), ROUNDS)
+    job = StepJob(flags, tuple(rows(MuonConfig(), ["muon-contiguous"])), ROUNDS)
     (row,) = measure(job)
     return constants, [
         {part: 1e-3 * times.parts_ms.get(f"muon-{part}", 0.0) for part in PARTS}

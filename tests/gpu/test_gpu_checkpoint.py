@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.lab.bench.ranks import RankError
+from megatron_muon.lab.ranks import RankError
 from support.gpu.checkpoint import CLAIMS, load_and_switch, save_and_be_killed
 from support.gpu.model import on_ranks
 from support.gpu.settings import Settings

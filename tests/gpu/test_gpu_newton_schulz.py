@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_muon.lab.accept.results import Figure
+from support.gpu import bits
 from support.gpu.commands import ended
+from support.gpu.model import on_ranks
 from support.gpu.settings import Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -40,20 +43,11 @@ def test_it_is_timed_beside_other_packages(
     assert rows
 
 
-def test_every_direction_is_finite(
-    settings: Settings, report: Callable[..., None], tmp_path: Path
-) -> None:
-    shape = "512x2048" if settings.gpus else "64x128"
-    words = f"--accuracy --coefficients simple --shapes {shape}"
-    every = rows_of(settings, tmp_path / "errors.json", words)
-    rows = [row for row in every if isinstance(row, dict)]  # a text says why a row is missing
-    worst: dict[str, float] = {}
-    for row in rows:
-        key = f"largest error to float64: {row['dtype']}, {row['iteration']}"
-        worst[key] = max(worst.get(key, 0.0), row["error"])
+def test_every_direction_is_finite(settings: Settings, report: Callable[..., None]) -> None:
+    one = Settings(settings.device, 1)
+    job = settings.device, (512, 2048) if settings.gpus else (64, 128)
+    (errors,) = on_ranks(one, bits.errors_of_hard_inputs, job, 170.0)
     report(
-        *(Figure(name, "", None, value) for name, value in worst.items()),
-        text=f"{len({row['input'] for row in rows})} kinds of input",
+        *(Figure(f"largest error to float64: {name}", "", None, e) for name, e in errors.items()),
     )
-    assert rows, every
-    assert [row for row in rows if not row["finite"]] == []
+    assert errors and all(map(math.isfinite, errors.values()))

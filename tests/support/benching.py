@@ -18,17 +18,16 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
-def bench_step(arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command."""
-    command = [sys.executable, "-m", "megatron_muon", "bench", "step", *arguments.split()]
+def command(arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of ``megatron-muon``."""
+    line = [sys.executable, "-m", "megatron_muon", *arguments.split()]
     return subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280
+        line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280
     )
 
 
 def model_and_ranks(arguments: str) -> Namespace:
     """Megatron's flags of ``SMALL``, as the command reads them."""
-    from megatron_muon.lab.bench.step.flags import command_parser, model_flags
+    from megatron_muon.lab.bench.step.flags import parsed
 
-    given, rest = command_parser().parse_known_args(f"{SMALL} {arguments}".split())
-    return model_flags("bench", given, rest)
+    return parsed(f"{SMALL} {arguments}".split())

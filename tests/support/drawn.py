@@ -16,7 +16,6 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from megatron_muon.lab.bench.newton_schulz.inputs import polynomials
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import is_folded
 from megatron_muon.orthogonalize.matmul import Products, products_on, scale_of, torch_dtype
@@ -30,6 +29,7 @@ from megatron_muon.settings.coefficients import (
     Triple,
     schedule,
 )
+from support.matrices import polynomials
 
 SHAPES = (
     *((1, 1), (1, 2), (1, 9), (1, 64), (2, 2), (2, 3), (2, 5), (2, 16), (2, 64), (3, 3), (3, 4)),

@@ -28,8 +28,8 @@ TIERS = (
 )
 # Rooms of ``lab`` by the same rule.
 LAB_TIERS = (
-    ("dispatch", "interrupts", "pricing", "writable"),
-    ("charts",),
+    ("frozen", "interrupts", "json_text", "outputs", "tables"),
+    ("pricing", "ranks"),
     ("dry_run",),
     ("routes",),
     ("plan",),
@@ -187,7 +187,7 @@ def test_each_room_imports_only_what_it_is_for() -> None:
                 assert module in kernels, f"{path} imports {name}"
             if root == "matplotlib":
                 drawing = {f"lab.{one}.figure" for one in ("trace", "curves")}
-                drawing.add("lab.charts")
+                drawing.add("lab.outputs")
                 assert module in drawing, f"{path} imports {name}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -16,15 +17,16 @@ from pathlib import Path
 from megatron_muon.lab.accept.report import as_json, as_markdown
 from megatron_muon.lab.accept.results import NO_TIME, Check, read
 from megatron_muon.lab.dry_run.numbers import count, up_to
-from megatron_muon.lab.writable import require_writable
+from megatron_muon.lab.outputs import add_outputs, require_outputs, require_writable, write_json
 from megatron_muon.mcore.load_check.durable import write_text
 
 NAME, REPORT = "accept.json", "accept.md"
 _PROGRAM = "megatron-muon accept"
 _DESCRIPTION = f"""\
-Run the tests of tests/gpu on this node, from a clone of the repository, and write {NAME} and
-{REPORT}, a report to attach to an issue. Each test has a time limit and needs no internet.
-`pytest -m gpu` runs the same tests without the report."""
+Run the tests of tests/gpu on this node, from a clone of the repository, and
+write {NAME} and {REPORT}, a report to attach to an issue. Each test
+has a time limit and needs no internet. `pytest -m gpu` runs the same tests
+without the report."""
 _EPILOG = """\
 exit status:
   0  no test failed, and there was time for all
@@ -45,23 +47,16 @@ def main(argv: Sequence[str]) -> int:
         files = sorted(tests.glob("test_gpu_*.py"))
         names = [file.stem.removeprefix("test_gpu_") for file in files]
         asked = _asked(given.only, names)
-        if given.json is not None:
-            require_writable("--json", given.json)
+        require_outputs(given)
         folder = _folder(given.folder)
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
     junit = folder / "junit.xml"
-    try:
-        junit.unlink(missing_ok=True)
-        code, ended = _pytest(tests, asked, given, junit)
-        if code == _USAGE:
-            return 2  # pytest has named the flag
-        return _report(*read(names, asked, junit, ended), folder, given)
-    except BrokenPipeError:
-        raise  # the reader of the output is gone, which is no error of a file
-    except OSError as error:
-        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
-        return 1
+    junit.unlink(missing_ok=True)
+    code, ended = _pytest(tests, asked, given, junit)
+    if code == _USAGE:
+        return 2  # pytest has named the flag
+    return _report(*read(names, asked, junit, ended), folder, given)
 
 
 def _tests() -> Path:
@@ -126,9 +121,8 @@ def _report(
 ) -> int:
     report, everything = as_markdown(environment, checks), as_json(environment, checks)
     write_text(folder / REPORT, report)
-    write_text(folder / NAME, everything)
-    if given.json is not None:
-        given.json.write_text(everything)
+    write_text(folder / NAME, json.dumps(everything, indent=1) + "\n")
+    write_json(given.json, everything)
     print(report)
     print(f"{_PROGRAM}: attach {folder / REPORT} to an issue", file=sys.stderr)
     is_late = any(test.text == NO_TIME for check in checks for test in check.tests)
@@ -140,8 +134,8 @@ def _folder(folder: Path) -> Path:
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--folder {folder}: {error.strerror}") from None
-    require_writable("--folder", folder / NAME)
+        raise ValueError(f"{folder}: {error.strerror}") from None
+    require_writable("FOLDER", folder / NAME)
     return folder.resolve()
 
 
@@ -154,7 +148,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--folder", type=Path, default=_FOLDER, metavar="DIR", help="of all files (%(default)s)")
+    text = f"where all files go ({_FOLDER})"
+    add("folder", nargs="?", type=Path, default=_FOLDER, metavar="FOLDER", help=text)
     text = "ranks (default: one for each GPU; 2 without one)"
     add("--ranks", type=count(most=64), metavar="N", help=text)
     text = "cpu runs ranks over gloo, also where there are GPUs (default: cuda where it is)"
@@ -167,5 +162,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--hardware", default="h100", metavar="NAME|FILE", help=text)
     text = "another value of one of its constants; may be given several times"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
-    add("--json", type=Path, metavar="FILE", help=f"write a copy of {NAME}")
+    add_outputs(parser)
     return parser

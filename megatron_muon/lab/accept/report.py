@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from megatron_muon.lab.accept.results import Check, Figure
+from megatron_muon.lab.tables import markdown
 
 _LINES = 25  # of a failed test's account
 
 
-def as_json(environment: Mapping[str, str], checks: Sequence[Check]) -> str:
+def as_json(environment: Mapping[str, str], checks: Sequence[Check]) -> dict[str, Any]:
     """Environment, and every test with its verdict and figures."""
     rows = [{"verdict": check.verdict, **dataclasses.asdict(check)} for check in checks]
-    return json.dumps({"environment": environment, "checks": rows}, indent=1) + "\n"
+    return {"environment": dict(environment), "checks": rows}
 
 
 def as_markdown(environment: Mapping[str, str], checks: Sequence[Check]) -> str:
     """The whole report; ``environment`` has names and values."""
     lines = ["# megatron-muon accept", "", verdict(checks), ""]
-    lines += ["## Environment", "", *_table(["", ""], environment.items()), ""]
+    lines += ["## Environment", "", *markdown(("", ""), list(environment.items())), ""]
     lines += ["## Checks", "", *_checks(checks), ""]
     lines += ["## Figures", "", *_figures(checks), ""]
     lines += ["## Not as predicted", "", *_wrong(checks), ""]
@@ -53,7 +54,7 @@ def _checks(checks: Sequence[Check]) -> Iterator[str]:
             (f"· {test.name}", bold.get(test.verdict, test.verdict), test.text)
             for test in check.tests
         ]
-    yield from _table(["check", "verdict", "what was looked at, or why not"], rows)
+    yield from markdown(("check", "verdict", "what was looked at, or why not"), rows)
 
 
 def _figures(checks: Sequence[Check]) -> Iterator[str]:
@@ -66,7 +67,7 @@ def _figures(checks: Sequence[Check]) -> Iterator[str]:
     if not rows:
         yield "None."
         return
-    yield from _table(["check", "figure", "unit", "predicted", "measured", "ratio"], rows)
+    yield from markdown(("check", "figure", "unit", "predicted", "measured", "ratio"), rows)
 
 
 def figures_of(checks: Sequence[Check]) -> list[Figure]:
@@ -133,16 +134,3 @@ def _logs(checks: Sequence[Check]) -> Iterator[str]:
                 lines = test.log.replace(fence, "'").splitlines()[-_LINES:]
                 yield f"## Failure of {check.name}: {test.name}"
                 yield from ("", fence, *(line[:300] for line in lines), fence, "")
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(heads)} |"
-    yield "|" + " --- |" * len(heads)
-    for row in rows:
-        yield f"| {' | '.join(_cell(cell) for cell in row)} |"
-
-
-def _cell(text: str) -> str:
-    """A text in one cell, in which nothing is HTML or another cell."""
-    plain = " ".join(text.split()).replace("|", "\\|")
-    return plain.replace("<", "&lt;").replace(">", "&gt;")

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.lab.bench.muon_flags import add_newton_schulz_flags, newton_schulz_of
-from megatron_muon.lab.bench.newton_schulz.command import interleaved, shape_of
-from megatron_muon.lab.bench.ranks import RankError, Task, gpus_for, run_ranks, threads_for
+from megatron_muon.lab.bench.newton_schulz import interleaved, shape_of
 from megatron_muon.lab.dry_run.numbers import MOST_HERE, count
+from megatron_muon.lab.ranks import Task, gpus_for, run_ranks, threads_for
 from megatron_muon.orthogonalize.iteration import dtype_of, iteration_of, ns_flops
 from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
@@ -26,11 +23,13 @@ from megatron_muon.runtime import collectives
 from megatron_muon.settings.config import MuonConfig
 
 _DESCRIPTION = """\
-Start ranks on this machine, with a GPU per rank over NCCL, or without GPUs over gloo. On all of
-them at once, measure the speed of Newton-Schulz, then that of the exchange's all-to-all. The last
-line has the flags for a run. A run itself never measures: give all of its ranks the same flags."""
+Start ranks on this machine, with a GPU per rank over NCCL, or without GPUs over
+gloo. On all of them at once, measure the speed of Newton-Schulz, then that of
+the exchange's all-to-all. The last line has the flags for a run. A run itself
+never measures: give all of its ranks the same flags."""
 
 _GPU_SHAPE, _CPU_SHAPE = (4096, 14336), (512, 2048)
+_MESSAGE, _ROUNDS = 64 << 20, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +60,24 @@ class Speeds:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        argv: its arguments.
-
-    Returns:
-        0, or 1 where a rank failed; wrong arguments end the process with status 2.
-    """
-    parser = _parser()
+    """Run the command; wrong arguments end the process with status 2, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-muon bench speeds",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    text = "ranks to start (default: one for each GPU; 2 on a CPU)"
+    parser.add_argument("--ranks", type=count(most=MOST_HERE), metavar="N", help=text)
+    gpu, cpu = ("x".join(map(str, shape)) for shape in (_GPU_SHAPE, _CPU_SHAPE))
+    text = f"shape of the matrix (default: {gpu}; on a CPU {cpu})"
+    parser.add_argument("--shape", type=shape_of, metavar="ROWSxCOLS", help=text)
     given = parser.parse_args(argv)
     try:
         task = _task(given)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         parser.error(str(error))
-    try:
-        ranks: list[Speeds] = run_ranks(task)
-    except RankError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 1
-    _report(task, ranks)
+    _report(task, run_ranks(task))
     return 0
 
 
@@ -125,15 +122,9 @@ def _meet(device: torch.device) -> None:
 def _task(given: Namespace) -> Task:
     world = given.ranks or torch.cuda.device_count() or 2
     gpu = gpus_for(world, "--ranks", "--ranks")
-    job = SpeedsJob(
-        config=MuonConfig(**newton_schulz_of(given)),
-        shape=given.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE),
-        message_bytes=given.mib << 20,
-        rounds=given.rounds,
-        gpu=gpu,
-    )
-    threads = threads_for(world, given.threads)
-    return Task(run=measure, argument=job, world=world, gpus=gpu, threads=threads, seconds=600.0)
+    shape = given.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE)
+    job = SpeedsJob(MuonConfig(), shape, _MESSAGE, _ROUNDS, gpu)
+    return Task(measure, job, world, gpus=gpu, threads=threads_for(world, None), seconds=600.0)
 
 
 def _report(task: Task, ranks: Sequence[Speeds]) -> None:
@@ -147,14 +138,14 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
         f"Newton-Schulz of {rows}x{cols}, {iteration_of(job.config, kind)}, "
         f"{job.config.ns_steps} steps, "
         f"{dtype_of(job.config, kind)}, {task.world} rank(s) at once, each a {where}: "
-        f"{_said(flags['--muon-rank-tflops'])} TFLOP/s a rank"
+        f"{_spread(flags['--muon-rank-tflops'])} TFLOP/s a rank"
     )
     links = [rank.link_gbytes for rank in ranks if rank.link_gbytes is not None]
     if links:
         flags["--muon-link-gbytes"] = links
         print(
             f"all-to-all over {'nccl' if job.gpu else 'gloo'}, {task.world} ranks of this machine, "
-            f"{job.message_bytes >> 20} MiB from each: {_said(links)} GB/s a rank"
+            f"{job.message_bytes >> 20} MiB from each: {_spread(links)} GB/s a rank"
         )
         print("where a run's stages span machines, give the network's speed per rank")
     else:
@@ -162,33 +153,5 @@ def _report(task: Task, ranks: Sequence[Speeds]) -> None:
     print(" ".join(f"{flag} {statistics.median(speeds):.3g}" for flag, speeds in flags.items()))
 
 
-def _said(speeds: Sequence[float]) -> str:
+def _spread(speeds: Sequence[float]) -> str:
     return f"{statistics.median(speeds):.3g} ({min(speeds):.3g} to {max(speeds):.3g})"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-muon bench speeds",
-        description=_DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    here: dict[str, Any] = {"type": count(most=MOST_HERE), "metavar": "N"}
-    numbers: dict[str, Any] = {"type": count(most=1 << 20), "metavar": "N"}
-    parser.add_argument(
-        "--ranks", **here, help="ranks to start (default: one for each GPU; 2 on a CPU)"
-    )
-    parser.add_argument("--threads", **here, help="threads per rank (default: cores/ranks)")
-    parser.add_argument(
-        "--rounds", **numbers, default=5, help="times each is measured (%(default)s)"
-    )
-    parser.add_argument("--mib", **numbers, default=64, help="MiB per message (%(default)s)")
-    sizes = ["x".join(map(str, shape)) for shape in (_GPU_SHAPE, _CPU_SHAPE)]
-    parser.add_argument(
-        "--shape",
-        type=shape_of,
-        metavar="ROWSxCOLS",
-        help=f"shape of the matrix (default: {sizes[0]}; on a CPU {sizes[1]})",
-    )
-    add_newton_schulz_flags(parser.add_argument_group("Newton-Schulz, as in a run"))
-    return parser

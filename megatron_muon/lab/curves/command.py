@@ -13,10 +13,10 @@ from typing import Any
 import pandas as pd
 
 from megatron_muon.console import printable
-from megatron_muon.lab.charts import require_outputs
 from megatron_muon.lab.curves import lead
 from megatron_muon.lab.curves.files import KINDS, CurveError, read_curves
 from megatron_muon.lab.curves.lead import Curve
+from megatron_muon.lab.outputs import require_outputs
 
 _DESCRIPTION = """\
 Compare the loss curves of two or more runs with the first: final losses, the

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from megatron_muon.lab.charts import require_outputs
+from megatron_muon.lab.outputs import require_outputs
 from megatron_muon.lab.plan.options import DEVICES, PROGRAM, command_line, hardware_given
 from megatron_muon.lab.routes.model_flags import REFUSALS, CommandLine, import_megatron, said, stop
 

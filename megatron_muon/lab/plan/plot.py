@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_muon.lab.charts import new_figure
+from megatron_muon.lab.outputs import new_figure
 from megatron_muon.lab.plan.rows import NAMES, TITLES
 from megatron_muon.lab.plan.sweep import Point, Sweep
 
@@ -15,7 +15,7 @@ def plot(sweep: Sweep, made: Sequence[Point], path: Path) -> None:
 
     Args:
         sweep, made: see ``sweep.points``; values without a plan are left out.
-        path: the file; see ``charts.require_chart``.
+        path: the file; see ``outputs.require_outputs``.
 
     Raises:
         OSError: the file cannot be written.

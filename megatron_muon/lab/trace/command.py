@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.console import printable
-from megatron_muon.lab.charts import require_outputs
+from megatron_muon.lab.outputs import require_outputs
 from megatron_muon.lab.trace.events import TraceError
 from megatron_muon.lab.trace.merge import merge
 from megatron_muon.lab.trace.report import as_json, as_text

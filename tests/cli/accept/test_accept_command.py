@@ -43,7 +43,7 @@ Accepted = tuple[int, dict[str, Any], str]
 
 def accepted(folder: Path, *words: str) -> Accepted:
     """Exit status, checks by name, and the report."""
-    status = main(["accept", "--folder", str(folder), "--device", "cpu", *words])
+    status = main(["accept", str(folder), "--device", "cpu", *words])
     found = json.loads((folder / "accept.json").read_text())
     return (
         status,
@@ -125,14 +125,14 @@ def test_wrong_flags_end_with_2(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["accept", "--folder", str(tmp_path), *words])
+        main(["accept", str(tmp_path), *words])
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_flags_that_do_not_fit_the_machine_end_with_2(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["accept", "--folder", str(tmp_path), "--device", "cpu", "--ranks", "3"]) == 2
+    assert main(["accept", str(tmp_path), "--device", "cpu", "--ranks", "3"]) == 2
     assert "--ranks 3: give 1 or an even number" in capfd.readouterr().err
 
 
@@ -142,6 +142,6 @@ def test_a_package_without_its_tests_says_so(
     wheel = tmp_path / "site-packages" / "megatron_muon" / "lab" / "accept" / "command.py"
     monkeypatch.setattr(command, "__file__", str(wheel))
     with pytest.raises(SystemExit) as ended:
-        main(["accept", "--folder", str(tmp_path / "out")])
+        main(["accept", str(tmp_path / "out")])
     assert ended.value.code == 2
     assert "clone the repository, `pip install -e '.[test]'` there" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from megatron_muon.lab.bench.step.meter import Times
 from megatron_muon.lab.bench.step.rows import Gathers
 from megatron_muon.lab.commands import main
 from megatron_muon.lab.trace.rank_trace import RankTrace
-from support.benching import OURS, SMALL, bench_step, model_and_ranks
+from support.benching import OURS, SMALL, command, model_and_ranks
 from support.installed import NAME
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -33,7 +33,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     files = f"--json {folder / 'steps.json'}" + (f" --plot {chart}" if HAS_MATPLOTLIB else "")
     files += f" --traces {folder}"
     more = "--exchange none naive --gathers late early --parts"
-    done = bench_step(f"--tp 1 --dp 2 {SMALL} --rounds 2 {more} {files}")
+    done = command(f"bench step --tp 1 --dp 2 {SMALL} --rounds 2 {more} {files}")
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "steps.json").read_text()), done.stdout + done.stderr, chart
 
@@ -155,7 +155,7 @@ def _run_with(weights: dict[str, int], monkeypatch: pytest.MonkeyPatch, argument
         times = [Times(2.0, {"params-all-gather": 1.0, "rest": 1.0}, 0.0)]
         return [[Measured(times, weights=weights.get(row.name, 7)) for row in task.argument.rows]]
 
-    monkeypatch.setattr("megatron_muon.lab.bench.ranks.run_ranks", run_ranks)
+    monkeypatch.setattr("megatron_muon.lab.bench.step.command.run_ranks", run_ranks)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     names = " ".join(["adamw", *OURS, "muon-contiguous-auto", "muon-bucketed-auto"])
     command = f"bench step {SMALL} --tp 1 --dp 1 --rounds 1 --rows {names}"
@@ -195,37 +195,25 @@ def test_a_file_that_cannot_be_written_in_the_end_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--rounds 0", "argument --rounds: must be a whole number of at least 1, got '0'"),
-        ("--vocab 0", "argument --vocab: must be a whole number of at least 1, got '0'"),
-        ("--tp 3 --hidden 64 --heads 4", "4 attention heads do not divide --hidden 64, or --tp 3"),
-        ("--ep 2", "--ep 2 needs --num-experts"),
+        ("--tp 3 --hidden 64 --heads 4", "num_attention_heads (4) must be a multiple of tensor"),
+        ("--hidden 64 --heads 3", "--hidden-size 64 is not a multiple of 3 heads"),
+        ("--ep 2", "num_moe_experts must be non None to use expert-parallel"),
         ("--ep 2 --num-experts 3", "--num-experts 3 is not a multiple of --ep 2"),
         ("--layers 3 --pp 2", "--layers 3 is not a multiple of --pp 2"),
         ("--json no/such/x.json", "--json no/such/x.json: there is no folder no/such"),
-        ("--json /no/such/dir/x", "--json /no/such/dir/x: there is no folder /no/such/dir"),
-        ("--json /", "--json / is a folder"),
-        ("--dp 0", "argument --dp: must be a whole number of at least 1, got '0'"),
         ("--muon-round-mib 0", "--muon-round-mib: must be a finite number above 0, got '0'"),
         ("--rows adam", "invalid choice: 'adam'"),
         ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
-        # those of Megatron-LM's that rows cannot have, have already, or would not feel
+        ("--dp 512 --tp 8", "are 4096 ranks, at most 1024 here"),
+        # those of Megatron-LM's that rows cannot have, or would not feel
         ("--fp16", "--fp16 cannot be given here: every row is in bf16"),
-        ("--optimizer-cpu-offload", "--optimizer-cpu-offload cannot be given here: rows keep"),
-        ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer cannot be given here"),
-        ("--overlap-param-gather", "--overlap-param-gather cannot be given here: a step ends with"),
-        ("--overlap-grad-reduce", "--overlap-grad-reduce is said here by --rows"),
-        ("--fp8-param-gather", "--fp8-param-gather cannot be given here: weights are bf16"),
+        ("--overlap-param-gather", "--overlap-param-gather cannot be given here: --gathers adds"),
+        ("--overlap-grad-reduce", "--overlap-grad-reduce cannot be given here: muon-bucketed"),
+        ("--lr 1e-3", "unrecognized arguments: --lr 1e-3"),
         ("--transformer-impl transformer_engine", "--transformer-impl: invalid choice"),
-        ("--hidden-size 128", "--hidden-size is said here by --hidden"),
-        ("--num-layers=2", "--num-layers is said here by --layers"),
-        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size is said here by --tp"),
-        ("--padded-vocab-size 9", "--padded-vocab-size is said here by --vocab"),
-        ("--optimizer muon", "--optimizer is said here by --rows"),
-        ("--lr 1e-3", "--lr cannot be given here: what a step costs does not depend on it"),
-        ("--muon-ns-coefficients cans", "--muon-ns-coefficients cannot be given here"),
         ("--ddp-num-buckets 0", "argument --ddp-num-buckets: must be a whole number of at least 1"),
-        ("--ddp-num-buckets 2 --ddp-bucket-size 9", "give one of them"),
-        ("--rows adamw --ddp-bucket-size 9", "--ddp-bucket-size has no effect on these rows"),
+        ("--ddp-num-buckets 2 --ddp-bucket-size 9", "not both"),
+        ("--rows adamw --ddp-bucket-size 9", "these rows have one bucket a buffer"),
         ("--group-query-attention --num-query-groups 3", "--num-query-groups (3) must be a m"),
         ("--tp 4 --group-query-attention --num-query-groups 2", "cuts 2 query group(s), so that"),
     ],
@@ -241,21 +229,11 @@ def test_a_wrong_argument_is_named(
 
 
 def test_flags_of_the_model_and_its_buckets_are_read() -> None:
-    """Also those that are so in every row anyway."""
+    """Also those that are so in every row anyway, and sizes by Megatron-LM's names."""
     flags = model_and_ranks("--swiglu --num-experts 4 --use-distributed-optimizer --bf16")
     assert (flags.swiglu, flags.num_experts, flags.bf16) == (True, 4, True)
-    assert model_and_ranks("--ddp-bucket-size 9").ddp_bucket_size == 9
-
-
-@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is an extra")
-@pytest.mark.parametrize("name", ["x.foo", "x"])
-def test_a_chart_in_no_format_is_refused_before_any_work(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["bench", "step", "--plot", name])
-    assert stopped.value.code == 2
-    assert f"--plot {name}: its name must end in a format" in capsys.readouterr().err
+    flags = model_and_ranks("--ddp-bucket-size 9 --tensor-model-parallel-size 1 --num-layers 3")
+    assert (flags.ddp_bucket_size, flags.world_size, flags.num_layers) == (9, 2, 3)
 
 
 def test_contiguous_rows_are_laid_out_as_a_run_has_them() -> None:
@@ -265,8 +243,7 @@ def test_contiguous_rows_are_laid_out_as_a_run_has_them() -> None:
 
     names = ["adamw", *OURS, "muon-contiguous-auto", "muon-bucketed-auto"]
     aligned = {
-        row.name: row.config.align_shards
-        for row in rows(MuonConfig(), names, ["none", "naive"], "duplicated")
+        row.name: row.config.align_shards for row in rows(MuonConfig(), names, ["none", "naive"])
     }
     contiguous = {name for name in aligned if name.startswith("muon-contiguous")}
     assert len(contiguous) == 4
@@ -279,24 +256,19 @@ def test_a_variant_asked_for_twice_is_one_row() -> None:
     from megatron_muon.lab.bench.step.rows import rows
 
     gathers: list[Gathers] = ["early", "late", "early"]
-    chosen = rows(MuonConfig(), ["adamw"], ["none", "none"], "duplicated", gathers)
+    chosen = rows(MuonConfig(), ["adamw"], ["none", "none"], gathers)
     added = ["muon-contiguous-none", "muon-bucketed-early", "muon-bucketed-late"]
     assert [row.name for row in chosen] == ["adamw", *added]
     assert [row.config.early_param_gather for row in chosen[-2:]] == ["on", "off"]
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_made_only_where_it_is_asked_for(name: str) -> None:
+def test_a_row_is_made_only_where_it_is_asked_for_and_those_on_auto_come_last() -> None:
     from megatron_muon.lab.bench.step.rows import rows
 
-    assert [row.name for row in rows(MuonConfig(), [name], [], "duplicated")] == [name]
-
-
-def test_all_rows_are_the_default_and_those_on_auto_come_last() -> None:
-    from megatron_muon.lab.bench.step.flags import command_parser
-    from megatron_muon.lab.bench.step.rows import rows
-
-    names = list(command_parser().parse_args([]).rows)
-    made = [row.name for row in rows(MuonConfig(), names, ["none"], "duplicated")]
+    names = model_and_ranks("").rows
+    assert set(names) == set(ROWS)
+    made = [row.name for row in rows(MuonConfig(), names, ["none"])]
     assert set(made) == {*ROWS, "muon-contiguous-none"}
     assert made[-2:] == ["muon-contiguous-auto", "muon-bucketed-auto"]
+    for name in ROWS:
+        assert [row.name for row in rows(MuonConfig(), [name])] == [name]

@@ -17,8 +17,11 @@ from support.benching import environment
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("step --tp 2 --dp 4", "TP x PP x CP x DP makes 8 ranks, which need as many GPUs"),
-        ("speeds --ranks 4", "--ranks makes 4 ranks, which need as many GPUs, and here are 3"),
+        (
+            "step --tp 2 --dp 4",
+            "DP needs 8 GPUs (one per rank), but only 3 are visible",
+        ),
+        ("speeds --ranks 4", "--ranks needs 4 GPUs (one per rank), but only 3 are visible"),
     ],
 )
 def test_ranks_do_not_share_gpus(
@@ -36,7 +39,7 @@ def test_ranks_do_not_share_gpus(
 
 def test_ranks_end_when_the_command_is_killed() -> None:
     code = (
-        "import time; from megatron_muon.lab.bench.ranks import Task, run_ranks\n"
+        "import time; from megatron_muon.lab.ranks import Task, run_ranks\n"
         "run_ranks(Task(run=time.sleep, argument=100, world=2, gpus=False, threads=1, seconds=99))"
     )
     with subprocess.Popen([sys.executable, "-c", code], env=environment()) as command:
@@ -52,7 +55,7 @@ def test_ranks_end_when_the_command_is_killed() -> None:
 
 def test_an_error_of_a_rank_is_the_commands() -> None:
     code = (
-        "from megatron_muon.lab.bench.ranks import Task, run_ranks\n"
+        "from megatron_muon.lab.ranks import Task, run_ranks\n"
         "run_ranks(Task(run=int, argument='x', world=2, gpus=False, threads=1, seconds=60))"
     )
     done = subprocess.run(

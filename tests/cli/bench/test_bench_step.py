@@ -25,7 +25,7 @@ MOE = "--num-experts 4 --moe-ffn-hidden-size 40"
 def _measured(arguments: str, names: list[str]) -> dict[str, Any]:
     """On a rank: what each row costs, and the plans that ours has."""
     flags = model_and_ranks(arguments)
-    chosen = rows(MuonConfig(), names, [], "duplicated")
+    chosen = rows(MuonConfig(), names)
     measured = measure(StepJob(flags, tuple(chosen), 1))
     row = next(row for row in chosen if row.name == "muon-paper")
     built = build(row, flags, StepTimers(torch.device("cpu")))
@@ -137,7 +137,7 @@ def test_state_is_what_adamw_keeps_and_less(by_rank: list[dict[str, Any]]) -> No
 def _planned_bytes(aligned: bool) -> list[int]:
     """On a rank: what all ranks together send in muon-contiguous, by the plan of each part."""
     flags = model_and_ranks("--tp 1 --dp 3 --hidden 96")
-    (row, *_) = rows(MuonConfig(homes="local"), ["muon-contiguous"], [], "duplicated")
+    (row, *_) = rows(MuonConfig(homes="local"), ["muon-contiguous"])
     row = replace(row, config=replace(row.config, align_shards=aligned and row.config.align_shards))
     measure(StepJob(flags, (), 0))  # Megatron's groups
     built = build(row, flags, StepTimers(torch.device("cpu")))

@@ -25,7 +25,7 @@ def importable() -> None:
 def _measured(arguments: str) -> dict[str, Measured]:
     from megatron_muon.lab.bench.step.rows import rows
 
-    chosen = rows(MuonConfig(), ["upstream-layerwise", "muon-contiguous"], [], "duplicated")
+    chosen = rows(MuonConfig(), ["upstream-layerwise", "muon-contiguous"])
     measured = measure(StepJob(model_and_ranks(arguments), tuple(chosen), 1))
     return {row.name: one for row, one in zip(chosen, measured, strict=True)}
 
@@ -50,9 +50,9 @@ def _directions(name: str) -> dict[str, torch.Tensor]:
     from megatron_muon.lab.bench.step.meter import StepTimers
     from megatron_muon.lab.bench.step.rows import rows
 
-    (row, *_) = rows(MuonConfig(), [name], [], "duplicated")
+    (row, *_) = rows(MuonConfig(), [name])
     flags = model_and_ranks("--tp 1 --dp 1")
-    device = measure._start_megatron(flags)
+    device = measure.start_megatron(flags)
     noise = torch.randn(measure.NOISE, generator=torch.Generator().manual_seed(1)) / 50
     watch = StepTimers(device)
     contender: Any = measure._Contender(build(row, flags, watch), watch, noise)
@@ -61,7 +61,7 @@ def _directions(name: str) -> dict[str, torch.Tensor]:
     names = {param: key for key, param in contender._params()}
     mains = {
         names[param]: main
-        for param, main, _ in measure._main_params(contender._optimizer)
+        for param, main, _ in measure.main_params(contender._optimizer)
         if param.dim() == 2 and not getattr(param, "is_embedding_or_output_parameter", False)
     }
     before = {key: main.clone() for key, main in mains.items()}

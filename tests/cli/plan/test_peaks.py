@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 
-from megatron_muon.lab.bench.ranks import Task, run_ranks
-from megatron_muon.lab.bench.step.flags import command_parser, model_flags
+from megatron_muon.lab.bench.step.flags import parsed
 from megatron_muon.lab.bench.step.measure import StepJob, measure
 from megatron_muon.lab.bench.step.rows import Row, rows
 from megatron_muon.lab.plan.predicted import Predicted, predicted
+from megatron_muon.lab.ranks import Task, run_ranks
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.orthogonalize.matmul import multiplies_bf16
@@ -32,13 +32,12 @@ TOPOLOGIES = ["--tp=1 --dp=4", "--tp=4 --dp=1", "--tp=2 --dp=2", "--tp=2 --pp=2 
 
 @cache
 def flags_of(words: str) -> Namespace:
-    given, of_megatron = command_parser().parse_known_args([*WORDS.split(), *words.split()])
-    return model_flags("a test", given, of_megatron)
+    return parsed([*WORDS.split(), *words.split()])
 
 
 def both(**settings: int) -> tuple[Row, ...]:
-    (adamw,) = rows(MuonConfig(), ["adamw"], [], "duplicated")
-    (muon,) = rows(MuonConfig(**settings), ["muon-contiguous"], [], "duplicated")
+    (adamw,) = rows(MuonConfig(), ["adamw"])
+    (muon,) = rows(MuonConfig(**settings), ["muon-contiguous"])
     return muon, adamw
 
 

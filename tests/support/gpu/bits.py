@@ -7,6 +7,7 @@ and reported beside a CPU's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import get_args
@@ -14,19 +15,21 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from megatron_muon.lab.bench.newton_schulz.accuracy import in_float64
-from megatron_muon.orthogonalize.iteration import dtype_of
-from megatron_muon.orthogonalize.matmul import plan_device
-from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.orthogonalize.gram import gram_iteration
+from megatron_muon.orthogonalize.iteration import dtype_of, schedule_of, segments, takes_gram
+from megatron_muon.orthogonalize.matmul import Products, plan_device
+from megatron_muon.orthogonalize.newton_schulz import orthogonalize, standard_iteration
 from megatron_muon.runtime.fused import Fused, elementwise_on, trial
 from megatron_muon.runtime.update import Elementwise as _Elementwise
 from megatron_muon.runtime.update import Foreach
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
+from support.matrices import inputs
 
 _SHAPES = ((256, 1024), (512, 512))
 _FP32 = 1e-4  # a CPU's is below 2e-6; TF32, which has 10 bits, gives more than 1e-3
 _CPU = torch.device("cpu")
+_EXACT = Products(torch.float64, squares=torch.float64, held=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,17 @@ def _error(matrix: Tensor, config: MuonConfig) -> float:
     return float((made - exact).norm() / exact.norm())
 
 
+def errors_of_hard_inputs(job: tuple[str, tuple[int, int]]) -> dict[str, float]:
+    """The largest error of each iteration and dtype over ``matrices.inputs``, on a rank."""
+    kind, shape = job
+    matrices = [matrix.float().to(kind) for _, matrix in inputs(*shape)]
+    largest: dict[str, float] = {}
+    for config in configs():
+        every = [_error(matrix, config) for matrix in matrices]
+        largest[name_of(config)] = max(every) if all(map(math.isfinite, every)) else math.nan
+    return largest
+
+
 def twice(device: torch.device, config: MuonConfig) -> str:
     """The same matrix twice gives the same bits; a matrix of zeros gives zeros."""
     matrix = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)).to(device)
@@ -133,3 +147,13 @@ def configs() -> Iterator[MuonConfig]:
 def name_of(config: MuonConfig) -> str:
     """In words."""
     return f"Newton-Schulz, {config.ns_dtype}, {config.ns_iteration}"
+
+
+def in_float64(matrix: Tensor, config: MuonConfig) -> Tensor:
+    """The same iteration of the same fp32 matrix with every product in float64."""
+    x = matrix.double()
+    x = x / x.norm()
+    device = plan_device(matrix.device)
+    if takes_gram(matrix.size(0), matrix.size(1), config, device):
+        return gram_iteration(x, segments(config, device), _EXACT)
+    return standard_iteration(x, schedule_of(config), _EXACT)

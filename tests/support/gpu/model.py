@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.lab.bench.ranks import Task, run_ranks, threads_for
 from megatron_muon.lab.bench.step.build import Built, build
-from megatron_muon.lab.bench.step.flags import command_parser, model_flags
+from megatron_muon.lab.bench.step.flags import parsed
 from megatron_muon.lab.bench.step.meter import StepTimers
 from megatron_muon.lab.bench.step.rows import Row, rows
+from megatron_muon.lab.ranks import Task, run_ranks, threads_for
 from megatron_muon.settings.config import MuonConfig
 from support.gpu.settings import Settings
 from support.virtual_gpu.dry_run import ranks_of, world
@@ -32,13 +32,12 @@ def arguments(settings: Settings, *, tiny: bool = False) -> list[str]:
 
 def flags_of(settings: Settings, *, tiny: bool = False) -> Namespace:
     """Megatron's flags of that model."""
-    given, rest = command_parser().parse_known_args(arguments(settings, tiny=tiny))
-    return model_flags("tests/gpu", given, rest)
+    return parsed(arguments(settings, tiny=tiny))
 
 
 def row_of(name: str) -> Row:
     """A row of ``bench step`` with Moonlight's settings."""
-    (row,) = rows(MuonConfig(), [name], [], "duplicated")
+    (row,) = rows(MuonConfig(), [name])
     return row
 
 

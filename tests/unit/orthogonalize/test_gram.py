@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.lab.bench.newton_schulz.inputs import exactly, inputs
 from megatron_muon.orthogonalize.gram import gram_iteration
 from megatron_muon.orthogonalize.iteration import (
     Device,
@@ -35,6 +34,7 @@ from megatron_muon.settings.coefficients import GRAM_ERROR, GRAM_LEAST, SETS, Ns
 from megatron_muon.settings.config import MuonConfig
 from support.drawn import WORST, trials
 from support.expected.oracle import newton_schulz
+from support.matrices import exactly, inputs
 
 PAIRS = [(name, steps) for name, found in SETS.items() for steps in found.restarts]
 DTYPES = get_args(NsDtype)

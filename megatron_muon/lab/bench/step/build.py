@@ -18,13 +18,7 @@ from megatron_muon.lab.bench.step.upstream import layouts, lays_out_buffers, ups
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A row's model and optimizer on a rank.
-
-    Attributes:
-        chunks: chunks of the model, each wrapped in Megatron's DDP.
-        optimizer: Megatron's optimizer.
-        lines: lines that our Muon prints when it is built.
-    """
+    """A row's model (chunks in Megatron's DDP), optimizer, and the lines that our Muon printed."""
 
     chunks: list[Any]
     optimizer: Any
@@ -36,7 +30,7 @@ def build(row: Row, flags: Namespace, timers: Any) -> Built:
 
     Args:
         row: the row to build.
-        flags: flags of the model, see ``flags.model_flags``.
+        flags: flags of the model, see ``flags.parsed``.
         timers: timers for Megatron's ``OptimizerConfig``.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -52,18 +46,15 @@ def build(row: Row, flags: Namespace, timers: Any) -> Built:
     config = transformer_config(own, ranks_of(own))
     device = torch.device(torch.cuda.current_device())
     with contextlib.redirect_stdout(io.StringIO()) as printed, _installed(row):
-        chunks = build_chunks(own, config, device=device, **_wrapping(row))
+        wrapping: dict[str, Any] = {}
+        if row.kind == "upstream":
+            old = {"distributed_optimizer": False}
+            wrapping = {"layouts": layouts} if lays_out_buffers() else old
+        chunks = build_chunks(own, config, device=device, **wrapping)
         optimizer = _optimizer(row, own, chunks, timers)
     if row.kind == "paper":
         _make_papers(optimizer)
     return Built(chunks, optimizer, printed.getvalue().splitlines())
-
-
-def _wrapping(row: Row) -> dict[str, Any]:
-    """Arguments with which ``build_chunks`` wraps a row's model in DDP."""
-    if row.kind != "upstream":
-        return {}
-    return {"layouts": layouts} if lays_out_buffers() else {"distributed_optimizer": False}
 
 
 @contextlib.contextmanager
@@ -106,10 +97,8 @@ def _make_papers(optimizer: Any) -> None:
     for part in optimizer.chained_optimizers:
         if part.muon is None:
             continue
-        experts = has_experts(part)
-        tp_group = (
-            parallel_state.get_expert_tensor_parallel_group()
-            if experts
-            else parallel_state.get_tensor_model_parallel_group()
-        )
+        if has_experts(part):
+            tp_group = parallel_state.get_expert_tensor_parallel_group()
+        else:
+            tp_group = parallel_state.get_tensor_model_parallel_group()
         PaperMuon.take_over(part.muon, part, part.stage_group.rank(), tp_group)

@@ -45,7 +45,7 @@ class StepJob:
     """The task of the measurement; the same for every rank.
 
     Attributes:
-        flags: flags of the model and its ranks, see ``flags.model_flags``.
+        flags: flags of the model and its ranks, see ``flags.parsed``.
         rows: rows in the order of the table.
         rounds: number of rounds, with one timed step of each row.
         traces: folder for Chrome traces of a step, in a folder for each row, or None.
@@ -107,8 +107,7 @@ def measure(job: StepJob) -> list[Measured]:
         contender.count()
         contender.weigh()
         if row.kind == "muon":
-            contender.measured.exchange_rounds = contender.exchange_rounds()
-            contender.measured.metered_bytes = contender.metered_bytes()
+            contender.read_plan_and_meter()
         if job.launches and device.type == "cuda":
             contender.watch_launches()
         if job.traces is not None:
@@ -122,8 +121,7 @@ def measure(job: StepJob) -> list[Measured]:
 
 
 def _say(text: str) -> None:
-    """Print progress on rank 0, since a large model takes minutes."""
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0:  # a large model takes minutes
         print(text, file=sys.stderr, flush=True)
 
 
@@ -146,12 +144,12 @@ class _Contender:
         self._watch = watch
         self._noise = noise
         self._parked: list[tuple[torch.UntypedStorage, int]] = []
-        for name in ("prepare_grads", "get_grad_norm"):
-            _name_part(built.optimizer, name, watch, name.replace("_", "-"))
+        for name in ("prepare_grads", "get_grad_norm"):  # Megatron has no timers of them
+            watch.time(built.optimizer, name, name.replace("_", "-"))
         self._awaited = list(_in_forward_order(built.chunks)) if row.overlap else []
         for group in self._awaited:
             for name in ("start_param_sync", "finish_param_sync"):
-                _name_part(group, name, watch, PARAM_GATHER)
+                watch.time(group, name, PARAM_GATHER)
 
     def park(self) -> None:
         """Free the storage that the row only needs in its turn."""
@@ -200,6 +198,12 @@ class _Contender:
         self.measured.state_bytes = state_bytes(self._optimizer)
         self.park()
 
+    def read_plan_and_meter(self) -> None:
+        muons = [getattr(part, "muon", None) for part in optimizers_of(self._optimizer)]
+        rounds = (len(muon.plan.rounds) for muon in muons if muon is not None)
+        self.measured.exchange_rounds = sum(rounds)
+        self.measured.metered_bytes = int(meter(self._optimizer).sent_bytes)
+
     def weigh(self) -> None:
         """Measure the peak memory of a step after the first."""
         self.wake()
@@ -229,13 +233,6 @@ class _Contender:
         self.measured.host_ms = 1e3 * (time.perf_counter() - start)
         torch.cuda.synchronize()
         self.park()
-
-    def metered_bytes(self) -> int:
-        return int(meter(self._optimizer).sent_bytes)
-
-    def exchange_rounds(self) -> int:
-        muons = [getattr(part, "muon", None) for part in optimizers_of(self._optimizer)]
-        return sum(len(muon.plan.rounds) for muon in muons if muon is not None)
 
     def _step(self) -> None:
         for group in self._awaited:
@@ -304,17 +301,6 @@ def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _name_part(owner: Any, name: str, watch: StepTimers, part: str) -> None:
-    """Time a method of Megatron's as a part of the step, since it has no timer of its own."""
-    method = getattr(owner, name)
-
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with watch.part(part):
-            return method(*args, **kwargs)
-
-    setattr(owner, name, named)
 
 
 def _in_forward_order(chunks: Sequence[Any]) -> Iterator[Any]:

@@ -36,12 +36,10 @@ NEWTON_SCHULZ = "muon-newton_schulz"
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times of one step on one rank.
+    """Milliseconds of one step on one rank.
 
-    Attributes:
-        ms: milliseconds from begin to end.
-        parts_ms: milliseconds by part, without the parts inside it; ``rest`` is outside all parts.
-        ns_cpu_ms: processor time of this thread in Newton-Schulz; meaningless on a GPU.
+    ``parts_ms`` is by part, without the parts inside it; ``rest`` is outside all parts.
+    ``ns_cpu_ms`` is processor time of this thread in Newton-Schulz; meaningless on a GPU.
     """
 
     ms: float
@@ -77,6 +75,19 @@ class StepTimers:
             yield
         finally:
             self.mark(name, begins=False)
+
+    def time(self, owner: Any, method: str, part: str) -> None:
+        """Time each call of a method of ``owner`` from now on as a part of the step."""
+        setattr(owner, method, self.timed(getattr(owner, method), part))
+
+    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """The function, each call of which is a part of the step."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.part(part):
+                return function(*args, **kwargs)
+
+        return call
 
     def mark(self, name: str, *, begins: bool) -> None:
         if begins:
@@ -134,12 +145,7 @@ class _Timer:
 
 @dataclass
 class Counted:
-    """Counts of one step on one rank.
-
-    Attributes:
-        sent_bytes: bytes sent to other ranks, by kind.
-        flops: flops of matrix products by torch's counter, 2 per multiply-add.
-    """
+    """Of one step on one rank: bytes sent to other ranks, by kind, and flops of products."""
 
     sent_bytes: dict[str, int] = field(default_factory=dict)
     flops: int = 0
@@ -158,9 +164,7 @@ class _Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that each collective sends from this rank to others.
 
     An all-to-all counts by its sizes, other collectives as by bandwidth-optimal algorithms,
-    whatever the backend does. With n ranks an all-gather sends this rank's part n - 1 times. A
-    reduce-scatter sends (n - 1) / n of its input, an all-reduce twice that. A broadcast sends the
-    root's tensor n - 1 times.
+    whatever the backend does.
     """
 
     def __init__(self, watch: StepTimers) -> None:
@@ -177,9 +181,10 @@ class _Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _sent(name: str, args: Any) -> int:
-    if name in ("barrier", "monitored_barrier_"):
+    if name in ("barrier", "monitored_barrier_", "recv_"):
         return 0
-    group = next(_unboxed(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+    group: Any = dist.ProcessGroup.unbox(boxed)
     size, rank = int(group.size()), int(group.rank())
     if name == "alltoall_base_":
         _, given, _, _, sizes, *_ = args
@@ -193,16 +198,10 @@ def _sent(name: str, args: Any) -> int:
         return 2 * _bytes(args[0]) * (size - 1) // size
     if name == "send":
         return _bytes(args[0])
-    if name == "recv_":
-        return 0
     if name == "broadcast_":
         root = args[2]
         return (size - 1) * _bytes(args[0]) if root == rank else 0
     raise NotImplementedError(f"what c10d::{name} sends is not known to the benchmark")
-
-
-def _unboxed(arg: Any) -> Any:
-    return dist.ProcessGroup.unbox(arg)
 
 
 def _bytes(tensors: Any) -> int:

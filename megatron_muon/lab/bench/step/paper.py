@@ -5,17 +5,8 @@ own piece of the direction. Buckets follow one another, each with one collective
 over TP. Momentum, kernels, dtype and update are those of ``DistributedMuon``: only the division of
 work between ranks differs.
 
-Let p be the number of DP ranks that hold a piece of a matrix, counted on one TP rank. Let t be the
-number of TP ranks that split it (1 where they hold replicas). A rank
-
-- sends ``itemsize × Σ elements × (p - 1)`` bytes over DP, summed over its pieces (``dp_gather``);
-- sends ``itemsize × Σ rows × cols / t × (t - 1)`` bytes over TP, summed over the matrices of its
-  pieces (``tp_gather``);
-- computes ``Σ ns_flops(rows, cols)`` over the same matrices.
-
-All ranks together compute ``Σ p × (TP ranks) × ns_flops`` over matrices; with ``DistributedMuon``
-each matrix is computed once. The proof of concept (NVIDIA/Megatron-LM#1428) sends more over DP:
-whole buckets, embeddings included, to every rank.
+A rank sends each of its pieces to the other DP ranks that hold some of the matrix, and the matrix's
+TP slice to the other TP ranks. ``pricing.paper`` counts bytes and flops of the same.
 """
 
 from __future__ import annotations
@@ -46,7 +37,6 @@ class BucketRoutes:
     """A rank's part in one bucket.
 
     Attributes:
-        parameters: indices of the bucket's parameters of which the rank has a piece.
         matrices: indices of the matrices that it orthogonalizes.
         slices: each TP rank's segments of those matrices that TP splits, in the same order.
         kept: segments that the rank holds.
@@ -54,7 +44,6 @@ class BucketRoutes:
         silent: whether no rank of its DP group sends anything.
     """
 
-    parameters: tuple[int, ...]
     matrices: tuple[int, ...]
     slices: tuple[tuple[Segment, ...], ...]
     kept: tuple[Segment, ...]
@@ -64,13 +53,8 @@ class BucketRoutes:
 
 
 def routes(plan: ExchangePlan, rank: int) -> list[BucketRoutes]:
-    """The routes of every bucket, in the same order on all ranks.
-
-    Args:
-        plan: exchange plan of the stage; its homes and rounds do not matter here.
-        rank: number of the rank in the stage.
-    """
-    ep, tp, dp = place(plan, rank)
+    """A stage's rank's routes of every bucket, in the same order on all ranks."""
+    ep, tp, dp = next((ep, tp, dp) for ep, tp, dp, other in plan.grid.places() if other == rank)
     buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, parameter in enumerate(plan.parameters):
         if parameter.ep_rank == ep:
@@ -83,11 +67,6 @@ def routes(plan: ExchangePlan, rank: int) -> list[BucketRoutes]:
         _bucket(plan, [s for index in sorted(bucket) for s in of_parameter[index]], rows, tp, dp)
         for _, bucket in sorted(buckets.items())
     ]
-
-
-def place(plan: ExchangePlan, rank: int) -> tuple[int, int, int]:
-    """(EP rank, TP rank, DP rank) of a rank of the stage."""
-    return next((ep, tp, dp) for ep, tp, dp, other in plan.grid.places() if other == rank)
 
 
 def _bucket(
@@ -108,7 +87,6 @@ def _bucket(
         s for s in segments if s.matrix in matrices and not plan.parameters[s.parameter].replicated
     ]
     return BucketRoutes(
-        parameters=tuple(dict.fromkeys(segment.parameter for segment in kept)),
         matrices=matrices,
         slices=tuple(
             tuple(sorted((s for s in split if s.rank in other), key=_in_order)) for other in rows
@@ -143,13 +121,13 @@ class PaperMuon(DistributedMuon):
 
     @staticmethod
     def take_over(muon: DistributedMuon, dist_opt: Any, rank: int, tp_group: Group) -> None:
-        """Turn a built ``DistributedMuon`` into a ``PaperMuon``.
+        """Turn the Muon inside Megatron's ``dist_opt`` into a ``PaperMuon``.
 
         Args:
-            muon: the Muon inside ``dist_opt``.
-            dist_opt: Megatron's DistributedOptimizer, whose DP group is used.
+            muon: the Muon.
+            dist_opt: the optimizer around it, whose DP group is used.
             rank: number of the rank in the stage.
-            tp_group: the TP group of the parameters in ``dist_opt``.
+            tp_group: the TP group of its parameters.
         """
         muon.__class__ = PaperMuon
         assert isinstance(muon, PaperMuon)

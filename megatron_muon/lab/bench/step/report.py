@@ -1,141 +1,130 @@
-"""Text and JSON of ``megatron-muon bench step``, from its ranks' measurements."""
+"""What ``megatron-muon bench step`` prints and writes, from its ranks' measurements."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_muon.lab.bench.ranks import Task
-from megatron_muon.lab.bench.step import table as table
+from megatron_muon.lab.bench.step import table
 from megatron_muon.lab.bench.step.measure import Measured, checksums_agree
 from megatron_muon.lab.bench.step.rows import Row, bucket_elements
 from megatron_muon.lab.bench.step.upstream import lays_out_buffers
 from megatron_muon.lab.dry_run.model import padded_vocab, ranks_of, transformer_config
+from megatron_muon.lab.outputs import CommandError, new_figure, write_json
+from megatron_muon.lab.ranks import Task
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.mcore.seams.rows import megatron_version
 from megatron_muon.version import __version__
 
+_DIMENSIONS = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
+
 
 def report(
-    given: Namespace,
-    argv: Sequence[str],
-    flags: Namespace,
-    task: Task,
-    ranks: Sequence[Sequence[Measured]],
+    argv: Sequence[str], flags: Namespace, task: Task, ranks: Sequence[Sequence[Measured]]
 ) -> int:
     """Print the tables and write the files.
 
     Args:
-        given: values of the command's own flags.
         argv: all arguments of the command.
-        flags: flags of the model and its ranks.
+        flags: what they are.
         task: the task that the ranks ran.
         ranks: each rank's measurements of each row.
 
     Returns:
-        The exit status: 0, or 1 where rows that must end a step with the same weights did not.
+        The exit status: 0.
 
     Raises:
-        OSError: a file cannot be written.
+        CommandError: rows that must end a step with the same weights did not, or a file cannot be
+            written.
     """
     rows: tuple[Row, ...] = task.argument.rows
     lines = [
         table.Line(row.name, of_ranks)
         for row, of_ranks in zip(rows, zip(*ranks, strict=True), strict=True)
     ]
-    topology = {name: getattr(given, name) for name in ("tp", "pp", "dp", "ep", "cp")}
-    _print_tables(given, topology, task, lines)
-    verdicts = weights_verdicts(rows, lines)
+    sizes = {name: getattr(flags, f"{of}_model_parallel_size") for name, of in _DIMENSIONS.items()}
+    topology = sizes | {"dp": flags.dp, "cp": flags.context_parallel_size}
+    _print_tables(flags, topology, task, lines)
+    verdicts = _weights(rows, lines)
     if verdicts:
-        print("\n" + "\n".join(text for text, _ in verdicts))
-    result = table.as_json(lines, topology, run_of(argv, flags, task))
-    _write(given, result)
-    if all(same for _, same in verdicts):
+        print("\n" + "\n".join(verdicts))
+    result = table.as_json(lines, topology, _run_of(argv, flags, task))
+    write_json(flags.json, result)
+    if flags.plot is not None:
+        _plot(result, flags.plot)
+    if all(verdicts.values()):
         return 0
-    print(
-        "megatron-muon bench step: error: rows of Muon with the same iteration ended a step with "
-        "different weights, so the figures above are not of the same work",
-        file=sys.stderr,
+    raise CommandError(
+        "rows of Muon with the same iteration ended a step with different weights, so the figures "
+        "above are not of the same work"
     )
-    return 1
-
-
-def _write(given: Namespace, result: dict[str, Any]) -> None:
-    """Write the files that flags ask for; an error names the flag."""
-    if given.json is not None:
-        with _named_error(f"--json {given.json}"):
-            given.json.write_text(json.dumps(result, indent=1) + "\n")
-    if given.plot is not None:
-        from megatron_muon.lab.bench.plot import plot
-
-        with _named_error(f"--plot {given.plot}"):
-            plot(result, given.plot)
-
-
-@contextmanager
-def _named_error(flag: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f"{flag}: {error.strerror or error}") from error
 
 
 def _print_tables(
-    given: Namespace, topology: dict[str, int], task: Task, lines: Sequence[table.Line]
+    flags: Namespace, topology: dict[str, int], task: Task, lines: Sequence[table.Line]
 ) -> None:
     for row, line in zip(task.argument.rows, lines, strict=True):
         for text in line.ranks[0].lines if row.kind == "muon" else ():
             if "pipeline stage" in text:
                 print(f"{row.name}: {text}")
-    sizes = " x ".join(f"{name.upper()} {size}" for name, size in topology.items() if size > 1)
     backend = "nccl" if task.gpus else f"gloo, {os.cpu_count()} cores"
     print(
-        f"\n{sizes or 'one rank'} ({task.world} ranks over {backend}, {task.threads} thread(s) "
-        f"each), hidden {given.hidden}, {given.layers} layers, {given.rounds} rounds"
-        + ("; at least 7 are needed to compare" if given.rounds < 7 else "")
+        f"\n{_named(topology)} ({task.world} ranks over {backend}, {task.threads} thread(s) "
+        f"each), hidden {flags.hidden_size}, {flags.num_layers} layers, {flags.rounds} rounds"
+        + ("; at least 7 are needed to compare" if flags.rounds < 7 else "")
     )
     print(table.as_text(lines))
-    kernel = "" if task.gpus else table.kernel_text(lines)
-    if kernel:
-        print(kernel)
-    for note in table.notes(lines, broadcasts=not task.gpus and not lays_out_buffers()):
-        print(note)
-    if given.parts:
+    if not task.gpus:
+        times = {line.name: line.ns_cpu_ms_per_gflop() for line in lines}
+        speeds = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items() if ms is not None)
+        if speeds:
+            print(f"\nNewton-Schulz, processor ms per Gflop: {speeds}")
+    if any(line.name == table.UPSTREAM for line in lines):
+        print(
+            f'{table.UPSTREAM}: coefficients "simple" as in the other rows; its own default, '
+            '"quintic", needs as many products'
+        )
+        if not task.gpus and not lays_out_buffers():
+            print(
+                f"{table.UPSTREAM}: concurrent broadcasts replace its gather of parameters, since "
+                "gloo cannot gather unequal parts; other rows' gathers are broadcasts, too"
+            )
+    if flags.parts:
         print(f"\n{table.parts_text(lines)}")
 
 
-def weights_verdicts(rows: Sequence[Row], lines: Sequence[table.Line]) -> list[tuple[str, bool]]:
+def _named(topology: dict[str, int]) -> str:
+    sizes = [f"{name.upper()} {size}" for name, size in topology.items() if size > 1]
+    return " x ".join(sizes) or "one rank"
+
+
+def _weights(rows: Sequence[Row], lines: Sequence[table.Line]) -> dict[str, bool]:
     """Whether rows with the same Newton-Schulz iteration end a step with the same weights.
 
-    Rows on ``auto`` are compared with each other only. Upstream's row is not compared: it rounds
-    differently.
-
-    Returns:
-        For each set of two or more rows: a line to print, and whether the weights are the same.
+    By a line to print for each set of two or more rows. Rows on ``auto`` are compared with each
+    other only. Upstream's row is not compared: it rounds differently.
     """
     sets: dict[str, list[table.Line]] = {}
     for row, line in zip(rows, lines, strict=True):
         if row.kind in ("muon", "paper"):
             sets.setdefault(str(row.config.ns_iteration), []).append(line)
-    verdicts = []
+    verdicts = {}
     for alike in sets.values():
         if len(alike) > 1:
             same = checksums_agree([line.ranks for line in alike])
             names = ", ".join(line.name for line in alike)
             verdict = "the same, bit by bit" if same else "NOT the same"
-            verdicts.append((f"weights after a step of {names}: {verdict}", same))
+            verdicts[f"weights after a step of {names}: {verdict}"] = same
     return verdicts
 
 
-def run_of(argv: Sequence[str], flags: Namespace, task: Task) -> dict[str, Any]:
+def _run_of(argv: Sequence[str], flags: Namespace, task: Task) -> dict[str, Any]:
     """The measurement's arguments, model, machine and versions, for the JSON.
 
     A bucket of the rows with several buckets is closed at ``bucket_elements``; with
@@ -166,3 +155,28 @@ def run_of(argv: Sequence[str], flags: Namespace, task: Task) -> dict[str, Any]:
         "backend": "nccl" if task.gpus else "gloo",
         "versions": versions,
     }
+
+
+def _plot(result: dict[str, Any], path: Path) -> None:
+    """Draw each row's median step with its range, and Newton-Schulz and the exchange inside it."""
+    rows = result["rows"]
+    places = range(len(rows))
+    steps = [row["step_ms"] for row in rows]
+    medians = [step["median"] for step in steps]
+    below = [step["median"] - step["min"] for step in steps]
+    above = [step["max"] - step["median"] for step in steps]
+    figure = new_figure(8, 1.2 + 0.6 * len(rows))
+    axes = figure.add_subplot()
+    label = "step, range over rounds"
+    axes.barh(places, medians, xerr=[below, above], color="#c8c8c8", label=label)
+    for part, shift, color in (("newton_schulz", -0.14, "#3b6ea5"), ("exchange", 0.14, "#d07a2d")):
+        times = [row[f"{part}_ms"] for row in rows]
+        label = f"{part.replace('newton_schulz', 'Newton-Schulz')}, busiest rank"
+        places_of_part = [place + shift for place in places]
+        axes.barh(places_of_part, times, color=color, label=label, height=0.25)
+    axes.set_yticks(list(places), [row["name"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(f"One optimizer step, {_named(result['topology'])}")
+    axes.legend(loc="best")
+    figure.savefig(path)

@@ -17,7 +17,6 @@ from typing import Literal
 from megatron_muon.settings.config import MuonConfig
 
 Kind = Literal["adamw", "muon", "paper", "upstream"]
-TpMode = Literal["duplicated", "blockwise"]
 Gathers = Literal["late", "early"]
 
 # Megatron's buckets of 40 M elements hold about a fifth of a layer of Llama-3-8B.
@@ -37,7 +36,6 @@ class Row:
         config: settings of our Muon; other optimizers take those that they have, too.
         buckets: whether buckets are Megatron's stock ones, as with ``--overlap-grad-reduce``; else
             a buffer has one.
-        tp_mode: ``muon_tp_mode`` of Megatron's own Muon.
         overlap: whether the step only starts gathers of parameters (``--overlap-param-gather``).
     """
 
@@ -45,15 +43,13 @@ class Row:
     kind: Kind
     config: MuonConfig
     buckets: bool = False
-    tp_mode: TpMode = "duplicated"
     overlap: bool = False
 
 
 def rows(
     config: MuonConfig,
-    names: list[str],
-    exchanges: list[str],
-    tp_mode: TpMode,
+    names: Sequence[str],
+    exchanges: Sequence[str] = (),
     gathers: Sequence[Gathers] = (),
 ) -> list[Row]:
     """The rows to measure.
@@ -63,7 +59,6 @@ def rows(
         names: names of rows, out of ``flags.ROWS``.
         exchanges: further rows of muon-contiguous: ``none`` puts all matrices into one round,
             ``naive`` gives every parameter a round of its own.
-        tp_mode: ``muon_tp_mode`` of Megatron's own Muon.
         gathers: further rows of muon-bucketed with ``--overlap-param-gather``: ``late`` starts
             gathers in the forward pass, ``early`` within the step (``early_param_gather``).
 
@@ -82,7 +77,7 @@ def rows(
         contiguous,
         bucketed,
         Row("muon-paper", "paper", equal, buckets=True),
-        Row("upstream-layerwise", "upstream", equal, tp_mode=tp_mode),
+        Row("upstream-layerwise", "upstream", equal),
         _on_auto(contiguous),
         _on_auto(bucketed),
     ]

@@ -9,49 +9,29 @@ from typing import Any
 
 from megatron_muon.lab.bench.step.measure import Measured
 from megatron_muon.lab.bench.step.meter import EXCHANGE, NEWTON_SCHULZ, PARAM_GATHER, Times
-from megatron_muon.lab.plan.report import aligned
+from megatron_muon.lab.tables import aligned
 
 UPSTREAM = "upstream-layerwise"
-OTHERS = ("adamw", "muon-paper", UPSTREAM)  # rows without a variant on auto
-AGAINST = ("adamw", "muon-contiguous", "muon-paper", UPSTREAM)
-AUTO = "-auto"  # suffix of our rows whose iteration is chosen by shape
+_OTHERS = ("adamw", "muon-paper", UPSTREAM)  # rows without a variant on auto
+_AGAINST = ("adamw", "muon-contiguous", "muon-paper", UPSTREAM)
+_AUTO = "-auto"  # suffix of our rows whose iteration is chosen by shape
 _EXCHANGED = ("gather", "scatter", "dp_gather", "tp_gather")
 _HEADER = (
-    "row",
-    "step ms",
-    "(min to max)",
-    "exchange ms",
-    "NS ms",
-    "exchange MB",
-    "all MB",
-    "NS Gflop",
-    "(all ranks)",
-    "state MB",
-    "peak MB",
+    *("row", "step ms", "(min to max)", "exchange ms", "NS ms", "exchange MB", "all MB"),
+    *("NS Gflop", "(all ranks)", "state MB", "peak MB"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row over all ranks; a round lasts until the slowest rank is done.
-
-    Attributes:
-        name: name of the row.
-        ranks: measurements of each rank.
-    """
+    """A row over all ranks, by its name; a round lasts until the slowest rank is done."""
 
     name: str
     ranks: tuple[Measured, ...]
 
-    def steps_ms(self) -> list[float]:
-        """Milliseconds of each round, on the slowest rank."""
-        return [max(t.ms for t in times) for times in self._rounds()]
-
-    def ungathered_ms(self) -> list[float]:
-        """``steps_ms`` without each rank's time in the all-gather of parameters."""
-        return [
-            max(t.ms - t.parts_ms.get(PARAM_GATHER, 0.0) for t in times) for times in self._rounds()
-        ]
+    def steps_ms(self, without: str = "") -> list[float]:
+        """Milliseconds of each round on the slowest rank, without its time in a part."""
+        return [max(t.ms - t.parts_ms.get(without, 0.0) for t in times) for times in self._rounds()]
 
     def parts_ms(self, *names: str) -> float:
         """Milliseconds of these parts on the rank where they take longest, median over rounds."""
@@ -73,11 +53,8 @@ class Line:
 
     def sent_bytes(self) -> dict[str, list[int]]:
         """Bytes that each rank sends, by kind."""
-        kinds = {kind for rank in self.ranks for kind in rank.counted.sent_bytes}
-        return {
-            kind: [rank.counted.sent_bytes.get(kind, 0) for rank in self.ranks]
-            for kind in sorted(kinds)
-        }
+        every = [rank.counted.sent_bytes for rank in self.ranks]
+        return {kind: [sent.get(kind, 0) for sent in every] for kind in sorted(set().union(*every))}
 
     def ns_flops(self) -> list[int]:
         return [rank.counted.flops for rank in self.ranks]
@@ -110,7 +87,7 @@ def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]
       together; 0 for other optimizers.
     - ``run``: the arguments, model, machine and versions of the measurement.
     """
-    once = _flops_once(lines)
+    once = [sum(rank.ns_flops_once for rank in line.ranks) for line in lines]
     return {
         "topology": topology,
         "run": run,
@@ -126,12 +103,12 @@ def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]
                 "newton_schulz_ms": line.parts_ms(NEWTON_SCHULZ),
                 "sent_bytes": line.sent_bytes(),
                 "ns_flops": line.ns_flops(),
-                "ns_flops_once": once,
+                "ns_flops_once": max(once, default=0),
                 "state_bytes": [rank.state_bytes for rank in line.ranks],
                 "peak_bytes": [rank.peak_bytes for rank in line.ranks],
                 "rounds_ms": line.steps_ms(),
                 "newton_schulz_cpu_ms_per_gflop": line.ns_cpu_ms_per_gflop(),
-                "rounds_ungathered_ms": line.ungathered_ms(),
+                "rounds_ungathered_ms": line.steps_ms(PARAM_GATHER),
                 "exchange_rounds": max(rank.exchange_rounds for rank in line.ranks),
             }
             for line in lines
@@ -139,15 +116,19 @@ def as_json(lines: Sequence[Line], topology: dict[str, int], run: dict[str, Any]
     }
 
 
-def _flops_once(lines: Sequence[Line]) -> int:
-    """Flops of all stages with each matrix once, by the plans of our row with the most flops."""
-    return max((sum(rank.ns_flops_once for rank in line.ranks) for line in lines), default=0)
-
-
 def as_text(lines: Sequence[Line]) -> str:
-    """The table, then the ratios of each row to others."""
-    cells = [_HEADER, *(_cells(line) for line in lines)]
-    return "\n".join([*aligned(cells), "", *_ratios(lines)])
+    """The table, then the ratios of each row to others.
+
+    If our rows on ``auto`` are there, a second block has them in place of our others.
+    """
+    text = [*aligned([_HEADER, *(_cells(line) for line in lines)]), ""]
+    equal = [line for line in lines if not line.name.endswith(_AUTO)]
+    text += _block("step time to others', the same Newton-Schulz iteration in all rows:", equal)
+    if len(equal) < len(lines):
+        faster = [line for line in lines if line.name.endswith(_AUTO) or line.name in _OTHERS]
+        ratios = _block("step time to others', ours on auto:", faster)
+        text += ["", *ratios] if ratios else []
+    return "\n".join(text)
 
 
 def _cells(line: Line) -> tuple[str, ...]:
@@ -176,26 +157,14 @@ def _mb(count: int) -> str:
     return f"{count / 1e6:.2f}"
 
 
-def _ratios(lines: Sequence[Line]) -> list[str]:
-    """Ratios of each row to those of ``AGAINST``; if our rows on ``auto`` are there, a second
-    block has them in place of our others."""
-    equal = [line for line in lines if not line.name.endswith(AUTO)]
-    text = _block("step time to others', the same Newton-Schulz iteration in all rows:", equal)
-    if len(equal) < len(lines):
-        faster = [line for line in lines if line.name.endswith(AUTO) or line.name in OTHERS]
-        ratios = _block("step time to others', ours on auto:", faster)
-        text += ["", *ratios] if ratios else []
-    return text
-
-
 def _block(title: str, lines: Sequence[Line]) -> list[str]:
     """Ratios under a title; ratios to upstream's row also without the gather of parameters."""
     names = {line.name for line in lines}
-    against = [name + AUTO if name + AUTO in names else name for name in AGAINST]
+    against = [name + _AUTO if name + _AUTO in names else name for name in _AGAINST]
     ratios = _ratios_to(lines, against, Line.steps_ms)
     if not ratios:
         return []
-    ungathered = _ratios_to(lines, [UPSTREAM], Line.ungathered_ms)
+    ungathered = _ratios_to(lines, [UPSTREAM], lambda line: line.steps_ms(PARAM_GATHER))
     if ungathered:
         ungathered.insert(0, " without the gather of parameters in either:")
     return [title, *ratios, *ungathered]
@@ -218,37 +187,6 @@ def _ratios_to(
         if parts:
             text.append(f"  {name:{width}}  {', '.join(parts)}")
     return text
-
-
-def notes(lines: Sequence[Line], *, broadcasts: bool) -> list[str]:
-    """Notes on the figures of upstream's row, where it is there.
-
-    Args:
-        lines: the rows.
-        broadcasts: whether broadcasts replace its gather of parameters in this benchmark.
-    """
-    if not any(line.name == UPSTREAM for line in lines):
-        return []
-    sentences = [
-        f'{UPSTREAM}: coefficients "simple" as in the other rows; its own default, "quintic", '
-        "needs as many products"
-    ]
-    if broadcasts:
-        sentences.append(
-            f"{UPSTREAM}: concurrent broadcasts replace its gather of parameters, since gloo "
-            "cannot gather unequal parts; the other rows' gather is made of broadcasts, too"
-        )
-    return sentences
-
-
-def kernel_text(lines: Sequence[Line]) -> str:
-    """Processor time of Newton-Schulz per Gflop, equal in our rows up to noise; empty without any.
-
-    Where a rank has several threads, the time of one of them counts.
-    """
-    times = [(line.name, line.ns_cpu_ms_per_gflop()) for line in lines]
-    parts = [f"{name} {ms:.2f}" for name, ms in times if ms is not None]
-    return f"\nNewton-Schulz, processor ms per Gflop: {', '.join(parts)}" if parts else ""
 
 
 def parts_text(lines: Sequence[Line]) -> str:

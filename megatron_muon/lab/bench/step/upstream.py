@@ -18,6 +18,7 @@ import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ def upstream_optimizer(row: Row, chunks: Sequence[Any], timers: Any) -> Any:
         muon_momentum=row.config.momentum,
         muon_num_ns_steps=row.config.ns_steps,
         muon_extra_scale_factor=row.config.matched_adamw_rms,
-        muon_tp_mode=row.tp_mode,
+        muon_tp_mode="duplicated",
         **own,
     )
     config.timers = timers
@@ -142,33 +143,25 @@ def upstream_optimizer(row: Row, chunks: Sequence[Any], timers: Any) -> Any:
         parts = getattr(optimizer, "chained_optimizers", [])
         gathering = [part for part in (optimizer, *parts) if hasattr(part, _GATHERS[1])]
         for part in gathering:
-            _name_gather(part, _GATHERS[1], timers)
+            timers.time(part, _GATHERS[1], PARAM_GATHER)
     else:
         muon = importlib.import_module("megatron.core.optimizer.muon")
         optimizer = muon.get_megatron_muon_optimizer(
             config, list(chunks), overrides, layer_wise_distributed_optimizer=True
         )
-        _name_gather(optimizer, _GATHERS[0], timers)
-    optimizer.step = _named(optimizer.step, row, timers)
-    return optimizer
-
-
-# Method names of its all-gather of parameters: in 0.16 and 0.17, and later.
-_GATHERS = ("allgather_params", "start_param_sync_for_bucket_group_subset")
-
-
-def _name_gather(optimizer: Any, name: str, timers: Any) -> None:
-    setattr(optimizer, name, _timed(getattr(optimizer, name), timers, PARAM_GATHER))
-
-
-def _named(step: Callable[[], Any], row: Row, timers: Any) -> Callable[[], Any]:
-    """``step`` with its parts timed by the names of our Muon's, and with ``row``'s coefficients."""
+        timers.time(optimizer, _GATHERS[0], PARAM_GATHER)
+    step = optimizer.step
 
     def named_step() -> Any:
         with _parts(row, timers):
             return step()
 
-    return named_step
+    optimizer.step = named_step
+    return optimizer
+
+
+# Method names of its all-gather of parameters: in 0.16 and 0.17, and later.
+_GATHERS = ("allgather_params", "start_param_sync_for_bucket_group_subset")
 
 
 @contextmanager
@@ -180,31 +173,15 @@ def _parts(row: Row, timers: Any) -> Iterator[None]:
     """
     utils = importlib.import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")
     muon = _muon_module()
-    over_tp = _with_coefficients(muon.newton_schulz_tp, row.config.ns_coefficients)
-    iteration = _timed(utils.newton_schulz, timers, NEWTON_SCHULZ)
+    # both packages name their sets alike
+    over_tp = partial(muon.newton_schulz_tp, coefficient_type=row.config.ns_coefficients)
+    iteration = timers.timed(utils.newton_schulz, NEWTON_SCHULZ)
     with (
         replaced(utils, newton_schulz=iteration),
-        replaced(muon, newton_schulz_tp=_timed(over_tp, timers, _TP_GATHER)),
+        replaced(muon, newton_schulz_tp=timers.timed(over_tp, _TP_GATHER)),
         replaced(dist, all_gather=_uneven(dist.all_gather)),
     ):
         yield
-
-
-def _with_coefficients(function: Callable[..., Any], coefficients: Any) -> Callable[..., Any]:
-    """``newton_schulz_tp`` with a given coefficient set; both packages use the same names."""
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **(kwargs | {"coefficient_type": coefficients}))
-
-    return chosen
-
-
-def _timed(function: Callable[..., Any], timers: Any, part: str) -> Callable[..., Any]:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        with timers.part(part):
-            return function(*args, **kwargs)
-
-    return timed
 
 
 def _uneven(all_gather: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Matrices for measurements of Newton-Schulz, and its exact results for them."""
+"""Matrices that are hard for Newton-Schulz, and its exact results for them."""
 
 from __future__ import annotations
 

@@ -9,23 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_muon.settings.coefficients import Given, schedule
+from megatron_muon.settings.coefficients import CoefficientName, schedule
 
 Run = Callable[[Tensor], object]
+_SET: CoefficientName = (
+    "simple"  # of all rows but dion's, which has five triples of its own; the work is the same
+)
 
 
-def peers(
-    coefficients: Given, steps: int, device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[str, Run | str]]:
+def peers(steps: int, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Run | str]]:
     """(name, iteration of one matrix) of each package, or (name, reason why it cannot run).
 
-    torch's iteration takes one triple for all steps, dion's has five triples of its own; the work
-    is the same. Each is tried on a small matrix of ``dtype``, since packages and their releases
-    differ in the sets and numbers of steps that they have.
+    Each is tried on a small matrix of ``dtype``, since packages and their releases differ.
     """
     for name, make in _PEERS.items():
         try:
-            run = make(coefficients, steps, device)
+            run = make(steps, device)
             run(torch.ones(8, 16, device=device, dtype=dtype))
         except Exception as reason:  # a package may raise anything; the other rows go on
             lines = str(reason).strip().splitlines() or [type(reason).__name__]
@@ -34,49 +33,45 @@ def peers(
             yield name, run
 
 
-def _torchs(coefficients: Given, steps: int, device: torch.device) -> Run:
+def _torchs(steps: int, device: torch.device) -> Run:
     module = importlib.import_module("torch.optim._muon")
     iterate: Any = module._zeropower_via_newtonschulz
-    triple = schedule(coefficients, steps, "fp32")[0]
+    triple = schedule(_SET, steps, "fp32")[0]
     return lambda x: iterate(x, triple, steps, 1e-7)
 
 
-def _emergings(coefficients: Given, steps: int, device: torch.device) -> Run:
+def _emergings(steps: int, device: torch.device) -> Run:
     name = "emerging_optimizers.orthogonalized_optimizers.muon_utils"
     iterate: Any = importlib.import_module(name).newton_schulz
-    if not isinstance(coefficients, str):
-        raise NotImplementedError("it has no custom coefficients here")
 
     def run(x: Tensor) -> object:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("medium")  # it runs in bf16 then
         try:
-            return iterate(x.float(), steps, coefficients)
+            return iterate(x.float(), steps, _SET)
         finally:
             torch.set_float32_matmul_precision(before)
 
     return run
 
 
-def _dions(coefficients: Given, steps: int, device: torch.device) -> Run:
-    iterate: Any = importlib.import_module("dion.newton_schulz_triton").zeropower_via_newtonschulz5
-    if steps != 5:
-        raise NotImplementedError(f"it has 5 steps, not {steps}")
-    run: Run = iterate
+def _dions(steps: int, device: torch.device) -> Run:
+    iterate: Any = importlib.import_module("dion.newton_schulz_triton")
+    run: Run = iterate.zeropower_via_newtonschulz5
     return run
 
 
-def _grams(coefficients: Given, steps: int, device: torch.device) -> Run:
+def _grams(steps: int, device: torch.device) -> Run:
     made: Any = importlib.import_module("gram_newton_schulz").GramNewtonSchulz(
         ns_use_kernels=device.type == "cuda",
-        ns_coefficients=[list(triple) for triple in schedule(coefficients, steps, "fp32")],
+        ns_coefficients=[list(triple) for triple in schedule(_SET, steps, "fp32")],
         gram_newton_schulz_reset_iterations=[2],
         compile_kwargs=None,
     )
     return lambda x: made(x.clone())
 
 
-_PEERS: dict[str, Callable[[Given, int, torch.device], Run]] = {
+_PEERS: dict[str, Callable[[int, torch.device], Run]] = {
     "torch.optim.Muon": _torchs,
     "emerging_optimizers": _emergings,
     "dion": _dions,

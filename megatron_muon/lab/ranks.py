@@ -1,4 +1,4 @@
-"""Starting the ranks of a measurement on this machine: one process each, no launcher, no port.
+"""Starts ranks on this machine: one process each, no launcher, no port.
 
 Ranks are forked from a server that has imported torch. They rendezvous through a file, communicate
 over NCCL with GPUs and over gloo without, and end with this process.
@@ -25,10 +25,18 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-GRACE = 1.0  # seconds to wait for other ranks' errors after the first failure
+from megatron_muon.lab.outputs import CommandError
+
+_GRACE = 1.0  # seconds to wait for other ranks' errors after the first failure
+# What a rank imports to build a model and its optimizer: a second, spent once for all ranks.
+_TO_BUILD = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "torch._dynamo",
+    "megatron_muon.mcore.wiring.install",
+)
 
 
-class RankError(RuntimeError):
+class RankError(CommandError):
     """A rank raised, died or did not finish in time; the text says which, and why."""
 
 
@@ -70,8 +78,8 @@ def gpus_for(world: int, asked_by: str, fewer: str) -> bool:
     gpus = torch.cuda.device_count()
     if 0 < gpus < world:
         raise ValueError(
-            f"{asked_by} makes {world} ranks, which need as many GPUs, and here are {gpus}: choose "
-            f"fewer with {fewer}, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
+            f"{asked_by} needs {world} GPUs (one per rank), but only {gpus} are visible: choose "
+            f"fewer ranks with {fewer}, or set CUDA_VISIBLE_DEVICES= to measure the CPU"
         )
     return gpus > 0
 
@@ -103,7 +111,7 @@ def run_ranks(task: Task) -> list[Any]:
             return _collect(pipes, processes, task.seconds)
         finally:
             for process in processes:
-                process.join(GRACE if sys.exc_info()[0] is None else 0)
+                process.join(_GRACE if sys.exc_info()[0] is None else 0)
                 process.kill()
                 process.join()
 
@@ -122,17 +130,17 @@ def _collect(
             try:
                 error, value = pipe.recv()
             except EOFError:
-                processes[rank].join(GRACE)
+                processes[rank].join(_GRACE)
                 code = processes[rank].exitcode
-                errors.insert(0, f"rank {rank} died, exit code {code} (-9: killed, by the kernel "
-                              "where memory ran out)")  # fmt: skip
+                why = "-9: killed, for instance by the kernel when memory ran out"
+                errors.insert(0, f"rank {rank} died, exit code {code} ({why})")
                 error = None
             else:
                 values[rank] = value
             if error is not None:
                 errors.append(f"rank {rank} of {len(pipes)} failed:\n{error}")
             if errors:
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + _GRACE)
     if errors:
         raise RankError(errors[0])
     if waiting:
@@ -199,8 +207,8 @@ def _context(task: Task) -> Any:
         context = multiprocessing.get_context("forkserver")
         first = ["torch"] if task.gpus else ["megatron_muon.cpu.on"]
         if task.builds and not task.gpus:
-            first.append("megatron_muon.lab.bench.building")
-        context.set_forkserver_preload([*first, "megatron_muon.lab.bench.frozen"])
+            first += _TO_BUILD
+        context.set_forkserver_preload([*first, "megatron_muon.lab.frozen"])
         with _deaf_to_ctrl_c():
             forkserver.ensure_running()
     finally:

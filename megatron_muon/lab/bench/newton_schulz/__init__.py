@@ -1,1 +1,0 @@
-"""``megatron-muon bench newton-schulz``: times and errors of the iterations, beside others'."""

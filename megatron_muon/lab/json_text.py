@@ -1,0 +1,44 @@
+"""JSON that anybody may have written: what is wrong with it is a ValueError, whatever it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+
+def parsed(text: str) -> Any:
+    """The value of a text.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, or has a number that is not finite.
+    """
+    try:
+        return json.loads(text, parse_constant=_refused, parse_int=_whole, parse_float=finite)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def finite(text: str) -> float:
+    """A number from a file or a command line.
+
+    Raises:
+        ValueError: it is none, or not finite.
+    """
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is not finite")
+    return value
+
+
+def _whole(text: str) -> int:
+    finite(text)  # and so of at most 309 digits
+    return int(text)
+
+
+def _refused(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+# Scans one value at a time: (value, end) of a text from an offset.
+scan = json.JSONDecoder(parse_constant=_refused).raw_decode

@@ -1,0 +1,90 @@
+"""The files that a command writes at its end; they are checked before its work."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from pathlib import Path
+from typing import Any
+
+
+class CommandError(RuntimeError):
+    """A command cannot do its work; the text is its one line for the user, with exit status 1."""
+
+
+def add_outputs(parser: ArgumentParser | _ArgumentGroup, plot: str = "") -> None:
+    """Add ``--json``, and ``--plot`` where there is a picture.
+
+    Args:
+        parser: where the flags go.
+        plot: what the picture shows.
+    """
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write all figures as JSON, too")
+    if plot:
+        add("--plot", type=Path, metavar="FILE", help=f"draw {plot} (png, svg, pdf)")
+
+
+def require_outputs(given: Namespace) -> None:
+    """Check the files of ``--json`` and ``--plot``; write nothing.
+
+    Raises:
+        ValueError: a file cannot be written, or no chart in its format.
+    """
+    for name in ("json", "plot"):
+        path = getattr(given, name, None)
+        if path is not None:
+            require_writable(f"--{name}", path)
+            if name == "plot":
+                _require_chart(path)
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Check that a file can be written; write nothing.
+
+    Args:
+        flag: the flag that names the file, for errors.
+        path: path of the file, which may exist already.
+
+    Raises:
+        ValueError: the file cannot be written; names the flag and the path.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"{flag} {path} is a folder: give the name of a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{flag} {path} cannot be written: give a file in a folder of yours")
+
+
+def _require_chart(path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    formats = sorted(new_figure(1, 1).canvas.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in formats:
+        raise ValueError(
+            f"--plot {path}: its name must end in a format of matplotlib's, one of "
+            f"{', '.join('.' + name for name in formats)}"
+        )
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Write the file of ``--json``, where there is one.
+
+    Raises:
+        CommandError: it cannot be written.
+    """
+    if path is not None:
+        try:
+            path.write_text(json.dumps(value, indent=1) + "\n")
+        except OSError as error:
+            raise CommandError(f"--json {path}: {error.strerror or error}") from error
