@@ -59,6 +59,8 @@ GONE: Mapping[str, str] = {
     "watch": "a run with --muon-log-interval prints its warnings; TensorBoard and W&B show numbers",
     "compare": "use examples/evidence/compare.py of a clone; it has no slowed links and no picture",
     "scales": "an update's root mean square is the table of docs/switching_and_tuning.md",
+    "trace merge": "https://ui.perfetto.dev opens several ranks' files on one timeline ("
+    "Open multiple trace files)",
     "trace run": "give the training command --muon-trace-steps FIRST:LAST --muon-trace-dir FOLDER",
     "accept --folder": "name the folder itself: megatron-muon accept FOLDER",
     "bench newton-schulz --accuracy": "docs/coefficients.md has each set's errors; in a clone "

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from megatron_muon.console import printable
 from megatron_muon.lab.curves import lead
 from megatron_muon.lab.curves.files import KINDS, CurveError, read_curves
 from megatron_muon.lab.curves.lead import Curve
-from megatron_muon.lab.outputs import require_outputs
+from megatron_muon.lab.outputs import add_outputs, require_outputs, write_json
+from megatron_muon.lab.tables import aligned
 
 _DESCRIPTION = """\
 Compare the loss curves of two or more runs with the first: final losses, the
@@ -44,11 +41,7 @@ _Runs = Mapping[str, Sequence[Mapping[str, Curve]]]  # by name a curve of each k
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Returns:
-        0, or 1 where a file cannot be read or written; wrong arguments end the process with 2.
-    """
+    """Run the command; wrong arguments end the process with 2."""
     parser = argparse.ArgumentParser(
         prog="megatron-muon curves",
         description=_DESCRIPTION,
@@ -60,8 +53,7 @@ def main(argv: Sequence[str]) -> int:
     add("--tag", action="append", default=[], metavar="KIND=NAME", help=tag)
     window = "average blocks of this part of a curve's points (0.02 for training curves, else 0)"
     add("--window", type=float, metavar="PART", help=window)
-    add("--json", type=Path, metavar="FILE", help="write all figures as JSON, too")
-    add("--plot", type=Path, metavar="FILE", help="draw losses and leading ratios")
+    add_outputs(parser, plot="losses and leading ratios")
     given = parser.parse_args(argv)
     try:
         if len(given.runs) < 2 or len(dict(map(_files, given.runs))) < len(given.runs):
@@ -74,19 +66,14 @@ def main(argv: Sequence[str]) -> int:
         require_outputs(given)
     except ValueError as error:
         parser.error(str(error))
-    try:
-        files = dict(map(_files, given.runs))
-        runs = {name: [read_curves(file, tags) for file in own] for name, own in files.items()}
-        found = compare(runs, given.window)
-        if given.json is not None:
-            given.json.write_text(json.dumps(found, indent=1) + "\n")
-        if given.plot is not None:
-            from megatron_muon.lab.curves.figure import draw
+    files = dict(map(_files, given.runs))
+    runs = {name: [read_curves(file, tags) for file in own] for name, own in files.items()}
+    found = compare(runs, given.window)
+    write_json(given.json, found)
+    if given.plot is not None:
+        from megatron_muon.lab.curves.figure import draw
 
-            draw(runs, found, given.plot)
-    except (CurveError, OSError) as error:
-        print(f"{parser.prog}: error: {printable(str(error))}", file=sys.stderr)
-        return 1
+        draw(runs, found, given.plot)
     print(printable("\n\n".join(_tables(found)), kept="\n"))
     return 0
 
@@ -144,23 +131,27 @@ def _tables(found: dict[str, Any]) -> list[str]:
             | {"not finite": own["dropped"]}
             for own in each["runs"]
         ]
-        blocks += [f"{kind} loss", pd.DataFrame(rows).to_string(index=False)]
+        blocks += [f"{kind} loss", _table(rows)]
         first = each["runs"][0]["name"]
         for other in each["beside_first"]:
             name = other["name"]
             rows = [_lead(f"S, {first}", f"s, {name}", own) for own in other["leads"]]
-            blocks.append(pd.DataFrame(rows).to_string(index=False))
+            blocks.append(_table(rows))
             rows = [
                 {f"step of {name}": f"{own['step']:g}", "loss": f"{own['loss']:.4f}"}
                 | {f"{first} has it at step": _spread(own["baseline_step"], (), ".1f")}
                 for own in other["needs"]
             ]
-            blocks.append(pd.DataFrame(rows).to_string(index=False))
+            blocks.append(_table(rows))
             if other["hangs_on_window"]:
                 parts = other["by_window"].items()
                 values = ", ".join(f"{part}: {_spread(own, (), '.2f')}" for part, own in parts)
                 blocks.append(f"warning: the window decides the last ratio of {name} ({values})")
     return blocks
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    return "\n".join(aligned([list(rows[0]), *(list(map(str, row.values())) for row in rows)]))
 
 
 def _lead(first: str, other: str, own: dict[str, Any]) -> dict[str, str]:

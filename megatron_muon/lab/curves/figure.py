@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from megatron_muon.lab.curves.lead import Curve, envelope, smooth
+from megatron_muon.lab.outputs import new_figure
 
 _COLORS = ("#d1495b", "#0b6e4f", "#3b6ea5", "#d07a2d", "#7b5ea7", "#555555")
 
 
 def draw(runs: dict[str, list[dict[str, Curve]]], found: dict[str, Any], path: Path) -> None:
     """Draw a row for each kind of loss: the curves, and the leading ratios with their bands."""
-    figure = Figure(figsize=(11, 3.6 * len(found)), layout="constrained")
+    figure = new_figure(11, 3.6 * len(found))
     rows = figure.subplots(len(found), 2, squeeze=False)
     for (left, right), (kind, each) in zip(rows, found.items(), strict=True):
         top = []

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.lab.curves.lead import Curve, curve
+from megatron_muon.lab.outputs import CommandError
 from megatron_muon.mcore.load_check.regular_files import open_regular
 
 KINDS = ("train", "validation", "other")  # other: text from elsewhere
@@ -27,7 +28,7 @@ _EVALUATED = re.compile(
 Columns = dict[str, list[tuple[float, float]]]
 
 
-class CurveError(ValueError):
+class CurveError(CommandError):
     """A file holds no loss curve that can be read; the text names the file."""
 
 
@@ -70,10 +71,9 @@ def read_curves(path: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
 
 
 def kind_of(name: str) -> str | None:
-    """Which loss a name means, by the words that Megatron, W&B and the quickstart use for it.
+    """Which of ``KINDS`` a name means, by the words that Megatron, W&B and the quickstart use.
 
-    Returns:
-        One of ``KINDS``; None for what is no loss over steps, such as ``lm loss validation ppl``.
+    None is what is no loss over steps, such as ``lm loss validation ppl``.
     """
     words = set(re.sub(r"[\W_]+", " ", name.lower()).split())
     if {"ppl", "perplexity", "vs", "scale", "scaling", "aux", "load", "balancing"} & words:

@@ -41,13 +41,7 @@ _OLDEST_TORCH = (2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """One row of the report.
-
-    Attributes:
-        name: name of the row, such as ``torch``.
-        value: result, in words.
-        fault: reason why Muon cannot run, with the way out; empty where it can.
-    """
+    """A row of the report; ``fault`` says why Muon cannot run, with the way out, or is empty."""
 
     name: str
     value: str
@@ -74,9 +68,8 @@ def examine(checkout: Path | None) -> list[Examined]:
 
 def _environment() -> Iterator[Examined]:
     yield Examined("python", f"{platform.python_version()} ({sys.executable})")
-    yield Examined(
-        "megatron_muon", f"{megatron_muon.__version__} ({_folder(megatron_muon.__file__)})"
-    )
+    folder = _folder(megatron_muon.__file__)
+    yield Examined("megatron_muon", f"{megatron_muon.__version__} ({folder})")
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
@@ -84,9 +77,8 @@ def _environment() -> Iterator[Examined]:
         return
     version = torch.__version__
     old = tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_TORCH
-    yield Examined(
-        "torch", version, f"torch {version} is too old: install 2.4 or newer" if old else ""
-    )
+    fault = f"torch {version} is too old: install 2.4 or newer" if old else ""
+    yield Examined("torch", version, fault)
     yield _device(torch)
     for name, distribution, module in (
         ("transformer-engine", "transformer-engine", "transformer_engine"),
@@ -112,11 +104,8 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
     """Checks that import Megatron, without a GPU under the CPU runtime."""
     where = _location("megatron.core")
     if where is None:
-        yield Examined(
-            "megatron-core",
-            "none",
-            f"there is no megatron.core: {WAY_OUT}, or name one to this command",
-        )
+        fault = f"there is no megatron.core: {WAY_OUT}, or name one to this command"
+        yield Examined("megatron-core", "none", fault)
         return
     folder = checkout or _checkout_on_path()
     if folder is not None:
@@ -126,20 +115,26 @@ def _megatron(checkout: Path | None) -> Iterator[Examined]:
     except SeamError as error:
         yield Examined("megatron-core", f"{core_version()} ({where})", str(error))
     if folder is not None:
-        yield _patch(folder)
+        way = "is in" if is_patched(folder) else "is not in: use the launcher, or patches/README.md"
+        yield Examined("patch", way)
     yield _core(where)
     yield _hooks()
     yield Examined("hooks of commands", _those_there(*_OF_COMMANDS))
     yield _hooks_on_the_cpu()
     if folder is not None:
-        yield _plain_command(folder)
+        core = importlib.import_module("megatron.core.optimizer")
+        emerging = getattr(core, "HAVE_EMERGING_OPTIMIZERS", False)  # since core 0.17
+        whose = whose_muon(megatron_version()[1], is_patched(folder), emerging)
+        yield Examined("plain command", whose)
         row = _training_hooks(folder)
         # The megatron.training of an installed core (0.19 and later) runs no script: not a fault.
         yield row if checkout is not None else Examined(row.name, row.fault or row.value)
         yield _refused_flags()
-    yield _adam()
+    adam = importlib.import_module("megatron.core.optimizer").Adam  # or the CPU runtime's
+    yield Examined("adam", f"{adam.__module__}.{adam.__qualname__}")
     yield _grad_norm()
-    yield _refused()
+    refused = importlib.import_module("megatron_muon.lab.doctor.options").refused_options()
+    yield Examined("refused options", ", ".join(refused) or "none")
 
 
 def _checkout(checkout: Path) -> Examined:
@@ -149,11 +144,6 @@ def _checkout(checkout: Path) -> Examined:
         return Examined("megatron-lm", str(checkout), str(error))
     version = version_of(checkout / "megatron" / "core")
     return Examined("megatron-lm", f"core {version} ({checkout})")
-
-
-def _patch(checkout: Path) -> Examined:
-    way = "is in" if is_patched(checkout) else "is not in: use the launcher, or patches/README.md"
-    return Examined("patch", way)
 
 
 def is_patched(checkout: Path) -> bool:
@@ -216,21 +206,10 @@ def _hooks_on_the_cpu() -> Examined:
     return Examined("hooks without a GPU", count, fault)
 
 
-def _plain_command(checkout: Path) -> Examined:
-    """The Muon that plain `torchrun pretrain_gpt.py --optimizer muon ...` would start."""
-    patched = is_patched(checkout)
-    core = importlib.import_module("megatron.core.optimizer")
-    emerging = getattr(core, "HAVE_EMERGING_OPTIMIZERS", False)  # since core 0.17
-    return Examined("plain command", whose_muon(megatron_version()[1], patched, emerging))
-
-
 def whose_muon(version: Version, patched: bool, emerging: bool) -> str:
     """The Muon that ``--optimizer muon --use-distributed-optimizer`` starts without the launcher.
 
-    Args:
-        version: version of megatron-core.
-        patched: whether the checkout has the patch's lines.
-        emerging: whether that core finds the emerging_optimizers that it needs.
+    It depends on core's version, the patch, and whether core finds emerging_optimizers.
     """
     if patched:
         return "Distributed Muon, by the patch"
@@ -269,12 +248,6 @@ def _not_imported(module: str, core: Path, error: Exception) -> str:
     return f"{why} ({what})" if why else f"{module} cannot be imported: {what}"
 
 
-def _adam() -> Examined:
-    """The Adam class that Megatron picked, or the CPU runtime's stand-in."""
-    adam = importlib.import_module("megatron.core.optimizer").Adam
-    return Examined("adam", f"{adam.__module__}.{adam.__qualname__}")
-
-
 def _grad_norm() -> Examined:
     """Weights that Megatron's norm, and with it AdamW's clip, counts wrongly where TP splits."""
     installed = _installed("transformer-engine", "transformer_engine")
@@ -301,11 +274,6 @@ def counted_wrongly(core: Version, te: tuple[int, ...]) -> str:
         f"Megatron's counts {', '.join(wrong)} with TP > 1, so that its clip is wrong there; "
         "a run of Muon counts each weight once, AdamW's is Megatron's"
     )
-
-
-def _refused() -> Examined:
-    refused = importlib.import_module("megatron_muon.lab.doctor.options").refused_options()
-    return Examined("refused options", ", ".join(refused) or "none")
 
 
 def _refused_flags() -> Examined:

@@ -14,17 +14,18 @@ from megatron_muon.lab.inspect.limited import MEMORY, SECONDS, LimitError, limit
 from megatron_muon.lab.inspect.report import Report, examine
 
 _DESCRIPTION = f"""\
-Print what wrote a checkpoint, its parameters with their optimizer and the norm of their momentum,
-the bytes on disk, and whether it is complete. Every tensor is read, one at a time; neither a GPU
-nor a process group is needed. Files are read as data in a process of their own: no name in them
-chooses code that runs. It may take {SECONDS} s and {MEMORY >> 30} GiB beyond what they need."""
+Print what wrote a checkpoint, its parameters with their optimizer and the norm
+of their momentum, the bytes on disk, and whether it is complete. Every tensor
+is read, one at a time; neither a GPU nor a process group is needed. Files are
+read as data in a process of their own: no name in them chooses code that runs.
+It may take {SECONDS} s and {MEMORY >> 30} GiB beyond what they need."""
 
 _STATUS = """\
 exit status:
   0  complete, as far as its files tell
-  1  not complete, or damaged: the last lines name each file and what is wrong with it
-  2  wrong arguments; or no checkpoint there, or several and no tracker file that names one
-  3  this command itself failed, or the files passed its limits of time and memory"""
+  1  not complete, or damaged: the last lines name each file and what is wrong
+  2  wrong arguments; or no checkpoint there, or several and no tracker file
+  3  this command itself failed, or the files passed its limits"""
 
 
 def main(argv: Sequence[str]) -> int:

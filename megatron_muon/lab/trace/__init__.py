@@ -1,1 +1,1 @@
-"""``megatron-muon trace``: traces of a run's steps, made, merged and reported."""
+"""``megatron-muon trace``: where the time of a step goes, from traces of any run."""

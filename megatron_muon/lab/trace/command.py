@@ -1,26 +1,20 @@
-"""``megatron-muon trace``: report on torch profiler's traces of any run, and merge them."""
+"""``megatron-muon trace report``: where the time of a step goes, from traces of any run."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon.console import printable
-from megatron_muon.lab.outputs import require_outputs
-from megatron_muon.lab.trace.events import TraceError
-from megatron_muon.lab.trace.merge import merge
-from megatron_muon.lab.trace.report import as_json, as_text
-from megatron_muon.lab.trace.runs import names_of, read_run
+from megatron_muon.lab.outputs import add_outputs, require_outputs, write_json
 
 _DESCRIPTION = """\
 report prints where the time of a training step goes on each rank: compute,
 communication by collective with bytes and bandwidth, the part of it that
 compute overlaps and the exposed rest, idle time, the optimizer's share. Several
-runs stand side by side, with ratios to the first. merge writes one trace of all
-ranks of each pipeline stage, on one clock, for https://ui.perfetto.dev.
+runs stand side by side, with ratios to the first. https://ui.perfetto.dev shows
+one rank's timeline, or several ranks' ("Open multiple trace files").
 
 A run is a Chrome trace of torch's profiler (.json, .json.gz), or a folder with
 one for each rank: of --muon-trace-steps, or of any script over NCCL or gloo.
@@ -38,60 +32,31 @@ arguments are wrong."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
-
-    Returns:
-        0, or 1 where a file cannot be read or written; wrong arguments end the process with 2.
-    """
+    """Run the command; wrong arguments end the process with 2."""
     parser = argparse.ArgumentParser(
         prog="megatron-muon trace",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("verb", choices=("report", "merge"))
+    add("verb", choices=("report",), help="the only verb")
     add("runs", nargs="+", type=Path, metavar="TRACE", help="a file, or a folder")
-    add("--json", type=Path, metavar="FILE", help="report all figures as JSON, too")
-    add("--plot", type=Path, metavar="FILE", help="draw each rank's bar, and a step of each run")
+    add_outputs(parser, plot="each rank's bar, and a step of each run")
     given = parser.parse_args(argv)
     try:
-        if given.verb == "report":
-            require_outputs(given)
-        elif len(given.runs) > 1 or not given.runs[0].is_dir():
-            raise ValueError("merge takes one folder")
+        require_outputs(given)
     except ValueError as error:
         parser.error(str(error))
-    try:
-        text = _merged(given.runs[0]) if given.verb == "merge" else _reported(given)
-    except (TraceError, OSError) as error:
-        print(f"{parser.prog}: error: {printable(str(error))}", file=sys.stderr)
-        return 1
-    print(printable(text, kept="\n"))
-    return 0
+    # what these import is of the extra [lab], which --help does not need
+    from megatron_muon.lab.trace.report import as_json, as_text
+    from megatron_muon.lab.trace.runs import names_of, read_run
 
-
-def _reported(given: argparse.Namespace) -> str:
     names = names_of(given.runs)
     runs = [read_run(path, name) for path, name in zip(given.runs, names, strict=True)]
-    if given.json is not None:
-        given.json.write_text(json.dumps(as_json(runs), indent=1) + "\n")
+    write_json(given.json, as_json(runs))
     if given.plot is not None:
         from megatron_muon.lab.trace.figure import draw
 
         draw(runs, given.plot)
-    return as_text(runs)
-
-
-def _merged(folder: Path) -> str:
-    lines = []
-    for path, clocks in merge(folder).items():
-        lines.append(f"{path}: ranks {', '.join(str(clock.rank) for clock in clocks)}")
-        for clock in clocks[1:]:
-            told = "the first rank's machine and clock, which meetings bear out"
-            if clock.within_us is None:
-                told = "its own clock, nothing tells the offset"
-            elif clock.how == "meetings":
-                by = f"{-clock.offset_us:.1f} us, within {clock.within_us:.1f} us"
-                told = f"clock moved by {by}, by meetings"
-            lines.append(f"  rank {clock.rank}: {told}")
-    return "\n".join(lines)
+    print(printable(as_text(runs), kept="\n"))
+    return 0

@@ -9,19 +9,20 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
+from megatron_muon.lab.json_text import parsed, scan
+from megatron_muon.lab.outputs import CommandError
 from megatron_muon.mcore.load_check.regular_files import open_regular
 
 CHUNK = 1 << 18  # characters that are read at once, if they do not end within an event
 MOST = 1 << 24  # characters of an event, and of all that is before or after the events
-MERGED = "merged"  # the start of the name of a file with all ranks, which is no rank's
 _RANK = re.compile(r"rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _LIST = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
 
 
-class TraceError(ValueError):
+class TraceError(CommandError):
     """A file is no trace that can be read; the text names the file."""
 
 
@@ -61,7 +62,6 @@ class TraceFile:
                 raise ValueError("it has no traceEvents, and it is no list of events")
             more = text.read(len(held))
             held += more
-        scan = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
         head, at = held[: opens.end()], opens.end()
         while held[(at := _BETWEEN.match(held, at).end()) : at + 1] != "]":  # type: ignore[union-attr]
             try:
@@ -74,7 +74,7 @@ class TraceFile:
                     raise
                 held, at = held[at:] + more, 0
         rest = head + held[at:] + text.read(MOST)  # what is longer ends as damaged
-        whole = json.loads(rest, parse_constant=_refuse_constant)
+        whole = parsed(rest)
         self.metadata = whole if isinstance(whole, dict) else {}
 
 
@@ -100,7 +100,7 @@ def files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         raise TraceError(f"{path}: there is no such file or folder")
     files = sorted(each for each in path.iterdir() if each.name.endswith((".json", ".json.gz")))
-    files = [each for each in files if not each.name.startswith((MERGED, "."))]
+    files = [each for each in files if not each.name.startswith(".")]
     if not files:
         raise TraceError(f"{path}: there is no file in it that ends in .json or .json.gz")
     return files
@@ -114,7 +114,3 @@ def rank_of(path: Path, metadata: Mapping[str, Any], otherwise: int) -> int:
         return rank
     named = _RANK.search(path.name)
     return int(named[1]) if named else otherwise
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")

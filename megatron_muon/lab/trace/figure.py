@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
+from megatron_muon.lab.outputs import new_figure
 from megatron_muon.lab.trace.rank_trace import RankTrace
 from megatron_muon.lab.trace.report import times
 from megatron_muon.lab.trace.runs import Run
@@ -23,7 +22,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     rows = [(f"{run.name}, rank {at}", rank) for run in runs for at, rank in times(run).iterrows()]
     pictures = [lanes(run.first) for run in runs]
     heights = [0.9 + 0.28 * len(rows), *(0.7 + 0.24 * len(each) for each in pictures)]
-    figure = Figure(figsize=(9, 0.4 + sum(heights)), layout="constrained")
+    figure = new_figure(9, 0.4 + sum(heights))
     bars, *others = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for row, (_, rank) in enumerate(rows):
         parts = (rank.compute - rank.overlapped, rank.overlapped, rank.exposed, rank.idle)

@@ -61,8 +61,6 @@ class RankTrace:
         if self._start > self._stop:
             raise TraceError(f"{path}: no event in it has a duration")
         own = self.file.metadata.get("megatron_muon")
-        if isinstance(own, dict) and "clocks" in own:
-            raise TraceError(f"{path}: it is merged from several ranks: give their folder")
         self.device = "gpu" if self._has_device else "cpu"
         self.compute = self._device if self._has_device else self._host
         self.optimizer = optimizer[max(optimizer)] if optimizer else None

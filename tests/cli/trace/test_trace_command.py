@@ -1,4 +1,4 @@
-"""``megatron-muon trace``: the report of a real pair of runs, the merged timeline, and errors."""
+"""``megatron-muon trace``: the report of a real pair of runs, and errors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.lab.commands import main
-from megatron_muon.lab.trace.events import TraceError, TraceFile
 from megatron_muon.lab.trace.figure import lanes
-from megatron_muon.lab.trace.merge import Clock, Source, clock, merge
 from megatron_muon.lab.trace.rank_trace import RankTrace
-from megatron_muon.lab.trace.spans import Interval
 from support.traces import PAIR, event, mark, write
 
 STEP = mark("ProfilerStep#1", 0, 1000)
@@ -90,8 +87,7 @@ def test_no_escape_sequence_of_a_file_or_its_name_reaches_the_terminal(
         (["report", "bad.json.gz"], 1, "bad.json.gz: it is no trace that can be read"),
         (["report", "ok.json", "--json", "no/x.json"], 2, "--json no/x.json: there is no folder"),
         (["report", "ok.json", "--plot", "no/x.png"], 2, "--plot no/x.png: there is no folder no"),
-        (["merge", "ok.json"], 2, "merge takes one folder"),
-        (["merge", "."], 1, "bad.json"),
+        (["merge", "."], 2, "is gone: https://ui.perfetto.dev opens several"),
         (["run", "--steps", "5"], 2, "is gone: give the training command --muon-trace-steps"),
     ],
 )
@@ -115,17 +111,6 @@ def test_errors_are_one_line_that_names_the_file(
     assert said in captured.err.splitlines()[-1] and captured.out == ""
 
 
-@pytest.mark.parametrize("command", ["trace", "curves"])
-def test_help_fits_a_terminal(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 60 and max(map(len, lines)) <= 80
-
-
 def test_a_picture_has_every_rank_and_lane(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,91 +120,3 @@ def test_a_picture_has_every_rank_and_lane(
     assert {"compute", "muon/newton_schulz", "reduce_scatter grads/reduce"} <= shown
     for text in {"adamw, rank 1", "muon, rank 0", *shown}:
         assert f"<!-- {text} -->" in out.read_text()
-
-
-def _source(rank: int, boot: str, meetings: list[Interval]) -> Source:
-    return Source(Path(), rank, 0, boot, 0, meetings)
-
-
-def test_meetings_bound_the_offset_of_a_clock_from_both_sides() -> None:
-    # true time; rank 3 shows 5000 more; each meeting ends on both after both have come
-    first = _source(0, "a", [(0, 110), (500, 530)])
-    other = _source(3, "b", [(5100, 5120), (5490, 5525)])
-    # from below: 5100 - 110, 5490 - 530; from above: 5120 - 0, 5525 - 500
-    assert clock(first, other) == Clock(3, (4990 + 5025) / 2, (5025 - 4990) / 2, "meetings")
-    first = _source(0, "a", [(0, 100)])
-    assert clock(first, _source(1, "a", [(90, 105)])) == Clock(1, 0.0, 0.0, "same machine")
-    with pytest.raises(ValueError, match="ranks 0 and 1 of one machine met 900 us apart"):
-        clock(first, _source(1, "a", [(1000, 1010)]))
-    with pytest.raises(ValueError, match="ranks 0 and 1 met the others 1 and 0 times"):
-        clock(first, _source(1, "b", []))
-    assert clock(_source(0, "", []), _source(1, "", [])) == Clock(1, 0.0, None, "not aligned")
-
-
-def _two_hosts(folder: Path) -> None:
-    """Ranks 0 and 1 of stage 0 on two machines, rank 2 alone in stage 1."""
-    for rank, (boot, ahead, base) in enumerate((("a", 0, 1000), ("b", 700, 3000), ("c", 0, 0))):
-        begin = ahead + (1000 - base) / 1e3  # of a base of its own
-        events = [
-            {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}},
-            mark("trace/clock", begin, begin + 10),
-            mark("ProfilerStep#1", begin + 20, begin + 100),
-            {"ph": "s", "id": 4, "pid": 7, "tid": 1, "ts": begin + 30, "cat": "ac2g", "name": "x"},
-        ]
-        own = {"stage": int(rank == 2), "boot": boot}
-        told = {"distributedInfo": {"rank": rank}, "baseTimeNanoseconds": base}
-        write(folder / f"rank{rank}.json.gz", events, megatron_muon=own, **told)
-
-
-def test_a_merged_trace_has_a_stages_ranks_on_one_clock(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _two_hosts(tmp_path)
-    assert main(["trace", "merge", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert "rank 1: clock moved by -700.0 us, within 10.0 us, by meetings" in text
-    merged = sorted(path.name for path in tmp_path.glob("merged*"))
-    assert merged == ["merged.stage0.json.gz", "merged.stage1.json.gz"]
-    file = TraceFile(tmp_path / merged[0])
-    events = list(file.events())
-    steps = [e for e in events if e["name"] == "ProfilerStep#1"]
-    assert [(e["pid"], e["ts"], e["dur"]) for e in steps] == [(0, 20.0, 80), (1000, 20.0, 80)]
-    named = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert named == ["rank 0: 7", "rank 1: 7"]
-    assert [e["id"] for e in events if e.get("ph") == "s"] == ["0.4", "1.4"]
-    assert file.metadata["megatron_muon"]["clocks"][1]["how"] == "meetings"
-
-
-def test_a_merge_of_the_real_pair_keeps_every_event(tmp_path: Path) -> None:
-    names = ("process_name", "process_sort_index")
-    count = 0
-    for file in (PAIR / "muon").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-        count += sum(event.get("name") not in names for event in TraceFile(file).events())
-    ((path, clocks),) = (merged := merge(tmp_path)).items()
-    assert [clock.how for clock in clocks] == ["first", "same machine"]
-    events = [e for e in TraceFile(path).events() if e.get("name") not in names]
-    assert len(events) == count
-    assert len({e["pid"] // 1000 for e in events if e["name"] == "gloo:send"}) == 2
-    assert merge(tmp_path) == merged  # the merged file is no rank's
-
-
-def test_a_merge_overwrites_no_file_that_a_link_names_and_one_that_fails_leaves_nothing(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "of the user").write_text("kept")
-    _two_hosts(tmp_path)
-    for name in ("merged.stage0.json.gz", ".merged.stage0.json.gz"):
-        (tmp_path / name).symlink_to(tmp_path / "of the user")
-    assert main(["trace", "merge", str(tmp_path)]) == 0
-    assert (tmp_path / "of the user").read_text() == "kept"
-    for path in tmp_path.glob("*merged*"):
-        path.unlink()
-    for base in ("x", -1, 1 << 80):
-        write(tmp_path / "rank7.json", [STEP], baseTimeNanoseconds=base)
-        with pytest.raises(TraceError, match=r"rank7.json: baseTimeNanoseconds is"):
-            merge(tmp_path)
-    write(tmp_path / "rank7.json", [STEP | {"pid": at} for at in range(2000)])
-    with pytest.raises(TraceError, match=r"rank7.json: it has more than 1000 processes"):
-        merge(tmp_path)
-    assert not list(tmp_path.glob("*merged.json*")) and not list(tmp_path.glob(".merged*"))

@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import megatron_muon
 from megatron_muon.lab.trace.events import TraceFile
-from megatron_muon.lab.trace.merge import merge
 from megatron_muon.lab.trace.runs import read_run
 from support.models.gpt import Case, Topology, start, take_step
 from support.ranks import run
@@ -64,18 +63,6 @@ def test_every_rank_writes_the_chosen_steps_with_the_bytes_that_it_sent(
             "ProfilerStep#3",
         }
     assert sum(sent for sent, _ in results) > 0
-
-
-def test_ranks_of_a_stage_share_a_merged_timeline(tmp_path: Path) -> None:
-    run(_traced, 4, TOPOLOGIES["tp2-pp2"], "2", str(tmp_path))
-    merged = merge(tmp_path)
-    ranks = {path.name: [clock.rank for clock in own] for path, own in merged.items()}
-    assert ranks == {"merged.stage0.json.gz": [0, 1], "merged.stage1.json.gz": [2, 3]}
-    for path, clocks in merged.items():
-        assert [clock.how for clock in clocks] == ["first", "same machine"]
-        steps = [e for e in TraceFile(path).events() if e["name"] == "ProfilerStep#2"]
-        begins, ends = zip(*((e["ts"], e["ts"] + e["dur"]) for e in steps), strict=True)
-        assert max(begins) < min(ends)  # one step on one clock
 
 
 def _interrupted(folder: str) -> tuple[bool, bool]:

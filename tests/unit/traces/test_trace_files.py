@@ -157,12 +157,11 @@ def test_arguments_that_are_not_needed_are_not_kept_and_numbers_are_bounded(
 
 
 def test_ranks_are_known_by_the_trace_else_by_the_files_name(tmp_path: Path) -> None:
-    for told in (None, "0", -1, [1], True, 10**400):
+    for told in (None, "0", -1, [1], True, 1 << 80):
         path = write(tmp_path / "rank3.json", [STEP], distributedInfo={"rank": told})
         assert list(read_run(path, "x").ranks.index) == [3]
     write(tmp_path / "adamw_rank10.json", [STEP])
     write(tmp_path / "rank3.json", [STEP], distributedInfo={"rank": 2})
-    write(tmp_path / "merged.stage0.json", [STEP])  # no rank's
     assert list(read_run(tmp_path, "x").ranks.index) == [2, 10]
     write(tmp_path / "muon_rank10.json", [STEP])
     with pytest.raises(TraceError, match=r"muon_rank10.json: adamw_rank10.json is of rank 10, too"):
@@ -176,17 +175,9 @@ def test_runs_have_different_names() -> None:
     assert names_of([paths[0], paths[0]]) == ["1:adamw/rank0", "2:adamw/rank0"]
 
 
-@pytest.mark.parametrize(
-    ("metadata", "said"),
-    [
-        ({"megatron_muon": {"clocks": []}}, "merged from several ranks: give their folder"),
-        ({}, "no event in it has a duration"),
-    ],
-)
-def test_a_trace_of_no_rank_is_an_error(metadata: Any, said: str, tmp_path: Path) -> None:
-    some = [STEP] if metadata else [{"ph": "M", "name": "process_name"}]
-    with pytest.raises(TraceError, match=said):
-        RankTrace(write(tmp_path / "t.json", some, **metadata))
+def test_a_trace_of_no_rank_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no event in it has a duration"):
+        RankTrace(write(tmp_path / "t.json", [{"ph": "M", "name": "process_name"}]))
     (tmp_path / "none").mkdir()
     with pytest.raises(TraceError, match=r"no file in it that ends in .json or .json.gz"):
         files_of(tmp_path / "none")
