@@ -14,6 +14,7 @@ import torch
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.orthogonalize.normalization import enter_by_torch, trial
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.triton_operations import takes_kernels
 from support.kernels.compiled import CAPABILITIES, instructions, interpreted
 
@@ -26,9 +27,9 @@ def test_kernels_are_cudas_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> N
     cuda = torch.device("cuda", 0)
     for has in (True, False):
         monkeypatch.setattr(triton_operations, "has_triton", lambda has=has: has)
-        assert takes_kernels(cuda, MuonConfig()) == has
-        assert not takes_kernels(cuda, MuonConfig(elementwise="foreach"))
-        assert not takes_kernels(CPU_DEVICE, MuonConfig())
+        assert takes_kernels(cuda, Numerics(MuonConfig())) == has
+        assert not takes_kernels(cuda, Numerics(MuonConfig(elementwise="foreach")))
+        assert not takes_kernels(CPU_DEVICE, Numerics(MuonConfig()))
 
 
 def test_the_interpreter_divides_matrices_by_their_norms() -> None:
