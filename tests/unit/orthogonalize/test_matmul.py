@@ -206,6 +206,5 @@ def test_the_process_cannot_make_fp32_less(dtype: NsDtype, iteration: NsIteratio
     [("standard", "plain matmul"), ("gram", "diagonal"), ("auto", "in the Gram iteration")],
 )
 def test_the_log_says_who_makes_them(iteration: NsIteration, said: str) -> None:
-    assert said_of_products(numerics_on(CPU_DEVICE, MuonConfig(ns_iteration=iteration))).endswith(
-        said
-    )
+    numerics = numerics_on(CPU_DEVICE, MuonConfig(ns_iteration=iteration))
+    assert said_of_products(numerics).endswith(said)

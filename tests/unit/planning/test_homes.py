@@ -70,9 +70,8 @@ def test_times_are_exact(rank_tflops: float, link_gbytes: float, itemsize: int) 
 def test_the_default_speeds_are_an_h100s_and_a_400_gbit_ports() -> None:
     config = MuonConfig()
     assert (config.rank_tflops, config.link_gbytes) == (400.0, 40.0)
-    assert prices(Numerics(config)) == Price(
-        1, 20_000, 400
-    )  # flops in a bf16 element's time, in 1 ps
+    # flops in the time of a bf16 element, and in a picosecond
+    assert prices(Numerics(config)) == Price(1, 20_000, 400)
 
 
 def _llama(dp_size: int, **settings: Any) -> ExchangePlan:
@@ -102,7 +101,8 @@ def test_llama_8bs_busiest_rank_is_within_the_limit_and_sends_no_more_for_it(
         for speeds in ({}, {"link_gbytes": 1e9})
     )
     assert _over_ideal(plan) <= most
-    assert sum(plan.sent_bytes()) <= sum(by_work.sent_bytes())
+    filled = 8 * plan.itemsize * len(plan.gathered_elements())  # at most, up to 16 bytes
+    assert sum(plan.sent_bytes()) <= sum(by_work.sent_bytes()) + filled
 
 
 def test_a_slow_link_keeps_holders_and_a_fast_one_balances() -> None:
