@@ -17,6 +17,7 @@ import torch
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize import triton_operations
 from megatron_muon.orthogonalize.normalization import enter_by_torch, trial
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.triton_operations import takes_kernels
 from support import ROOT, TESTS
 from support.kernels.compiled import CAPABILITIES, instructions, interpreted
@@ -30,9 +31,9 @@ def test_kernels_are_cudas_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> N
     cuda = torch.device("cuda", 0)
     for has in (True, False):
         monkeypatch.setattr(triton_operations, "has_triton", lambda has=has: has)
-        assert takes_kernels(cuda, MuonConfig()) == has
-        assert not takes_kernels(cuda, MuonConfig(elementwise="foreach"))
-        assert not takes_kernels(CPU_DEVICE, MuonConfig())
+        assert takes_kernels(cuda, Numerics(MuonConfig())) == has
+        assert not takes_kernels(cuda, Numerics(MuonConfig(elementwise="foreach")))
+        assert not takes_kernels(CPU_DEVICE, Numerics(MuonConfig()))
 
 
 def test_the_interpreter_divides_matrices_by_their_norms() -> None:
@@ -42,7 +43,7 @@ def test_the_interpreter_divides_matrices_by_their_norms() -> None:
 
 def test_the_trials_sums_are_exact_in_any_order() -> None:
     """So its bits are those of every correct norm, and another norm shows."""
-    made = trial(CPU_DEVICE, MuonConfig(), by_kernels=False)
+    made = trial(CPU_DEVICE, Numerics(MuonConfig()), by_kernels=False)
     norms = made.double().flatten(1).norm(dim=1)
     assert norms[:2].sub(128).abs().max() < 0.1 and not norms[2:].any()
     assert made[0].equal(made[1])
