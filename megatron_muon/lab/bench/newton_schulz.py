@@ -6,7 +6,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -17,13 +17,12 @@ from megatron_muon.lab.bench.peers import Run, peers
 from megatron_muon.lab.dry_run.numbers import count
 from megatron_muon.lab.outputs import add_outputs, require_outputs, write_json
 from megatron_muon.lab.tables import markdown, markdown_row
-from megatron_muon.orthogonalize.iteration import dtype_of, held_dtype, ns_flops
+from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import (
+    TORCH_DTYPE,
     fp32_is_fp32,
-    plan_device,
+    numerics_on,
     said_of_products,
-    torch_dtype,
-    travel_dtype,
 )
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_at_once
 from megatron_muon.settings.coefficients import NsDtype
@@ -78,14 +77,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _report(given: argparse.Namespace, config: MuonConfig, device: torch.device) -> dict[str, Any]:
     """Print a row for each iteration and shape; return all figures."""
-    dtype = dtype_of(config, plan_device(device))
+    auto = numerics_on(device, replace(config, ns_iteration="auto"))
+    dtype = auto.dtype
     threads = torch.get_num_threads()
     print(
         f"{config.ns_coefficients}, {config.ns_steps} steps, {dtype}, {device}, {threads} "
-        f"thread(s); symmetric products: {said_of_products(device, dtype, 'auto')}\n"
+        f"thread(s); symmetric products: {said_of_products(auto)}\n"
     )
     others: dict[str, Run] = {}
-    for name, peer in peers(config.ns_steps, device, travel_dtype(config)):
+    for name, peer in peers(config.ns_steps, device, TORCH_DTYPE[auto.travels]):
         if isinstance(peer, str):
             print(f"{name} has no row: {peer}")
         else:
@@ -130,7 +130,8 @@ def _runs(
     runs: dict[str, tuple[Run, int | None]] = {}
     for iteration in get_args(NsIteration):
         config = MuonConfig(ns_iteration=iteration, ns_dtype=settings.ns_dtype)
-        flops = batch * ns_flops(*shape, config, plan_device(device))
+        numerics = numerics_on(device, config)
+        flops = batch * ns_flops(*shape, numerics)
         runs[iteration] = _one_by_one(partial(orthogonalize, config=config)), flops
         if batch > 1:
             runs[f"{iteration}, at once"] = partial(orthogonalize_at_once, config=config), flops
@@ -139,7 +140,7 @@ def _runs(
         if batch > 1 and _takes_batches(peer, device):
             runs[f"{name}, at once"] = peer, None
     matrices = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
-    return runs, matrices.to(device, travel_dtype(settings))
+    return runs, matrices.to(device, TORCH_DTYPE[numerics.travels])
 
 
 def _one_by_one(run: Run) -> Run:
@@ -170,9 +171,9 @@ class Ceiling:
     def on(device: torch.device, dtype: NsDtype) -> Ceiling:
         """The ceiling on a device, for Newton-Schulz in a dtype."""
         size = _CPU_SIZE if device.type == "cpu" else _GPU_SIZE
-        held = held_dtype(dtype, plan_device(device))
+        held = numerics_on(device, MuonConfig(ns_dtype=dtype)).held
         numbers = torch.Generator(device).manual_seed(0)
-        options: dict[str, Any] = {"device": device, "dtype": torch_dtype(held)}
+        options: dict[str, Any] = {"device": device, "dtype": TORCH_DTYPE[held]}
         left, right = (torch.randn(size, size, generator=numbers, **options) for _ in range(2))
         return Ceiling(left, right, held)
 

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_muon.lab.bench import newton_schulz, peers
 from megatron_muon.lab.bench.newton_schulz import Ceiling
 from megatron_muon.lab.commands import main
-from megatron_muon.orthogonalize.iteration import held_dtype
-from megatron_muon.orthogonalize.matmul import plan_device, products_on
+from megatron_muon.orthogonalize.matmul import numerics_on, products_on
 from megatron_muon.settings.coefficients import NsDtype
+from megatron_muon.settings.config import MuonConfig
 
 CPU = torch.device("cpu")
 
@@ -64,11 +64,12 @@ def test_of_ceiling_is_the_median_of_the_rounds_rates() -> None:
 @pytest.mark.parametrize("dtype", get_args(NsDtype))
 def test_the_ceiling_is_in_what_products_are_made_in(dtype: Any) -> None:
     ceiling = Ceiling.on(CPU, dtype)
-    assert ceiling.left.dtype == products_on(CPU, dtype).held
+    numerics = numerics_on(CPU, MuonConfig(ns_dtype=dtype))
+    assert ceiling.left.dtype == products_on(CPU, numerics).held
     with FlopCounterMode(display=False) as counter:
         assert ceiling(torch.zeros(1)).shape == (1024, 1024)
     assert counter.get_total_flops() == ceiling.flops
-    assert ceiling.name == f"matmul 1024x1024, {held_dtype(dtype, plan_device(CPU))}"
+    assert ceiling.name == f"matmul 1024x1024, {numerics.held}"
 
 
 @pytest.mark.parametrize(

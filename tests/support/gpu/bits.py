@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_muon.orthogonalize.gram import gram_iteration
-from megatron_muon.orthogonalize.iteration import dtype_of, schedule_of, segments, takes_gram
-from megatron_muon.orthogonalize.matmul import Products, plan_device
+from megatron_muon.orthogonalize.iteration import takes_gram
+from megatron_muon.orthogonalize.matmul import Products, numerics_on, plan_device
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, standard_iteration
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.runtime.fused import Fused, elementwise_on, trial
 from megatron_muon.runtime.update import Elementwise as _Elementwise
 from megatron_muon.runtime.update import Foreach
@@ -79,11 +80,12 @@ def elementwise(device: torch.device) -> Iterator[Elementwise]:
     """Momentum, norm, update and casts in every way of doing them, against torch's on the CPU."""
     config = MuonConfig()
     ways: dict[str, Callable[[], _Elementwise]] = {"foreach": Foreach}
-    if elementwise_on(device, config) is Fused:
+    numerics = Numerics(config)
+    if elementwise_on(device, numerics) is Fused:
         ways["fused kernels"] = Fused
-    expected = trial(Foreach(), _CPU, config)
+    expected = trial(Foreach(), _CPU, numerics)
     for name, make in ways.items():
-        made = [tensor.cpu() for tensor in trial(make(), device, config)]
+        made = [tensor.cpu() for tensor in trial(make(), device, numerics)]
         same = [torch.equal(a, b) for a, b in zip(made, expected, strict=True)]
         bad = [result for result, is_same in zip(_TRIAL, same, strict=True) if not is_same]
         yield Elementwise(name, tuple(bad))
@@ -95,7 +97,7 @@ _TRIAL = ("momentum", "weights", "messages", "flags", "matrices over their norms
 
 def errors(device: torch.device, config: MuonConfig) -> Iterator[Error]:
     """Errors against float64, by shape."""
-    bound = _BOUNDS[dtype_of(config, plan_device(device))]
+    bound = _BOUNDS[Numerics(config, plan_device(device)).dtype]
     for rows, cols in _SHAPES:
         matrix = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows))
         here = _error(matrix.to(device), config)
@@ -153,7 +155,7 @@ def in_float64(matrix: Tensor, config: MuonConfig) -> Tensor:
     """The same iteration of the same fp32 matrix with every product in float64."""
     x = matrix.double()
     x = x / x.norm()
-    device = plan_device(matrix.device)
-    if takes_gram(matrix.size(0), matrix.size(1), config, device):
-        return gram_iteration(x, segments(config, device), _EXACT)
-    return standard_iteration(x, schedule_of(config), _EXACT)
+    numerics = numerics_on(matrix.device, config)
+    if takes_gram(matrix.size(0), matrix.size(1), numerics):
+        return gram_iteration(x, numerics.segments, _EXACT)
+    return standard_iteration(x, numerics.steps, _EXACT)
