@@ -6,7 +6,6 @@ They are in the clone, so that they can be read without building anything; a tes
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -39,7 +38,7 @@ def flags_page() -> str:
     return WRITTEN.format(source="the table of flags") + (
         "# Flags\n\n"
         "Every flag that the plugin adds to Megatron-LM's command line, as `--help` explains it. "
-        "*Setting* is the field of [`MuonConfig`](python_api.md#settings) that the flag sets.\n\n"
+        "*Setting* is the field of [`MuonConfig`](usage.md#settings) that the flag sets.\n\n"
         "A flag of the proof of concept or of Megatron's own Muon means here what it means there. "
         "Where it cannot, it is an error that says why. No flag is accepted and then ignored.\n\n"
         + _table(["flag", "values", "setting", "help"], rows)
@@ -86,26 +85,9 @@ def coefficients_page() -> str:
     return "".join(parts)
 
 
-def tutorial_page() -> str:
-    """The notebook of examples/tutorial, with what its cells printed."""
-    notebook = HERE.parent / "examples" / "tutorial" / "one_step.ipynb"
-    parts = [WRITTEN.format(source="examples/tutorial/one_step.ipynb").strip()]
-    for cell in json.loads(notebook.read_text())["cells"]:
-        source = "".join(cell["source"]).replace("](../../docs/", "](")
-        if cell["cell_type"] == "markdown":
-            parts.append(source)
-            continue
-        parts.append(f"```python\n{source}\n```")
-        printed = "".join(line for output in cell["outputs"] for line in output["text"])
-        if printed:
-            parts.append(f"```text\n{printed.rstrip()}\n```")
-    return "\n\n".join(parts) + "\n"
-
-
 PAGES = {
     "flags.md": flags_page,
     "coefficients.md": coefficients_page,
-    "tutorial.md": tutorial_page,
 }
 
 
