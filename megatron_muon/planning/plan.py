@@ -28,7 +28,7 @@ from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds.stage import stage_rounds
 from megatron_muon.planning.runs import all_runs, held_elements, segments_of
-from megatron_muon.planning.segments import Matrix, Segment
+from megatron_muon.planning.segments import Matrix, Segment, gather_message
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import StripTime, strip_time
 from megatron_muon.planning.strips import (
@@ -97,8 +97,7 @@ class ExchangePlan:
     def sent_bytes(self) -> list[int]:
         """Bytes that each rank sends to others in a step: pieces there, directions back.
 
-        A segment takes one element more to its home, which says whether it has a gradient. Homes
-        of one matrix also send squares to each other, and turn it.
+        Homes of one matrix also send squares to each other, and turn it.
         """
         sent = [0] * self.size
         for one in self.shared:
@@ -110,9 +109,19 @@ class ExchangePlan:
             if home == segment.rank:
                 continue
             sent[home] += segment.elements.size * self.itemsize
-            if not segment.replica:
-                sent[segment.rank] += (segment.elements.size + 1) * self.itemsize
+        for (_, rank, _), elements in self.gathered_elements().items():
+            sent[rank] += elements * self.itemsize
         return sent
+
+    def gathered_elements(self) -> dict[tuple[int, int, int], int]:
+        """Elements of each gather message, by (round, sender, home); see ``gather_message``."""
+        round_of, runs = self.round_of(), defaultdict[tuple[int, int, int], list[int]](list)
+        for segment in self.segments:
+            home = self.matrices[segment.matrix].home
+            if home != segment.rank and not segment.replica:
+                message = round_of[segment.parameter], segment.rank, home
+                runs[message].append(segment.elements.size)
+        return {message: gather_message(sum(sizes), len(sizes)) for message, sizes in runs.items()}
 
     def boundary_parameters(self) -> list[Parameter]:
         dp_size = self.grid.dp_size

@@ -5,6 +5,7 @@ The plan's side is counted from its segments, without the code that makes a rank
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -57,7 +58,10 @@ def _between_homes(plan: ExchangePlan, number: int | None) -> Iterator[SharedMes
 
 
 def _by_round(plan: ExchangePlan) -> tuple[list[_Round], list[_Round]]:
-    """Pieces to homes, each with an element for whether it moves; and directions back."""
+    """Pieces to homes, each with an element for whether it moves, up to a multiple of 8; and
+
+    directions back.
+    """
     gathers: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     scatters: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     round_of = plan.round_of()
@@ -66,8 +70,11 @@ def _by_round(plan: ExchangePlan) -> tuple[list[_Round], list[_Round]]:
         if home == segment.rank:
             continue
         if not segment.replica:
-            gathers[number][segment.rank, home] += (segment.elements.size + 1) * plan.itemsize
+            gathers[number][segment.rank, home] += segment.elements.size + 1
         scatters[number][home, segment.rank] += segment.elements.size * plan.itemsize
+    for gather in gathers:
+        for pair, elements in gather.items():
+            gather[pair] = math.ceil(elements / 8) * 8 * plan.itemsize
     return gathers, scatters
 
 

@@ -94,7 +94,7 @@ def test_two_halves_of_a_matrix_wait_for_their_bytes_and_for_the_home() -> None:
     plan = one_matrix(4, 8, dp=2)
     (home,) = {matrix.home for matrix in plan.matrices}
     half = 16
-    there, back = 2 * (half + 1) / 1e9, 2 * half / 1e9  # with the element of the flag
+    there, back = 2 * (half + 8) / 1e9, 2 * half / 1e9  # with the flag and what fills up
     one, two = priced(one_matrix(4, 8, dp=1), PLAIN), priced(plan, PLAIN)
     momentum, update = half * 14 / 1e9, half * 10 / 1e9
     received = staged = 2 * half * 4 / 1e9  # its own half is copied, too
