@@ -24,8 +24,7 @@ from functools import lru_cache
 from typing import Literal
 
 from megatron_muon.settings.coefficients import NsDtype, Triple, restarts_of, schedule
-from megatron_muon.settings.config import MuonConfig, NsIteration, SplitMatrices
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, NsIteration, SplitMatrices, named
 
 # cpu_bf16 has instructions for products in bf16; on cpu, all products are made in fp32.
 # cuda_symmetric has a library's kernel for symmetric products in 16 bits (``matmul``).

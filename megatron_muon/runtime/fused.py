@@ -25,8 +25,7 @@ from megatron_muon.orthogonalize.triton_operations import (
     takes_kernels,
 )
 from megatron_muon.runtime.update import Elementwise, Foreach
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 _BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs triton
 _FP32 = (torch.float32,)
