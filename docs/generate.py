@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from megatron_muon.megatron_lm.flags.table import FLAGS, Flag  # noqa: E402
+
 from megatron_muon.settings.coefficients import (  # noqa: E402 after the path is set
     GRAM_ERROR,
     GRAM_LEAST,
@@ -22,23 +23,25 @@ from megatron_muon.settings.coefficients import (  # noqa: E402 after the path i
     SETS,
     CoefficientSet,
 )
-from megatron_muon.settings.config import MuonConfig  # noqa: E402
-from megatron_muon.settings.names import FLAG_OF  # noqa: E402
+from megatron_muon.settings.config import ROWS, MuonConfig  # noqa: E402
+from megatron_muon.settings.rows import Flag, Row  # noqa: E402
+from megatron_muon.settings.run_flags import RUN_ROWS  # noqa: E402
 
 WRITTEN = "<!-- Written by docs/generate.py from {source}; change that. -->\n\n"
 
 
 def flags_page() -> str:
     """Every flag of Muon's: its values, the setting that it is, its help."""
-    fields = {flag: field for field, flag in FLAG_OF.items()}
     rows = [
-        [f"`{flag.option}`", _values(flag), _setting(flag, fields), _cell(flag.help)]
-        for flag in FLAGS
+        [f"`{flag.option}`", _values(flag), setting, _cell(flag.help)]
+        for row in (*ROWS.values(), *RUN_ROWS)
+        for flag, setting in _settings(row)
     ]
     return WRITTEN.format(source="the table of flags") + (
         "# Flags\n\n"
         "Every flag that the plugin adds to Megatron-LM's command line, as `--help` explains it. "
-        "*Setting* is the field of [`MuonConfig`](usage.md#settings) that the flag sets.\n\n"
+        "*Setting* is the field of [`MuonConfig`](usage.md#settings) that the flag sets, with "
+        "its default.\n\n"
         "A flag of the proof of concept or of Megatron's own Muon means here what it means there. "
         "Where it cannot, it is an error that says why. No flag is accepted and then ignored.\n\n"
         + _table(["flag", "values", "setting", "help"], rows)
@@ -103,17 +106,18 @@ def stale() -> list[str]:
 
 
 def _values(flag: Flag) -> str:
-    if "choices" in flag.keywords:
-        return ", ".join(f"`{choice}`" for choice in flag.keywords["choices"])
-    if "action" in flag.keywords and flag.keywords["action"] != "append":
+    if flag.choices:
+        return ", ".join(f"`{choice}`" for choice in flag.choices)
+    if flag.is_switch:
         return "switch"
-    kind = getattr(flag.keywords.get("type"), "__name__", "")
-    named = {"int": "whole number", "float": "number"}.get(kind)
-    return named or str(flag.keywords.get("metavar", "name")).lower().replace("|", " or ")
+    named = {int: "whole number", float: "number"}.get(flag.type)
+    return named or (flag.metavar or "name").lower().replace("|", " or ")
 
 
-def _setting(flag: Flag, fields: dict[str, str]) -> str:
-    return f"`{fields[flag.option]}`" if flag.option in fields else ""
+def _settings(row: Row) -> Iterator[tuple[Flag, str]]:
+    """The flags of a row, each with the setting where messages name it by that flag."""
+    for flag in row.flags:
+        yield flag, f"`{row.field}={row.default!r}`" if f"({flag.option})" in row.named else ""
 
 
 def _set_row(name: str, coefficients: CoefficientSet) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 
 from megatron_muon.mcore.seams import rows
 from megatron_muon.mcore.seams.training import ARGUMENTS, UNCHECKED_ARGUMENTS
-from megatron_muon.megatron_lm.flags.table import FLAGS
+from megatron_muon.settings.run_flags import FLAGS
 from support import ROOT
 from support.megatron_uses import Use, own_names, uses_in, uses_in_text
 from support.virtual_gpu.seams import SEAMS as VIRTUAL_GPU

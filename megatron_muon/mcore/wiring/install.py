@@ -28,8 +28,7 @@ from megatron_muon.mcore.wiring.validate import (
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import Patches, around, replaced
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 # A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the wrapper then
 # only passes the call on.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import megatron_muon
-from megatron_muon.lab.bench.muon_flags import homes_of
+from megatron_muon.lab.bench.muon_flags import HOMES, settings_of
 from megatron_muon.lab.bench.step.flags import command_parser, model_flags
 from megatron_muon.lab.charts import require_outputs
 from megatron_muon.lab.dry_run.numbers import MOST_HERE
@@ -68,7 +68,7 @@ def _task(given: Namespace, flags: Namespace) -> tuple[Any, str | None]:
     mib = given.muon_round_mib
     config = MuonConfig(
         ns_steps=given.ns_steps,
-        **homes_of(given),
+        **settings_of(given, HOMES),
         round_bytes=round(mib * (1 << 20)) if mib else None,
     )
     names = list(given.rows)
