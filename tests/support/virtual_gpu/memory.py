@@ -24,7 +24,6 @@ class Peak:
         state: bytes at its start: parameters, gradients, optimizer state.
         over_state: most bytes above those at any time.
         by_phase: the same, within each phase.
-        holders: at that time, bytes above the state by the line that allocated them.
         state_blocks: bytes of the state by block.
         above: at that time, what was allocated above the state.
     """
@@ -32,7 +31,6 @@ class Peak:
     state: int
     over_state: int
     by_phase: dict[str, int]
-    holders: dict[str, int]
     state_blocks: dict[int, int]
     above: tuple[Allocation, ...]
 
@@ -42,15 +40,10 @@ def peak(trace: Trace) -> Peak:
     replay = _Replay()
     for event in trace.events:
         replay.take(event)
-    holders: dict[str, int] = defaultdict(int)
-    for allocation in replay.at_peak:
-        holders[str(allocation.place)] += allocation.nbytes
-    largest = dict(sorted(holders.items(), key=lambda item: -item[1]))
     return Peak(
         state=replay.base,
         over_state=max(replay.most, 0),
         by_phase=dict(replay.by_phase),
-        holders=largest,
         state_blocks=replay.state,
         above=tuple(replay.at_peak),
     )
