@@ -133,21 +133,15 @@ def test_no_bit_changes_where_they_start_one_by_one() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a step and the forward pass after it do in turn.
+    """What a step and the forward pass after it do in turn."""
 
-    Attributes:
-        kinds: ``r`` for a round that is applied, ``g`` for a gather that starts.
-        started: bucket groups whose gather starts within the step.
-        ahead: gathers that have started when the forward pass has waited for each group, and
-            ``again`` in another forward pass without a step, as after a load.
-        warned: whether Megatron finds that one has started before the one before it was there.
-    """
-
-    kinds: str
-    started: list[int]
+    kinds: str  # ``r`` for a round that is applied, ``g`` for a gather that starts
+    started: list[int]  # bucket groups whose gather starts within the step
+    # gathers that have started when the forward pass has waited for each group, and ``again`` in
+    # another forward pass without a step, as after a load
     ahead: list[int]
     again: list[int]
-    warned: bool
+    warned: bool  # whether Megatron finds that one has started before the one before it was there
 
 
 def _order(case: Case, topology: Topology, patch: Any = nullcontext) -> Order:

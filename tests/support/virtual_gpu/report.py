@@ -32,21 +32,14 @@ HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """A rank of a stage; dense weights and experts are stepped one after the other.
-
-    Attributes:
-        who: why this rank is shown.
-        rounds: of each plan.
-        matrices: that the rank orthogonalizes.
-        recordings: dense and experts'.
-    """
+    """A rank of a stage; dense weights and experts are stepped one after the other."""
 
     model: str
     rank: int
-    who: str
-    rounds: tuple[int, ...]
-    matrices: int
-    recordings: tuple[Recording, ...]
+    who: str  # why this rank is shown
+    rounds: tuple[int, ...]  # of each plan
+    matrices: int  # that the rank orthogonalizes
+    recordings: tuple[Recording, ...]  # dense and experts'
 
     def total(self, name: str) -> int:
         """Of all recordings."""

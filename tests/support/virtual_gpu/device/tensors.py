@@ -23,15 +23,10 @@ META = torch.device("meta")
 
 
 class VirtualTensor(Tensor):
-    """A tensor on the virtual GPU.
-
-    Attributes:
-        inner: shape, strides and dtype, on the meta device.
-        block: its memory, shared with its views.
-    """
+    """A tensor on the virtual GPU."""
 
     inner: Tensor  # type: ignore[assignment]
-    block: DeviceBlock
+    block: DeviceBlock  # its memory, shared with its views
     device_of: ClassVar[Gpu | None] = None  # the GPU that is switched on
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
