@@ -4,9 +4,10 @@
 # `bash tests/run.sh te` runs the lines of te.txt, over the Python of Transformer Engine.
 # `bash tests/run.sh ARGS` hands its arguments to one pytest, `CORE=0.12.3 bash tests/run.sh ARGS`
 # with another core (or with a checkout, by its path), and `TE=2.12.0 bash tests/run.sh ARGS` over the
-# Python of that Transformer Engine. Two files run side by side where it chooses the tests itself, and
-# where the first of ARGS is a folder: many wait for one of their ranks, or have one process only. No
-# file's tests are parted. WORKERS=4 takes four; 0 runs one after another, as --pdb and -s want it.
+# Python of that Transformer Engine. Three files run side by side where it chooses the tests itself, and
+# where the first of ARGS is a folder: ranks wait for each other half of their time, so two cores have
+# work for three. No file's tests are parted. WORKERS=4 takes four; 0 runs one after another, as --pdb
+# and -s want it.
 # Makes .venv-tests/ at the first call (Python 3.10 or newer, about 450 MB of downloads with a CPU
 # build of torch); pip's own environment variables and configuration are honoured.
 set -euo pipefail
@@ -80,7 +81,7 @@ over_te() { # the lines of te.txt
 }
 
 export OMP_NUM_THREADS=1
-SIDE_BY_SIDE=(-n "${WORKERS:-2}" --dist loadfile)
+SIDE_BY_SIDE=(-n "${WORKERS:-3}" --dist loadfile)
 if [[ $* == --mass ]]; then # lines and words against their limits
     exec "$VENV/bin/python" tests/support/mass.py
 elif [[ $* == te ]]; then

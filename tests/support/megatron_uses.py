@@ -44,18 +44,12 @@ Bindings = dict[str, str]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Use:
-    """A symbol that a file names.
+    """A symbol that a file names."""
 
-    Attributes:
-        symbol: dotted, from the package on; of an object ``CLASS:attribute``.
-        file: of this package, from its folder on.
-        line: in it.
-        defaulted: by ``getattr`` with a default or ``hasattr``: the file does without it.
-    """
-
-    symbol: str
-    file: str
-    line: int
+    symbol: str  # dotted, from the package on; of an object ``CLASS:attribute``
+    file: str  # of this package, from its folder on
+    line: int  # in it
+    # by ``getattr`` with a default or ``hasattr``: the file does without it
     defaulted: bool = False
 
     def __str__(self) -> str:

@@ -223,14 +223,16 @@ def _functions(module: types.ModuleType) -> list[Any]:
 
 
 def _stores(members: list[Any], name: str) -> bool:
-    """Whether one of these functions has ``….name = …``; only those with the name are taken apart,
-    which is slow."""
+    """Whether one of these functions has ``….name = …``."""
     codes = (code for code in map(_code, members) if code is not None and name in code.co_names)
-    return any(
-        step.opname == "STORE_ATTR" and step.argval == name
-        for code in codes
-        for step in dis.get_instructions(code)
-    )
+    return any(name in _stored(code) for code in codes)
+
+
+@cache
+def _stored(code: types.CodeType) -> frozenset[str]:
+    """The attributes that a function sets, read once: taking it apart is slow."""
+    steps = dis.get_instructions(code)
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
 
 
 def _code(member: Any) -> types.CodeType | None:

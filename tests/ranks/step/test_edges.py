@@ -15,7 +15,6 @@ from support.models.gpt import (
     Case,
     Topology,
     held,
-    lr_at,
     muon_weights,
     set_schedule,
     start,
@@ -133,36 +132,6 @@ def test_frozen_parameter_keeps_its_value_and_has_no_state() -> None:
 
 
 # --- gradients -------------------------------------------------------------------------------
-
-
-def test_zero_gradient_leaves_only_the_decay() -> None:
-    names = [
-        f"decoder.layers.0.{m}.weight" for m in ("mlp.linear_fc1", "self_attention.linear_qkv")
-    ]
-    case = replace(CASE, zero_grads=tuple(names))
-    result = trained(case, Topology(2, 1, 2))
-    assert differences(truth(case), result) == []
-    for name in names:
-        want = whole_weight(case, name, tuple(result["main"][name].shape)).double()
-        for step in range(case.steps):
-            want *= 1 - lr_at(case, step, name) * case.weight_decay
-        # One product per step, each rounded by at most 2⁻²⁴, with a factor rounded by as much.
-        bound = 2 * case.steps * 2.0**-24
-        torch.testing.assert_close(result["main"][name].double(), want, rtol=bound, atol=0)
-        assert not result["exp_avg"][name].any()
-
-
-def test_groups_with_their_own_lr_and_decay_move_as_told() -> None:
-    """Against the same run without the group: three times the lr, so about three times the way."""
-    name = "decoder.layers.1.mlp.linear_fc2.weight"
-    plain = replace(CASE, steps=1, weight_decay=0.0)
-    faster = replace(plain, faster=(name,))
-    initial = whole_weight(plain, name, (96, 260)).double()
-    way = truth(plain)["main"][name].double() - initial
-    longer = trained(faster, Topology(2, 1, 2))["main"][name].double() - initial
-    # Both ways are differences of fp32 weights: each is off by an ulp of the weight at most.
-    ulp = 2.0**-23 * float((initial.abs() + 3 * way.abs()).max())
-    torch.testing.assert_close(longer, 3 * way, rtol=2.0**-22, atol=4 * ulp)
 
 
 HUGE = 2.0**50  # times the gradients of all but one kind, whose norm is clipped to 1

@@ -15,17 +15,13 @@ Node = tuple[int, int]  # a rank of the world, and the number of a collective am
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Disagreements between ranks, in words; all are empty where everything fits.
+    """Disagreements between ranks, in words; all are empty where everything fits."""
 
-    Attributes:
-        order: collectives over a group that ranks call in another order, number or form.
-        messages: sends that are not the receives of their peer.
-        stuck: where a rank waits for ever.
-    """
-
+    # collectives over a group that ranks call in another order, number or form
     order: list[str] = field(default_factory=list)
+    # sends that are not the receives of their peer
     messages: list[str] = field(default_factory=list)
-    stuck: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)  # where a rank waits for ever
 
 
 Calls = Mapping[int, Sequence[tuple[RecordedCollective, Clock]]]
@@ -43,11 +39,7 @@ class _Calls:
 def check_stage(recordings: Mapping[int, Recording]) -> list[str]:
     """All faults between ranks, in words; none where the step can run on all of them together.
 
-    Args:
-        recordings: by rank of the world; every rank of every group that communicates.
-
-    Raises:
-        ValueError: a rank of a group is not among them.
+    Every rank of every group that communicates must be there.
     """
     calls = {rank: collectives_and_clocks(r.trace) for rank, r in recordings.items()}
     missing = unrecorded(calls)
@@ -77,9 +69,6 @@ def check_calls(calls: Calls) -> Faults:
     3. The sends from i to j are the receives of j from i in number, order, dtype and bytes.
     4. All of them end, where each waits for what its stream has before it and for its partners;
        looked at where the first three hold.
-
-    Args:
-        calls: by rank of the world, its collectives in order (``races.collectives_and_clocks``).
     """
     compared = _Calls(calls)
     _match_collectives(compared)

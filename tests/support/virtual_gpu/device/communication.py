@@ -233,11 +233,7 @@ def _part(agreed: tuple[object, ...], reads: Sequence[Any], writes: Sequence[Any
 
 
 def _splits(tensor: Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> Sequence[int]:
-    """Elements for or from each rank.
-
-    Raises:
-        ValueError: they are not those of the tensor.
-    """
+    """Elements for or from each rank."""
     if sizes is None or not len(sizes):
         if tensor.numel() % ranks:
             raise ValueError(f"{which} of {tensor.numel()} elements over {ranks} ranks")

@@ -22,21 +22,13 @@ _REFUSED = {"resize_", "set_", "nonzero", "masked_select", "unique_dim", "_uniqu
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """An operation's schema, as the recorder needs it.
+    """An operation's schema, as the recorder needs it."""
 
-    Attributes:
-        name: without namespace and overload.
-        written: positions and names of arguments that it writes.
-        overwrites: it does not read what it writes.
-        view: its results are views of its first tensor.
-        fresh: it writes nothing and makes no view: results follow from shapes.
-    """
-
-    name: str
-    written: tuple[int | str, ...]
-    overwrites: bool
-    view: bool
-    fresh: bool
+    name: str  # without namespace and overload
+    written: tuple[int | str, ...]  # positions and names of arguments that it writes
+    overwrites: bool  # it does not read what it writes
+    view: bool  # its results are views of its first tensor
+    fresh: bool  # it writes nothing and makes no view: results follow from shapes
 
 
 _OVERWRITING = {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "uniform_"}

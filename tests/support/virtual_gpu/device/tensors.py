@@ -7,52 +7,27 @@ tensors of torch's meta device, which have shapes and strides and no elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from support.virtual_gpu.trace import Free, Range, RecordStream, Trace
+from support.virtual_gpu.trace import Free, Range, RecordStream
+
+if TYPE_CHECKING:
+    from support.virtual_gpu.device.gpu import Gpu
 
 CUDA = torch.device("cuda", 0)
 META = torch.device("meta")
 
 
-class Device(Protocol):
-    """What tensors ask of the GPU that they are on; see ``gpu.Gpu``."""
-
-    trace: Trace
-    stream: str
-    scalar: float
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def called(self, name: str) -> AbstractContextManager[None]: ...
-    def allocate(self, inner: Tensor) -> VirtualTensor: ...
-    def launch(
-        self,
-        name: str,
-        reads: Sequence[VirtualTensor],
-        writes: Sequence[VirtualTensor],
-        count: int = 1,
-    ) -> None: ...
-    def synchronize(
-        self, name: str, stream: str | None = None, event: int | None = None
-    ) -> None: ...
-
-
 class VirtualTensor(Tensor):
-    """A tensor on the virtual GPU.
-
-    Attributes:
-        inner: shape, strides and dtype, on the meta device.
-        block: its memory, shared with its views.
-    """
+    """A tensor on the virtual GPU."""
 
     inner: Tensor  # type: ignore[assignment]
-    block: DeviceBlock
-    device_of: ClassVar[Device | None] = None  # the GPU that is switched on
+    block: DeviceBlock  # its memory, shared with its views
+    device_of: ClassVar[Gpu | None] = None  # the GPU that is switched on
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -129,7 +104,7 @@ class DeviceBlock:
     """Memory that the caching allocator gave out; it returns with the last tensor on it."""
 
     number: int
-    gpu: Device
+    gpu: Gpu
 
     def __del__(self) -> None:
         trace = self.gpu.trace
