@@ -186,7 +186,6 @@ def test_a_matrix_of_an_unknown_module_is_named_once_by_its_stage() -> None:
     assert counts == [1, 0, 0, 0]
 
 
-def test_several_buffers_are_counted_one_by_one() -> None:
 def _nodes_of(case: Case, topology: Topology, here: str) -> tuple[int, str]:
     """The plan's neighbours, and what is printed, where a launcher has so many ranks a machine."""
     printed = io.StringIO()
@@ -261,7 +260,6 @@ def test_a_log_says_once_on_rank_0_that_the_plugin_is_active() -> None:
     assert first == (f"{line} {core}", "") and other == ("", "")
 
 
-def test_the_start_line_says_in_how_many_rounds_the_exchange_is() -> None:
 def test_the_start_line_says_which_bytes_are_the_mean_and_which_the_busiest_ranks() -> None:
     """A matrix whose home has 75 of its 100 elements: 25 come, in a message of 32 with a flag, and
     25 go back: 64 B and 50 B."""
