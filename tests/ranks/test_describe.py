@@ -74,7 +74,7 @@ def _printed(case: Case, topology: Topology, mixer: bool = False) -> str:
 def _printed_in_ascii() -> bytes:
     with redirect_stdout(io.TextIOWrapper(io.BytesIO(), "ascii")) as printed:
         start(Case(layers=2), Topology())
-    return printed.buffer.getvalue()  # type: ignore[attr-defined, no-any-return]
+    return printed.buffer.getvalue()
 
 
 def test_the_start_lines_need_no_more_than_ascii() -> None:

@@ -203,7 +203,7 @@ class _Reader:
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
                 both = list(zip(target.elts, value.elts, strict=False))
             else:
-                both = [(target, value)]  # type: ignore[list-item]
+                both = [(target, value)]
             for one, its in both:
                 to = self._resolved(its, bound)
                 if isinstance(one, ast.Name) and to is not None and not to.endswith(")"):

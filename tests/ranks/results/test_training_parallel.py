@@ -70,7 +70,7 @@ def reduce_alone() -> Iterator[None]:
     """The reduction overlaps, and the gather of parameters does not."""
     from megatron.core import distributed
 
-    class Alone(distributed.DistributedDataParallelConfig):  # type: ignore[misc]
+    class Alone(distributed.DistributedDataParallelConfig):
         def __init__(self, **options: Any) -> None:
             super().__init__(**{**options, "overlap_param_gather": False})
 

@@ -150,7 +150,7 @@ def _without_a_gpu(patches: Patches) -> None:
     training.device(patches)
     training.memory(patches)
     resiliency = types.ModuleType("nvidia_resiliency_ext.inprocess")
-    resiliency.CallWrapper = object  # type: ignore[attr-defined] # in an annotation only
+    resiliency.CallWrapper = object  # in an annotation only
     sys.modules.setdefault("nvidia_resiliency_ext", types.ModuleType("nvidia_resiliency_ext"))
     sys.modules.setdefault("nvidia_resiliency_ext.inprocess", resiliency)
     setup = importlib.import_module("megatron.bridge.training.setup")

@@ -245,7 +245,7 @@ def _without_llm() -> None:
         if name.startswith("nemo.collections.llm"):
             sys.modules[name] = types.ModuleType(name)
     no_distillation = sys.modules[name]
-    no_distillation.get_tensor_shapes_adjust_fn_for_distillation = lambda *args: None  # type: ignore[attr-defined]
+    no_distillation.get_tensor_shapes_adjust_fn_for_distillation = lambda *args: None
 
 
 def _fitted(folder: Path) -> dict[str, Any]:

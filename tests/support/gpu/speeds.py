@@ -123,7 +123,7 @@ def _seconds(action: Callable[[], Any]) -> float:
 
 
 def _between(action: Callable[[], Any]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     action()
     end.record()

@@ -82,7 +82,7 @@ class RecordedMessage:
 class RecordedCollective:
     """One launch of NCCL: a collective, a point-to-point operation, or a group of several."""
 
-    # what it is made of, ``all_to_all``, ``send``, …; several in a coalesced group
+    # what it is made of, ``all_reduce``, ``send``, …; several in a coalesced group
     kinds: tuple[str, ...]
     group: Group  # over which
     rank: int  # this rank's number in the group
@@ -93,7 +93,7 @@ class RecordedCollective:
     writes: list[Range]
     # what all ranks of the group must say alike; empty for point-to-point operations
     agreed: tuple[object, ...]
-    # messages of all-to-alls and point-to-point operations, in order
+    # messages of point-to-point operations, in order
     sends: tuple[RecordedMessage, ...]
     receives: tuple[RecordedMessage, ...]
     work: int  # number by which a ``WorkWait`` names it

@@ -48,9 +48,9 @@ class Verdict:
         return {claim: faults for claim, faults in self.faults.items() if faults}
 
 
-def verdict_of(flags: Namespace, run: Settled, clip_grad: float = 1.0) -> Verdict:
+def verdict_of(flags: Namespace, run: Settled) -> Verdict:
     """Have every chosen rank of every kind of stage take its steps."""
-    training = OptimizerSettings(clip_grad=clip_grad)
+    training = OptimizerSettings()
     calls = {}
     with megatron_is_quiet():
         verdict = Verdict(stage_kinds(flags, run))

@@ -85,7 +85,7 @@ def _copied_from_host(gpu: Gpu, target: VirtualTensor, source: Tensor, free: boo
 def pinned(tensor: Tensor) -> Tensor:
     """``Tensor.pin_memory()`` of a CPU tensor."""
     made = tensor.clone()
-    made._virtually_pinned = True  # type: ignore[attr-defined]
+    made._virtually_pinned = True
     return made
 
 

@@ -56,7 +56,7 @@ _kinds: dict[Any, _Kind] = {}
 _results: dict[Any, Any] = {}  # shapes of results, by operation and arguments
 
 
-class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Gpu(TorchDispatchMode):
     """One virtual GPU; within ``with`` it is the process's only ``cuda`` device.
 
     Attributes:
@@ -66,7 +66,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, scalar: float = 0.0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.trace = Trace()
         self.stream = MAIN
         self.scalar = scalar
@@ -77,11 +77,11 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if VirtualTensor.device_of is not None:
             raise RuntimeError("a virtual GPU is switched on already")
         VirtualTensor.device_of = self
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc)
         VirtualTensor.device_of = None
 
     @contextmanager

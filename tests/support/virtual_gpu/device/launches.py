@@ -69,7 +69,7 @@ def multi_tensor_launches(sizes: Sequence[int], lists: int) -> int:
 
 
 def _foreach(name: str, args: Sequence[object], out: object) -> int:
-    lists: list[list[Tensor]] = [list(a) for a in args if _is_tensors(a)]  # type: ignore[call-overload]
+    lists: list[list[Tensor]] = [list(a) for a in args if _is_tensors(a)]
     first = lists[0]
     sizes = [tensor.numel() for tensor in first]
     if not _fast(name, lists):

@@ -25,11 +25,11 @@ META = torch.device("meta")
 class VirtualTensor(Tensor):
     """A tensor on the virtual GPU."""
 
-    inner: Tensor  # type: ignore[assignment]
+    inner: Tensor
     block: DeviceBlock  # its memory, shared with its views
     device_of: ClassVar[Gpu | None] = None  # the GPU that is switched on
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, inner: Tensor, block: DeviceBlock) -> VirtualTensor:
@@ -46,29 +46,26 @@ class VirtualTensor(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if cls.device_of is None:
             raise RuntimeError(f"{func} of a virtual tensor: its GPU is switched off")
         return cls.device_of.run(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"VirtualTensor({tuple(self.shape)}, {self.dtype}, block {self.block.number})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualTensor:
-        copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
-        made: VirtualTensor = copied
-        return made
+        return self.detach().clone().requires_grad_(self.requires_grad)
 
     @property
     def data(self) -> Tensor:
-        own: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        return own
+        return Tensor.data.__get__(self)
 
-    @data.setter  # type: ignore[override]
+    @data.setter
     def data(self, new: VirtualTensor) -> None:
-        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        Tensor.data.__set__(self, new)
         self.inner, self.block = new.inner, new.block
 
     def data_ptr(self) -> int:
