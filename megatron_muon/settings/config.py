@@ -52,7 +52,7 @@ class MuonConfig:
             which is less work unless a matrix is square; or ``auto``, by shape. ``coefficients``
             lists the sets and numbers of steps for which gram is known to be accurate, and how far
             (``GRAM_ERROR``); with others gram is refused, and auto is ``standard``. None: ``auto``
-            on a GPU, ``standard`` on a CPU (``iteration.iteration_of``).
+            on a GPU, ``standard`` on a CPU (``Numerics.iteration``).
         ns_dtype: the dtype of Newton-Schulz. Matrices travel in bf16 (in fp32 with fp32). Products
             accumulate in fp32 and round once; fp32 is never TF32. On CUDA, parts of a sum may be
             added in 16 bits where
@@ -60,7 +60,7 @@ class MuonConfig:
             counterpart is set, as both are by default. fp16 rounds eight times as finely as bf16,
             but entries below 2e-10 of a matrix's norm become zero. No scale overflows it: a matrix
             is normalised first and held with norm 128. It needs no loss scale. None: fp16 on a GPU,
-            bf16 on a CPU (``iteration.dtype_of``).
+            bf16 on a CPU (``Numerics.dtype``).
         ns_batch: most matrices of one shape that a home orthogonalizes together, on CUDA and in one
             round; a single small one leaves most of a GPU idle. None: as many as fit into scratch
             memory of 1.5 × the largest matrix, or of 512 MiB in 16 bits if that is more. A batch's
@@ -115,7 +115,7 @@ class MuonConfig:
             depend on the number of strips and not on their ranks; they are other bits than without.
             None: ``auto`` on a GPU, but ``off`` in torch's deterministic mode, since the layout
             decides which matrices are shared, and with ``log_interval``; ``off`` on a CPU
-            (``iteration.split_of``).
+            (``Numerics.split``).
         rank_tflops: speed of Newton-Schulz on a rank, 10¹² flop/s. Only homes depend on it. A run
             never measures it, so that every rank and every restart has the same homes;
             ``megatron-muon bench speeds`` does. 400 is an assumption for an H100 in 16 bits: 40 %

@@ -51,7 +51,7 @@ def _ranks_that_share(text: str) -> int | str:
 
 
 _MOONLIGHT = MuonConfig()
-AUTO_NS_DTYPE = "fp16 on a GPU, bf16 on a CPU"  # iteration.dtype_of
+AUTO_NS_DTYPE = "fp16 on a GPU, bf16 on a CPU"  # Numerics.dtype
 _ON = {"action": "store_true"}
 FLAGS = (
     _flag(

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from megatron_muon.orthogonalize.iteration import Device, dtype_of, held_dtype
-from megatron_muon.orthogonalize.matmul import torch_dtype, travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.strips import SharedMessages
 from megatron_muon.settings.config import MuonConfig
@@ -33,8 +33,9 @@ def planned_messages(
         device: kind of the ranks' device.
     """
     sizes: Sizes = defaultdict(list)
-    travels, directions = travel_dtype(config), torch_dtype(dtype_of(config, device))
-    squares = torch_dtype(held_dtype(dtype_of(config, device), device))
+    numerics = Numerics(config, device)
+    travels, directions = TORCH_DTYPE[numerics.travels], TORCH_DTYPE[numerics.dtype]
+    squares = TORCH_DTYPE[numerics.held]
     dtypes = {"numbers": torch.float32, "squares": squares, "elements": travels}
     for plan in plans:
         gathers, scatters = _by_round(plan)
