@@ -136,13 +136,13 @@ DEEPSEEK_V3 = Namespace(
 )
 def test_the_buffers_have_the_models_elements(args: Namespace, published: int) -> None:
     """All but norms and routers, which are far below one in a thousand."""
-    numel = sum(weight.numel for buffer in buffers(args, 8, 8) for weight in buffer.weights)
+    numel = sum(weight.numel for buffer in buffers(args, 8) for weight in buffer.weights)
     assert 0.999 * published < numel < published
 
 
 def test_llama_3_8b_keeps_the_overlap_at_less_than_half_of_stock_buckets_exchange() -> None:
     """Design section 4: at most buckets × (DP - 1) boundary parameters."""
-    chosen = choose(buffers(LLAMA_3_8B, 8, 8))
+    chosen = choose(buffers(LLAMA_3_8B, 8))
     assert chosen is not None
     assert 1 < chosen.cost.buckets < chosen.stock.buckets
     assert chosen.cost.boundary <= 7 * chosen.cost.buckets < chosen.stock.boundary
