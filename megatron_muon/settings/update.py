@@ -15,7 +15,7 @@ ElementwiseBy = Literal["auto", "foreach"]
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
 PAPER = "arXiv 2502.16982"
-AUTO_NS_DTYPE = "fp16 on a GPU, bf16 on a CPU"  # iteration.dtype_of
+AUTO_NS_DTYPE = "fp16 on a GPU, bf16 on a CPU"  # Numerics.dtype
 MOST_STEPS = 100  # singular values settle long before; a schedule has a triple for each step
 
 

@@ -11,6 +11,7 @@ import torch
 from megatron.core import __version__ as VERSION
 from megatron.core.optimizer import OptimizerConfig
 
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from support.installed import VERSION as MINOR
 from support.models.gpt import Case, Topology, build, error_of_optimizer, start
 from support.ranks import run
@@ -232,7 +233,8 @@ def _disagree(topology: Topology, kind: str) -> str:
     if kind.startswith("device"):  # a CPU that does not multiply bf16 among such as do
         settings = {"ns_iteration": "auto"} if kind == "device" else {"split_matrices": 2}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plugin, "plan_device", lambda _: "cpu" if odd else "cpu_bf16")
+            kind: Device = "cpu" if odd else "cpu_bf16"
+            patch.setattr(plugin, "numerics_on", lambda _, config: Numerics(config, kind))
             return error_of_optimizer(built, **settings)
     return error_of_optimizer(built, **settings)
 

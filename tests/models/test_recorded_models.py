@@ -5,14 +5,36 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 
 from megatron_muon.orthogonalize.iteration import scratch_elements
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, LEAST_SCRATCH
-from support.virtual_gpu.plans import MODELS
+from megatron_muon.planning.rounds.table import round_tables
+from support.virtual_gpu.plans import MODELS, Model, plans_of
 from support.virtual_gpu.report import MIB, ReportRow, busiest_row
 
 BY_NAME = {model.name: model for model in MODELS}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_every_message_and_every_run_in_it_starts_at_16_bytes(model: Model) -> None:
+    """NCCL copies what does not one byte a load; the momentum kernel, one element."""
+    ends = []
+    for _, plan in plans_of(model)[1]:
+        for rank in range(0, plan.size, 7):
+            for table in round_tables(plan.for_rank(rank), plan.matrices):
+                directions = table.directions_to, table.directions_from
+                for counts in (table.sent_to, table.received_from, *directions):
+                    ends += accumulate(elements for _, elements in counts)
+                for sizes in (table.sent_sizes, table.received_sizes, table.direction_sizes):
+                    ends += accumulate(sizes)
+                ends += accumulate(table.kept_sizes)
+                flags = (*table.sent_flags, *table.received_flags)
+                assert all(at - 1 in flags or at % 8 == 0 for at in flags)
+    assert ends
+    assert [end for end in ends if end % 8] == []
 
 
 def _busiest(name: str, **settings: object) -> ReportRow:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.describe import Share, share_lines, start_line
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import Parameter, Span, whole_matrix
@@ -211,7 +212,7 @@ def test_several_buffers_are_counted_one_by_one() -> None:
 
     held_whole = [parameter(f"a{i}", 0, 100 * i, Span(0, 200)) for i in (0, 1)]
     cut = parameter("b", 1, 0, Span(0, 100))
-    plan = make_plan([*held_whole, cut], RankGrid((((0, 1),),)), MuonConfig())
+    plan = make_plan([*held_whole, cut], RankGrid((((0, 1),),)), Numerics(MuonConfig()))
     line = start_line(plan, stage=0, experts=False, buckets=[1, 3])
     assert "4 bucket(s), 1 boundary parameter(s) (200 B per TP rank), by buffer: " in line
     assert ": 1 bucket(s), 0 boundary parameter(s) (0 B per TP rank); " in line
@@ -300,20 +301,22 @@ def test_the_start_line_says_in_how_many_rounds_the_exchange_is() -> None:
         for at in (0, 100, 200)
     ]
     for round_bytes, rounds in ((1 << 20, 1), (1, 3)):
-        plan = make_plan(held, RankGrid((((0, 1),),)), MuonConfig(round_bytes=round_bytes))
+        plan = make_plan(
+            held, RankGrid((((0, 1),),)), Numerics(MuonConfig(round_bytes=round_bytes))
+        )
         line = start_line(plan, stage=0, experts=False, buckets=[1])
         assert f"B on the busiest rank, in {rounds} round(s); " in line
 
 
 def test_the_start_line_says_which_bytes_are_the_mean_and_which_the_busiest_ranks() -> None:
-    """A matrix whose home has 75 of its 100 elements: 25 come, with one that says whether they
-    have a gradient, and 25 go back: 52 B and 50 B."""
+    """A matrix whose home has 75 of its 100 elements: 25 come, in a message of 32 with a flag, and
+    25 go back: 64 B and 50 B."""
     matrices, blocks = whole_matrix("a", (10, 10), 0, 1)
     held = [Parameter("a", (10, 10), 0, Span(0, 400), Span(25, 125), 0, matrices, blocks)]
-    plan = make_plan(held, RankGrid((((0, 1, 2, 3),),)), MuonConfig())
-    assert plan.sent_bytes() == [50, 52, 0, 0]
+    plan = make_plan(held, RankGrid((((0, 1, 2, 3),),)), Numerics(MuonConfig()))
+    assert plan.sent_bytes() == [50, 64, 0, 0]
     line = start_line(plan, stage=0, experts=False, buckets=[1])
-    assert "the exchange sends 25.5 B a step on the mean rank and 52 B on the busiest rank" in line
+    assert "the exchange sends 28.5 B a step on the mean rank and 64 B on the busiest rank" in line
 
 
 def test_the_busiest_rank_is_that_of_all_of_the_stages_optimizers() -> None:
@@ -324,7 +327,7 @@ def test_the_busiest_rank_is_that_of_all_of_the_stages_optimizers() -> None:
         held = Parameter(
             "a", (10, 10), 0, Span(0, 200), Span(start, start + 100), 0, matrices, blocks
         )
-        return make_plan([held], RankGrid((((0, 1),),)), MuonConfig())
+        return make_plan([held], RankGrid((((0, 1),),)), Numerics(MuonConfig()))
 
     dense, experts = plan_of(0), plan_of(100)
     alone = start_line(experts, stage=0, experts=True, buckets=[1])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_muon.orthogonalize.iteration import makes_rows
-from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig
 from support.models.gpt import Case, Topology, check, differences, start, trained
@@ -76,7 +76,7 @@ def test_rows_of_squares_are_those_of_one_process(
     case = _shared(BASE, strips, ns_iteration="gram", ns_dtype=dtype)
     with rows_of_small_squares():
         config = MuonConfig(**dict(case.muon))
-        assert makes_rows(264, 96, strips, config, plan_device(torch.device("cpu")))
+        assert makes_rows(264, 96, strips, numerics_on(torch.device("cpu"), config))
     one = trained(case, Topology(), rows_of_small_squares)
     assert differences(one, trained(case, topology, rows_of_small_squares)) == []
 

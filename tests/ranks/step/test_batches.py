@@ -14,6 +14,7 @@ from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize_at_once,
     orthogonalize_staged,
 )
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.describe import newton_schulz_line
 from megatron_muon.runtime import round as muon_round
 from megatron_muon.settings.config import MuonConfig, NsIteration
@@ -77,7 +78,7 @@ def test_by_default_as_many_as_have_scratch_memory_are_taken_at_once() -> None:
 
 def test_the_log_says_how_many_are_taken_at_once() -> None:
     def line(config: MuonConfig, in_batches: bool) -> str:
-        return newton_schulz_line(config, "cuda", "torch", in_batches=in_batches)
+        return newton_schulz_line(Numerics(config, "cuda"), "torch", in_batches=in_batches)
 
     assert line(FOUR, True).endswith("; up to 4 matrices of one shape at once")
     assert line(MuonConfig(), True).endswith("; as many matrices of one shape at once as fit")

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from figures.llama import llama_8b
 from megatron_muon.lab.bench.step.meter import peak_bytes
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.plan import make_plan
 from megatron_muon.planning.rounds import stage as rounds_of_stage
@@ -141,10 +142,10 @@ def test_the_time_of_rounds_is_that_of_a_pipeline() -> None:
 def test_a_plan_takes_the_rounds_with_less_time() -> None:
     """Llama-3-8B over 32 ranks: small matrices come first; one round stays if it is asked for."""
     parameters, grid = llama_8b(32)[0], RankGrid(((tuple(range(32)),),))
-    cut = make_plan(parameters, grid, MuonConfig())
-    whole = make_plan(parameters, grid, MuonConfig(round_bytes=1 << 62))
+    cut = make_plan(parameters, grid, Numerics(MuonConfig()))
+    whole = make_plan(parameters, grid, Numerics(MuonConfig(round_bytes=1 << 62)))
     with mock.patch.object(rounds_of_stage, "pipeline_time", lambda *_: 0):  # no way is shorter
-        few = make_plan(parameters, grid, MuonConfig())
+        few = make_plan(parameters, grid, Numerics(MuonConfig()))
     assert len(whole.rounds) == 1 and few.rounds != cut.rounds
     assert cut.matrices == few.matrices == whole.matrices
     means = [

@@ -18,8 +18,8 @@ from megatron_muon.lab.pricing import step as pricing
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.step import StepTime
 from megatron_muon.lab.pricing.streams import WAITING
-from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.orthogonalize.matmul import plan_device
+from megatron_muon.orthogonalize.numerics import Device
 from support.gpu import speeds
 from support.gpu.model import flags_of, on_ranks, row_of
 from support.gpu.predicted import PredictedStep, solved

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megatron_muon.lab.bench.step.rows import NO_CLIP
 from megatron_muon.lab.pricing.hardware import CONSTANTS, Hardware
 from megatron_muon.lab.pricing.step import StepTime, price_step
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.dry_run import optimizer_of, planned_on, ranks_of
 from support.virtual_gpu.megatron import OptimizerSettings, record_training

@@ -13,6 +13,7 @@ from typing import Any
 
 import megatron_muon.cpu
 from megatron_muon.lab.routes.model_flags import Settled
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.layout import (
     Parameter,
@@ -100,7 +101,7 @@ def small_plan(
         parameters.append(Parameter(name, shape, dim, Span(0, padded), span, 0, matrices, blocks))
         size = span.stop
     grid = RankGrid((tuple(tuple(t + tp * d for d in range(dp)) for t in range(tp)),))
-    return make_plan(parameters, grid, config)
+    return make_plan(parameters, grid, Numerics(config))
 
 
 def _layer(layer: int, tp: int, hidden: int, ffn: int) -> Iterator[tuple[str, Any, Any, Any]]:

@@ -11,7 +11,8 @@ import torch
 
 import megatron_muon.cpu
 from megatron_muon.orthogonalize import matmul, triton_operations
-from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
 from megatron_muon.runtime.exchange.meter import Meter
@@ -90,11 +91,11 @@ def record_step(
             shard.grad = torch.empty_like(shard)
         state = {shard: {MOMENTUM_KEY: torch.empty_like(shard)} for shard in shards.values()}
         groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
-        meter = Meter()
-        exchange = Exchange(own, plan.matrices, group, travel_dtype(config), CUDA, meter)
+        meter, numerics = Meter(), Numerics(config)
+        exchange = Exchange(own, plan.matrices, group, TORCH_DTYPE[numerics.travels], CUDA, meter)
         phase = phases(lambda: None)
-        elementwise = fused.elementwise_on(CUDA, config)
-        muon = DistributedMuon(config, plan, own, exchange, shards, meter, phase, elementwise)
+        elementwise = fused.elementwise_on(CUDA, numerics)
+        muon = DistributedMuon(numerics, plan, own, exchange, shards, meter, phase, elementwise)
         for _ in range(steps):
             gpu.trace.events.append(StepStart())
             muon.step(groups, state, lambda: gpu.launch("adamw", [], [], adamw))
