@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.megatron_lm.bucketing import buffers, choose_buckets
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.count import (
     SLACK,
     Buffer,
     LocalParameter,
     choose,
     cost,
-    exchanged,
+    in_buckets,
 )
-from megatron_muon.planning.buckets.order import UNPLACED, away
+from megatron_muon.planning.buckets.order import UNPLACED, Holders, away, sent_bytes
 from megatron_muon.planning.layout import Parameter, whole_matrix
 from megatron_muon.settings.config import MuonConfig
 from support.models.gpt import Case, Topology, distributed_optimizers, start
@@ -60,10 +61,11 @@ def test_the_cost_is_that_of_megatrons_buckets_and_the_plan(dp: int, bucket_size
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_is_exchanged_is_what_the_plan_sends(tp: int, case: Case) -> None:
     topology = Topology(tp=tp, dp=2, overlap=True, bucket_size=20_000)
-    config = MuonConfig(**dict(case.muon))
+    numerics = Numerics(MuonConfig(**dict(case.muon), split_matrices="off"))
     for *_, sent, weights in run(_built, topology.world_size, case, topology):
-        buffer = Buffer(tuple(weights), 2, tp)
-        assert exchanged([buffer], 20_000, config) == sent // topology.world_size > 0
+        buckets = list(in_buckets(Buffer(tuple(weights), 2, tp), 20_000))
+        own = [bucket.own() for bucket in buckets]
+        assert sent_bytes(buckets, own, Holders(2, tp), numerics) == sent > 0
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 30))

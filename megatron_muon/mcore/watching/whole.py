@@ -79,14 +79,14 @@ def _gram(staged: Tensor, like: Matrix, factor: Tensor | None) -> Tensor:
 
 
 def _row_panels(staged: Tensor, like: Matrix) -> Iterator[Tensor]:
-    for part in torch.split(_parts(staged, like), max(1, PANEL // like.cols), 1):
-        yield part.transpose(0, 1).reshape(-1, like.cols).float()
+    for panel in torch.split(_parts(staged, like), max(1, PANEL // like.cols), 1):
+        yield panel.transpose(0, 1).reshape(-1, like.cols).float()
 
 
 def _column_panels(staged: Tensor, like: Matrix) -> Iterator[Tensor]:
     most = max(1, PANEL // (like.rows * like.column_parts))
-    for part in torch.split(_parts(staged, like), most, 2):
-        yield part.transpose(0, 1).reshape(like.rows, -1).float()
+    for panel in torch.split(_parts(staged, like), most, 2):
+        yield panel.transpose(0, 1).reshape(like.rows, -1).float()
 
 
 def _parts(staged: Tensor, like: Matrix) -> Tensor:
