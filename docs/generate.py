@@ -6,7 +6,6 @@ They are in the clone, so that they can be read without building anything; a tes
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -41,7 +40,7 @@ def flags_page() -> str:
     return WRITTEN.format(source="the table of flags") + (
         "# Flags\n\n"
         "Every flag that the plugin adds to Megatron-LM's command line, as `--help` explains it. "
-        "*Setting* is the field of [`MuonConfig`](python_api.md#settings) that the flag sets, with "
+        "*Setting* is the field of [`MuonConfig`](usage.md#settings) that the flag sets, with "
         "its default.\n\n"
         "A flag of the proof of concept or of Megatron's own Muon means here what it means there. "
         "Where it cannot, it is an error that says why. No flag is accepted and then ignored.\n\n"
@@ -58,17 +57,19 @@ def coefficients_page() -> str:
         "The published sets for `--muon-ns-coefficients` and `MuonConfig(ns_coefficients=…)`. One "
         "Newton-Schulz step is X ← aX + (bA + cA²)X with A = XXᵀ. It takes a singular value σ to "
         "aσ + bσ³ + cσ⁵.\n\n"
-        "*Interval* holds the singular values, of a matrix of Frobenius norm 1, that the given "
-        "number of steps brings into *band*. *Beyond* says which coefficients further steps use. "
-        "`gram` lists the numbers of steps with a known, accurate restart list for the Gram "
-        "iteration in bf16, fp16 and fp32. With another combination `gram` is an error, and `auto` "
-        "takes `standard` and says so at the start.\n\n"
-        "Restarts are chosen by 10,000 drawn matrices, as GPUs and CPUs round them "
-        "(`tests/figures/restart_errors.py`). On each the Gram iteration's error, relative to the "
-        f"exact result in Frobenius norm, is at most {GRAM_ERROR:g} times the standard iteration's "
-        f"in the same dtype, or {GRAM_ERROR:g} times {least} where that has less. Its largest "
-        f"singular value is at most {GRAM_TOP} times the larger of standard's and the exact one's, "
-        "also where a GPU adds parts of sums in 16 bits.\n\n",
+        "The given number of steps brings singular values in *interval*, of a matrix with "
+        "Frobenius norm 1, into *band*. *Beyond* names the coefficients of further steps. *gram* "
+        "lists the numbers of steps with known, accurate restarts of the Gram iteration in each "
+        "dtype. With any other combination `gram` is an error, and `auto` uses `standard` and says "
+        "so at the start.\n\n"
+        "Restarts were chosen on 10,000 drawn matrices, rounded as GPUs and CPUs do "
+        "(`tests/figures/restart_errors.py`). On each of them two bounds hold, also if a GPU adds "
+        "parts of sums in 16 bits:\n\n"
+        "- The Gram iteration's error, relative to the exact result in Frobenius norm, is at most "
+        f"{GRAM_ERROR:g} times the standard iteration's in the same dtype, or {GRAM_ERROR:g} times "
+        f"{least} if that is larger.\n"
+        f"- Its largest singular value is at most {GRAM_TOP} times the larger of standard's and "
+        "the exact one's.\n\n",
         _table(
             ["set", "steps", "interval", "band", "beyond", "gram, bf16", "fp16", "fp32"],
             [_set_row(name, coefficients) for name, coefficients in SETS.items()],
@@ -89,26 +90,9 @@ def coefficients_page() -> str:
     return "".join(parts)
 
 
-def tutorial_page() -> str:
-    """The notebook of examples/tutorial, with what its cells printed."""
-    notebook = HERE.parent / "examples" / "tutorial" / "one_step.ipynb"
-    parts = [WRITTEN.format(source="examples/tutorial/one_step.ipynb").strip()]
-    for cell in json.loads(notebook.read_text())["cells"]:
-        source = "".join(cell["source"]).replace("](../../docs/", "](")
-        if cell["cell_type"] == "markdown":
-            parts.append(source)
-            continue
-        parts.append(f"```python\n{source}\n```")
-        printed = "".join(line for output in cell["outputs"] for line in output["text"])
-        if printed:
-            parts.append(f"```text\n{printed.rstrip()}\n```")
-    return "\n\n".join(parts) + "\n"
-
-
 PAGES = {
     "flags.md": flags_page,
     "coefficients.md": coefficients_page,
-    "tutorial.md": tutorial_page,
 }
 
 
