@@ -19,7 +19,7 @@ from megatron_muon.mcore.seams.rows import (
     megatron_version,
     training_hooks_of,
 )
-from megatron_muon.megatron_lm import bucketing, checkpointing, namespace, shifted
+from megatron_muon.megatron_lm import bucketing, checkpointing, namespace
 from megatron_muon.megatron_lm.flags.differences import differences
 from megatron_muon.megatron_lm.flags.parser import add_flags, mend_help, muon_backend
 from megatron_muon.megatron_lm.flags.settings import muon_config, qk_clip_alpha
@@ -82,7 +82,6 @@ def uninstall_training() -> None:
     global _is_on
     writers.disconnect()
     step_traces.forget()
-    shifted.forget()
     _patches.undo()
     _is_on = False
 
