@@ -13,14 +13,13 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_muon.orthogonalize.iteration import dtype_of
-from megatron_muon.orthogonalize.matmul import Products, scale_of, torch_dtype, travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, Products, scale_of
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.triton_operations import (
     define,
     launching_beside,
     takes_kernels,
 )
-from megatron_muon.settings.config import MuonConfig
 
 _EXPONENT = 0x7F800000  # exponent bits of an fp32 number
 _SMALLEST = 2.0**-126  # smallest normal fp32 number
@@ -33,7 +32,7 @@ def enter(
     source: Tensor,
     moves: Tensor | None,
     products: Products,
-    config: MuonConfig,
+    numerics: Numerics,
 ) -> Tensor:
     """Fill ``x`` with the matrices of ``source``, each divided by its norm, as products hold them.
 
@@ -45,7 +44,7 @@ def enter(
         source: ``(k, rows, ...)``, at most three dims of columns; may be overwritten.
         moves: ``(k,)`` bool, or None.
         products: products of x's device.
-        config: says whether kernels are used.
+        numerics: says whether kernels are used.
 
     Returns:
         ``(k,)``, NaN for each matrix with an entry that is not finite.
@@ -59,7 +58,7 @@ def enter(
         ]
         x.copy_(products.enter(whole))
         return torch.stack(norms)
-    if source.dtype in _KERNEL_DTYPES and takes_kernels(source.device, config):
+    if source.dtype in _KERNEL_DTYPES and takes_kernels(source.device, numerics):
         norm = enter_by_kernels(into, source, moves, products.scale)
     else:
         norm = enter_by_torch(into, source, moves, products.scale)
@@ -173,10 +172,8 @@ define("divisors(Tensor source, Tensor? moves, float scale) -> Tensor", _divisor
 define("divide(Tensor source, Tensor(a!) into, Tensor divisors) -> ()", _divide)
 
 
-def trial(device: torch.device, config: MuonConfig, *, by_kernels: bool) -> Tensor:
+def trial(device: torch.device, numerics: Numerics, *, by_kernels: bool) -> Tensor:
     """Matrices over their norms, of several tiles; their sums are exact in any order.
-
-    They are in the dtypes of a GPU with these settings, on any device.
 
     Of four matrices the second has a scale whose squares are none of fp32, the third is zero, and
     the fourth does not move.
@@ -184,9 +181,11 @@ def trial(device: torch.device, config: MuonConfig, *, by_kernels: bool) -> Tens
     rows, cols = 20, 1030
     numbers = torch.arange(rows * cols, dtype=torch.float64).mul(7).remainder(5).sub(2)
     scales = torch.tensor([1.0, 2.0**100, 0.0, 1.0], dtype=torch.float64)
-    ns_dtype = dtype_of(config, "cuda")
-    source = (scales[:, None] * numbers).view(4, rows, 1, 1, cols).to(device, travel_dtype(config))
-    into = torch.empty_like(source, dtype=torch_dtype(ns_dtype))
+    source = (scales[:, None] * numbers).view(4, rows, 1, 1, cols)
+    source = source.to(device, TORCH_DTYPE[numerics.travels])
+    into = torch.empty_like(source, dtype=TORCH_DTYPE[numerics.dtype])
     moves = torch.tensor([True, True, True, False], device=device)
-    (enter_by_kernels if by_kernels else enter_by_torch)(into, source, moves, scale_of(ns_dtype))
+    (enter_by_kernels if by_kernels else enter_by_torch)(
+        into, source, moves, scale_of(numerics.dtype)
+    )
     return into

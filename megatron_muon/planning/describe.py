@@ -7,18 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from math import prod
 
-from megatron_muon.orthogonalize.iteration import (
-    NODE,
-    Device,
-    dtype_of,
-    is_cuda,
-    iteration_of,
-)
+from megatron_muon.orthogonalize.iteration import NODE
+from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.gathers import ADAMW
 from megatron_muon.settings.coefficients import spelled
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 PREFIX = "[megatron_muon]"
 
@@ -158,18 +152,15 @@ def not_shared_lines(config: MuonConfig, device: Device, *, is_deterministic: bo
     return [f"{PREFIX} {named('split_matrices')} is off, not auto, with {why}"]
 
 
-def newton_schulz_line(
-    config: MuonConfig, device: Device, products: str, *, in_batches: bool
-) -> str:
+def newton_schulz_line(numerics: Numerics, products: str, *, in_batches: bool) -> str:
     """One line about the iteration.
 
     Args:
-        config: the settings.
-        device: the ranks' kind of device.
+        numerics: of the run.
         products: the library that makes the symmetric products.
         in_batches: whether matrices of one shape are orthogonalized together (``ns_batch``).
     """
-    batches = ""
+    batches, config = "", numerics.config
     if in_batches and config.ns_batch != 1:
         most = "as many" if config.ns_batch is None else f"up to {config.ns_batch}"
         fit = " as fit" if config.ns_batch is None else ""
@@ -181,25 +172,25 @@ def newton_schulz_line(
         )
     return (
         f"{PREFIX} Newton-Schulz: {spelled(config.ns_coefficients)}, {config.ns_steps} steps, "
-        f"{_dtype(config, device)}, {_iteration(config, device)}; symmetric products: {products}"
+        f"{_dtype(numerics)}, {_iteration(numerics)}; symmetric products: {products}"
         f"{batches}"
     )
 
 
-def _dtype(config: MuonConfig, device: Device) -> str:
+def _dtype(numerics: Numerics) -> str:
     """The dtype's name; whether it is a GPU's default."""
-    default = " (the default on a GPU)" if config.ns_dtype is None and is_cuda(device) else ""
-    return f"{dtype_of(config, device)}{default}"
+    is_default = numerics.config.ns_dtype is None and numerics.on_gpu
+    return f"{numerics.dtype}{' (the default on a GPU)' if is_default else ''}"
 
 
-def _iteration(config: MuonConfig, device: Device) -> str:
+def _iteration(numerics: Numerics) -> str:
     """The iteration's name, and why it is not the one that was asked for, or a GPU's default."""
-    name = iteration_of(config, device)
-    if config.ns_iteration == name or (config.ns_iteration is None and not is_cuda(device)):
+    name, wanted = numerics.iteration, numerics.config.ns_iteration
+    if wanted == name or (wanted is None and not numerics.on_gpu):
         return name
     if name == "auto":
         return "auto (the default on a GPU)"
-    asked = "auto" if config.ns_iteration else "the default, auto,"
+    asked = "auto" if wanted else "the default, auto,"
     return (
         f"standard (in place of {asked} since the Gram iteration has not been found accurate with "
         "these coefficients, steps and dtype)"

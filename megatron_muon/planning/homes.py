@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron_muon.orthogonalize.iteration import NODE
-from megatron_muon.settings.config import HomePolicy, MuonConfig
+from megatron_muon.orthogonalize.numerics import Numerics
+from megatron_muon.settings.config import HomePolicy
 
 # A rank keeps a matrix that it holds most of until its work would pass SLACK × max(ideal, largest
 # matrix); up to LIMIT × that, where another rank would end later.
@@ -83,13 +84,9 @@ class Loads:
         return Loads((0,) * size, (0,) * size)
 
 
-def prices(config: MuonConfig, itemsize: int) -> Price:
-    """Prices from the two speeds, in a unit in which nothing is rounded.
-
-    Args:
-        config: ``rank_tflops`` and ``link_gbytes``.
-        itemsize: bytes of an element that travels.
-    """
+def prices(numerics: Numerics) -> Price:
+    """Prices from ``rank_tflops`` and ``link_gbytes``, in a unit in which nothing is rounded."""
+    config, itemsize = numerics.config, numerics.itemsize
     flops, per_flops = config.rank_tflops.as_integer_ratio()  # per picosecond
     bytes_, per_bytes = config.link_gbytes.as_integer_ratio()  # per nanosecond
     flop, element = per_flops * bytes_, 1000 * itemsize * per_bytes * flops

@@ -12,23 +12,19 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from megatron_muon.orthogonalize.iteration import (
-    Device,
-    dtype_of,
     gathers_of_rows,
-    held_dtype,
-    itemsize_of,
     ns_flops,
     repeated_flops,
-    split_of,
     strip_flops,
 )
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.grid import RankGrid, held_pieces
 from megatron_muon.planning.homes import Loads, Work, choose_homes, prices
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds.stage import stage_rounds
 from megatron_muon.planning.runs import all_runs, held_elements, segments_of
-from megatron_muon.planning.segments import Matrix, Segment
+from megatron_muon.planning.segments import Matrix, Segment, gather_message
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import StripTime, strip_time
 from megatron_muon.planning.strips import (
@@ -40,7 +36,6 @@ from megatron_muon.planning.strips import (
     in_strips,
     strip_homes,
 )
-from megatron_muon.settings.config import MuonConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +92,7 @@ class ExchangePlan:
     def sent_bytes(self) -> list[int]:
         """Bytes that each rank sends to others in a step: pieces there, directions back.
 
-        A segment takes one element more to its home, which says whether it has a gradient. Homes
-        of one matrix also send squares to each other, and turn it.
+        Homes of one matrix also send squares to each other, and turn it.
         """
         sent = [0] * self.size
         for one in self.shared:
@@ -110,9 +104,19 @@ class ExchangePlan:
             if home == segment.rank:
                 continue
             sent[home] += segment.elements.size * self.itemsize
-            if not segment.replica:
-                sent[segment.rank] += (segment.elements.size + 1) * self.itemsize
+        for (_, rank, _), elements in self.gathered_elements().items():
+            sent[rank] += elements * self.itemsize
         return sent
+
+    def gathered_elements(self) -> dict[tuple[int, int, int], int]:
+        """Elements of each gather message, by (round, sender, home); see ``gather_message``."""
+        round_of, runs = self.round_of(), defaultdict[tuple[int, int, int], list[int]](list)
+        for segment in self.segments:
+            home = self.matrices[segment.matrix].home
+            if home != segment.rank and not segment.replica:
+                message = round_of[segment.parameter], segment.rank, home
+                runs[message].append(segment.elements.size)
+        return {message: gather_message(sum(sizes), len(sizes)) for message, sizes in runs.items()}
 
     def boundary_parameters(self) -> list[Parameter]:
         dp_size = self.grid.dp_size
@@ -143,8 +147,7 @@ class ExchangePlan:
 def make_plan(
     parameters: Sequence[Parameter],
     grid: RankGrid,
-    config: MuonConfig,
-    device: Device = "cuda",
+    numerics: Numerics,
     earlier: Sequence[ExchangePlan] = (),
     later: int = 0,
 ) -> ExchangePlan:
@@ -153,8 +156,7 @@ def make_plan(
     Args:
         parameters: the stage's Muon parameters, in an order that is the same on all ranks.
         grid: the stage's ranks.
-        config: ``homes``, the two speeds, ``round_bytes`` and the Newton-Schulz settings are read.
-        device: the kind of device of all ranks, on which an iteration's cost depends.
+        numerics: of the run; with it ``homes``, the two speeds and ``round_bytes``.
         earlier: plans of the stage's optimizers that step before this one. Homes balance the work
             of all of them.
         later: ``flops_of`` those that step after it. Where they fill the ranks, it gains nothing
@@ -163,36 +165,33 @@ def make_plan(
     Raises:
         ValueError: the pieces do not cover a parameter exactly once, or the plans have other ranks.
     """
-    before = _loads(earlier, grid, config, device)
-    cut = _in_strips(parameters, grid, config, device, before, later)
+    before = _loads(earlier, grid, numerics)
+    cut = _in_strips(parameters, grid, numerics, before, later)
     parameters, works = [parameter for parameter, _ in cut], _all_works(cut)
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
-    homes = _homes(cut, grid, config, before)
+    homes = _homes(cut, grid, numerics, before)
     matrices = tuple(
         _homed(parameter, shape, home)
         for (parameter, shape), home in zip(shapes, homes, strict=True)
     )
-    itemsize = itemsize_of(config)
     owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
     plan = ExchangePlan(
         parameters=tuple(parameters),
         matrices=matrices,
         segments=tuple(segments_of(parameters, matrices, all_runs(parameters, grid), grid)),
         grid=grid,
-        itemsize=itemsize,
-        flops=tuple(_flops_at_homes(works, matrices, config, device)),
-        rounds=stage_rounds(owner, matrices, works, grid.size, config),
-        shared=tuple(_shared(parameters, matrices, config, device)),
+        itemsize=numerics.itemsize,
+        flops=tuple(_flops_at_homes(works, matrices, numerics)),
+        rounds=stage_rounds(owner, matrices, works, grid.size, numerics),
+        shared=tuple(_shared(parameters, matrices, numerics)),
     )
     plan.validate()
     return plan
 
 
-def flops_of(parameters: Sequence[Parameter], config: MuonConfig, device: Device) -> int:
+def flops_of(parameters: Sequence[Parameter], numerics: Numerics) -> int:
     """Newton-Schulz flops of whole matrices."""
-    return sum(
-        flops_of_matrix(m, config, device) for parameter in parameters for m in parameter.matrices
-    )
+    return sum(flops_of_matrix(m, numerics) for each in parameters for m in each.matrices)
 
 
 _Cut = tuple[Parameter, Sequence[Work]]  # a parameter, and the work of its matrices
@@ -202,46 +201,40 @@ def _all_works(cut: Sequence[_Cut]) -> list[Work]:
     return [work for _, works in cut for work in works]
 
 
-def _works(
-    parameter: Parameter, grid: RankGrid, config: MuonConfig, device: Device
-) -> Sequence[Work]:
+def _works(parameter: Parameter, grid: RankGrid, numerics: Numerics) -> Sequence[Work]:
     held = held_elements(parameter, grid)
     return [
         Work(
-            flops_of_matrix(shape, config, device),
+            flops_of_matrix(shape, numerics),
             shape.rows * shape.cols,
             by_rank,
-            *_strip_time(shape, grid, config, device),
+            *_strip_time(shape, grid, numerics),
         )
         for shape, by_rank in zip(parameter.matrices, held, strict=True)
     ]
 
 
-def _homes(cut: Sequence[_Cut], grid: RankGrid, config: MuonConfig, before: Loads) -> Sequence[int]:
+def _homes(cut: Sequence[_Cut], grid: RankGrid, numerics: Numerics, before: Loads) -> Sequence[int]:
     works = _all_works(cut)
     strips = [shape.strip for parameter, _ in cut for shape in parameter.matrices]
-    price = prices(config, itemsize_of(config))
+    price, policy = prices(numerics), numerics.config.homes
     chosen = strip_homes(strips, works, before.flops)
-    return choose_homes(works, grid.size, config.homes, price, chosen, before, grid.neighbours)
+    return choose_homes(works, grid.size, policy, price, chosen, before, grid.neighbours)
 
 
-def _strip_time(
-    shape: MatrixShape | Matrix, grid: RankGrid, config: MuonConfig, device: Device
-) -> StripTime:
+def _strip_time(shape: MatrixShape | Matrix, grid: RankGrid, numerics: Numerics) -> StripTime:
     own = shape.rows * shape.cols
-    return strip_time(shape.strip, own, grid.size, config, device, grid.neighbours)
+    return strip_time(shape.strip, own, grid.size, numerics, grid.neighbours)
 
 
-def _loads(
-    plans: Sequence[ExchangePlan], grid: RankGrid, config: MuonConfig, device: Device
-) -> Loads:
+def _loads(plans: Sequence[ExchangePlan], grid: RankGrid, numerics: Numerics) -> Loads:
     """What each rank has to do by some plans: their Newton-Schulz, and its link as a home."""
-    size, price = grid.size, prices(config, itemsize_of(config))
+    size, price = grid.size, prices(numerics)
     flops, times = [0] * size, [0] * size
     for plan in plans:
         if plan.size != size:
             raise ValueError(f"a stage's optimizers have its {size} ranks, not {plan.size}")
-        strips = [_strip_time(matrix, grid, config, device) for matrix in plan.matrices]
+        strips = [_strip_time(matrix, grid, numerics) for matrix in plan.matrices]
         moved = [strip.elements for strip in strips]
         for segment in plan.segments:
             if segment.rank != plan.matrices[segment.matrix].home:
@@ -256,12 +249,11 @@ def _loads(
 def _in_strips(
     parameters: Sequence[Parameter],
     grid: RankGrid,
-    config: MuonConfig,
-    device: Device,
+    numerics: Numerics,
     before: Loads,
     later: int,
 ) -> Sequence[_Cut]:
-    """The parameters with the matrices cut that several homes share (``split_of``)."""
+    """The parameters with the matrices cut that several homes share (``Numerics.split``)."""
 
     @cache
     def cut(index: int, counts: tuple[int, ...]) -> _Cut:
@@ -272,10 +264,10 @@ def _in_strips(
 
         def strips(shape: MatrixShape) -> int:
             count = count_of[shape.rows, shape.cols]
-            return count if can_share(shape.rows, shape.cols, count, config, device) else 1
+            return count if can_share(shape.rows, shape.cols, count, numerics) else 1
 
         made = in_strips(parameter, strips)
-        return made, _works(made, grid, config, device)
+        return made, _works(made, grid, numerics)
 
     def cut_all(counts: Counts, others: int = 1) -> Sequence[_Cut]:
         return [
@@ -283,32 +275,31 @@ def _in_strips(
             for index, parameter in enumerate(parameters)
         ]
 
-    asked = split_of(config, device)
+    asked = numerics.split
     if asked != "auto":
         return cut_all({}, 1 if asked == "off" else asked)
 
     def time_of(counts: Counts) -> int:
-        tried, price = cut_all(counts), prices(config, itemsize_of(config))
-        homes = _homes(tried, grid, config, before)
+        tried, price = cut_all(counts), prices(numerics)
+        homes = _homes(tried, grid, numerics, before)
         return stage_time(_all_works(tried), homes, price, before, later, grid.neighbours)
 
-    least = LEAST_SHARED_PS * config.rank_tflops  # flops
+    least = LEAST_SHARED_PS * numerics.config.rank_tflops  # flops
     shapes = {
         (m.rows, m.cols)
         for parameter in parameters
         if in_strips(parameter, lambda _: 2) is not parameter
         for m in parameter.matrices
-        if ns_flops(*m.unit, config, device) >= least
+        if ns_flops(*m.unit, numerics) >= least
     }
-    can = partial(can_share, config=config, device=device)
+    can = partial(can_share, numerics=numerics)
     return cut_all(choose_counts(sorted(shapes), grid.size, time_of, can) if shapes else {})
 
 
 def _shared(
     parameters: Sequence[Parameter],
     matrices: Sequence[Matrix],
-    config: MuonConfig,
-    device: Device,
+    numerics: Numerics,
 ) -> Iterator[SharedMatrix]:
     owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
     for index, matrix in enumerate(matrices):
@@ -319,30 +310,30 @@ def _shared(
                 homes=tuple(strip.home for strip in strips),
                 rows=matrix.strip.rows,
                 cols=matrix.strip.cols,
-                gathers=gathers_of_rows(*matrix.whole, len(strips), config, device),
-                itemsize=4 if held_dtype(dtype_of(config, device), device) == "fp32" else 2,
-                turns=itemsize_of(config) if matrix.strip.is_turned else 0,
+                gathers=gathers_of_rows(*matrix.whole, len(strips), numerics),
+                itemsize=4 if numerics.held == "fp32" else 2,
+                turns=numerics.itemsize if matrix.strip.is_turned else 0,
             )
 
 
-def flops_of_matrix(shape: MatrixShape | Matrix, config: MuonConfig, device: Device) -> int:
+def flops_of_matrix(shape: MatrixShape | Matrix, numerics: Numerics) -> int:
     """Newton-Schulz flops of a matrix, or of a strip at its home."""
     strip = shape.strip
     if strip is None:
-        return shape.units * ns_flops(*shape.unit, config, device)
+        return shape.units * ns_flops(*shape.unit, numerics)
     place = {"number": strip.number, "count": strip.count}
-    return strip_flops(strip.rows, strip.cols, strip.long.size, config, device, **place)
+    return strip_flops(strip.rows, strip.cols, strip.long.size, numerics, **place)
 
 
 def _flops_at_homes(
-    works: Sequence[Work], matrices: Sequence[Matrix], config: MuonConfig, device: Device
+    works: Sequence[Work], matrices: Sequence[Matrix], numerics: Numerics
 ) -> Iterator[int]:
     """A home that has several strips of a matrix, where ranks are few, makes whole squares once."""
     for index, (matrix, work) in enumerate(zip(matrices, works, strict=True)):
         again = matrix.strip is not None and matrix.strip.number > 0
         again = again and matrices[index - 1].home == matrix.home
         strips = 1 if matrix.strip is None else matrix.strip.count
-        whole = repeated_flops(*matrix.whole, strips, config, device) if again else 0
+        whole = repeated_flops(*matrix.whole, strips, numerics) if again else 0
         yield work.flops - whole
 
 

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, split_with_sizes
 
 from megatron_muon.orthogonalize import normalization
-from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.triton_operations import (
     define,
     launching_beside,
     takes_kernels,
 )
 from megatron_muon.runtime.update import Elementwise, Foreach
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import named
 
 _BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs triton
 _FP32 = (torch.float32,)
@@ -218,29 +218,29 @@ def _on_device(table: Tensor, device: torch.device) -> Tensor:
 _WAY_OUT = f"set {named('elementwise')} foreach: torch's operations on lists take its place"
 
 
-def elementwise_on(device: torch.device, config: MuonConfig) -> Callable[[], Elementwise]:
+def elementwise_on(device: torch.device, numerics: Numerics) -> Callable[[], Elementwise]:
     """``Fused`` on CUDA where triton is installed and ``elementwise`` is auto; else ``Foreach``."""
-    return Fused if takes_kernels(device, config) else Foreach
+    return Fused if takes_kernels(device, numerics) else Foreach
 
 
-def said_of_elementwise(device: torch.device, config: MuonConfig) -> str:
+def said_of_elementwise(device: torch.device, numerics: Numerics) -> str:
     """The log's words for the elementwise operations in use."""
-    if elementwise_on(device, config) is Fused:
+    if elementwise_on(device, numerics) is Fused:
         return "fused kernels (triton)"
-    missing = device.type == "cuda" and config.elementwise == "auto"
+    missing = device.type == "cuda" and numerics.config.elementwise == "auto"
     return "torch's foreach" + (", since triton is not installed" if missing else "")
 
 
-def try_elementwise(device: torch.device, config: MuonConfig) -> None:
+def try_elementwise(device: torch.device, numerics: Numerics) -> None:
     """Compile the fused kernels, where they would be used, and compare them with foreach.
 
     Raises:
         RuntimeError: they do not compile or run, or make other bits; names the way out.
     """
-    if elementwise_on(device, config) is Foreach:
+    if elementwise_on(device, numerics) is Foreach:
         return
     try:
-        made, expected = (trial(kind, device, config) for kind in (Fused(), Foreach()))
+        made, expected = (trial(kind, device, numerics) for kind in (Fused(), Foreach()))
         differ = not all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
     except Exception as error:  # of any type: triton calls two compilers
         raise RuntimeError(
@@ -255,7 +255,7 @@ def try_elementwise(device: torch.device, config: MuonConfig) -> None:
         )
 
 
-def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[Tensor]:
+def trial(kind: Elementwise, device: torch.device, numerics: Numerics) -> list[Tensor]:
     """All results of two steps, with runs at odd offsets, whole blocks and a gradient of zeros.
 
     Directions are in the dtype of pieces in the first and in fp16 in the second, in which that of a
@@ -266,7 +266,7 @@ def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[T
     values = [torch.sin(factor * elements).float().to(device) for factor in (1, 3, 5)]
     buffers, grads, params = (list(split_with_sizes(x, sizes)) for x in values)
     grads[3].zero_()
-    sent = torch.zeros(sum(sizes), dtype=travel_dtype(config), device=device)
+    sent = torch.zeros(sum(sizes), dtype=TORCH_DTYPE[numerics.travels], device=device)
     targets: list[Tensor | None] = [None, *split_with_sizes(sent, sizes)[1:]]
     moves = torch.zeros(3, dtype=sent.dtype, device=device)
     for dtype in (sent.dtype, torch.float16):
@@ -276,8 +276,8 @@ def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[T
             targets,
             moves,
             (3, 1, 2),
-            momentum=config.momentum,
-            nesterov=config.nesterov,
+            momentum=numerics.config.momentum,
+            nesterov=numerics.config.nesterov,
         )
         directions = list(split_with_sizes(sent.to(dtype, copy=True), sizes))
         if dtype == torch.float16:
@@ -289,5 +289,5 @@ def trial(kind: Elementwise, device: torch.device, config: MuonConfig) -> list[T
         values[2],
         sent,
         moves,
-        normalization.trial(device, config, by_kernels=by_kernels),
+        normalization.trial(device, numerics, by_kernels=by_kernels),
     ]

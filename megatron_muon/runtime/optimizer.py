@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.planning.rounds.gathers import ADAMW
@@ -18,7 +19,6 @@ from megatron_muon.runtime.nonfinite import Nonfinite
 from megatron_muon.runtime.round import Observer, Round, Shard, Shards, StepTools
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, Foreach
-from megatron_muon.settings.config import MuonConfig
 
 # The momentum has the key of Adam's first moment, and there is no second one: fused Adam classes
 # refuse to save or load a state under a key that they do not know.
@@ -35,7 +35,7 @@ class DistributedMuon:
     Megatron. A whole matrix exists only at its home, between gather and scatter.
 
     Args:
-        config: the settings.
+        numerics: of the run.
         plan: the stage's exchange plan.
         own: this rank's part of the plan.
         exchange: moves this rank's pieces and directions.
@@ -60,7 +60,7 @@ class DistributedMuon:
 
     def __init__(
         self,
-        config: MuonConfig,
+        numerics: Numerics,
         plan: ExchangePlan,
         own: RankPlan,
         exchange: Exchange,
@@ -73,12 +73,12 @@ class DistributedMuon:
         planned = {index: piece.size for index, piece in own.pieces.items()}
         if sizes != planned:
             raise ValueError(f"the plan has pieces of sizes {planned} here, the optimizer {sizes}")
-        self.config = config
+        self.numerics, self.config = numerics, numerics.config
         self.plan, self.own = plan, own
         self.meter = meter
         self.main_params = dict(main_params)
         self.elementwise = elementwise
-        self._work = StepTools.of(plan.matrices, config, meter, phase)
+        self._work = StepTools.of(plan.matrices, numerics, meter, phase)
         self.rounds = [Round(each, self._work, elementwise()) for each in exchange.rounds]
         homes = [plan.matrices[index] for each in self.rounds for index in each.homes]
         self.nonfinite = Nonfinite([matrix.whole_name for matrix in homes], exchange.device)

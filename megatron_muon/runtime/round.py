@@ -9,8 +9,9 @@ from typing import Literal, Protocol
 from torch import Tensor, cat, split_with_sizes
 
 from megatron_muon.orthogonalize.iteration import is_tight, ns_flops, repeated_flops
-from megatron_muon.orthogonalize.matmul import direction_dtype, plan_device
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.newton_schulz import at_once_on, orthogonalize_staged
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
 from megatron_muon.planning.plan import flops_of_matrix
@@ -27,7 +28,6 @@ from megatron_muon.runtime.exchange.pieces import (
 )
 from megatron_muon.runtime.tracing import Phase
 from megatron_muon.runtime.update import Elementwise, update_scale
-from megatron_muon.settings.config import MuonConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +49,24 @@ class StepTools:
     """Settings and tools that all rounds of a rank share.
 
     Attributes:
-        config: the settings.
+        numerics: of the run.
         scales: scale of each matrix of the plan, per unit of lr (``update_scale``).
         scratch: elements of scratch memory for one batch (``rounds.scratch_limit``).
         meter: counts the work done.
         phase: names the parts of a step.
     """
 
-    config: MuonConfig
+    numerics: Numerics
     scales: Sequence[float]
     scratch: int
     meter: Meter
     phase: Phase
 
     @staticmethod
-    def of(matrices: Sequence[Matrix], config: MuonConfig, meter: Meter, phase: Phase) -> StepTools:
+    def of(matrices: Sequence[Matrix], numerics: Numerics, meter: Meter, phase: Phase) -> StepTools:
         """For the stage's matrices."""
-        scales = [update_scale(*matrix.whole, config) for matrix in matrices]
-        return StepTools(config, scales, scratch_limit(matrices), meter, phase)
+        scales = [update_scale(*matrix.whole, numerics.config) for matrix in matrices]
+        return StepTools(numerics, scales, scratch_limit(matrices), meter, phase)
 
 
 class Observer(Protocol):
@@ -145,8 +145,7 @@ class Round:
                     orthogonalize = self._orthogonalize_shared
                 orthogonalize(alike, staged.elements, staged.moves[first:stop], found)
                 first = stop
-            dtype = direction_dtype(self._work.config, staged.elements.device)
-            staged.elements = staged.elements.view(dtype)
+            staged.elements = staged.elements.view(TORCH_DTYPE[self._work.numerics.dtype])
             if staged.alike:
                 marks = cat(found.lines).mul_(-0.0)
                 self._numbers = found.norms, marks
@@ -186,8 +185,8 @@ class Round:
             leaving.runs,
             leaving.moves,
             self._table.moving,
-            momentum=self._work.config.momentum,
-            nesterov=self._work.config.nesterov,
+            momentum=self._work.numerics.config.momentum,
+            nesterov=self._work.numerics.config.nesterov,
         )
 
     def _orthogonalize_alike(
@@ -199,14 +198,14 @@ class Round:
         a matrix by a whole update in every step: an expert without tokens, a layer frozen part-way.
         """
         like, count, work = alike.like, len(alike.matrices), self._work
-        most = at_once_on(elements.device, work.config, *like.unit, work.scratch)
+        most = at_once_on(elements.device, work.numerics.config, *like.unit, work.scratch)
         for at in range(0, count, most):
             together = min(most, count - at)
             start = alike.start + at * like.numel
             orthogonalize_staged(
                 elements[start : start + together * like.numel],
                 moves[at : at + together],
-                work.config,
+                work.numerics,
                 rows=like.rows,
                 cols=like.cols,
                 column_parts=like.column_parts,
@@ -215,16 +214,14 @@ class Round:
                 is_tight=is_tight(like.numel, elements.numel()),
                 soundness=found,
             )
-        kind = plan_device(elements.device)
         work.meter.matrices += count * like.units
-        work.meter.ns_flops += count * like.units * ns_flops(*like.unit, work.config, kind)
+        work.meter.ns_flops += count * like.units * ns_flops(*like.unit, work.numerics)
 
     def _orthogonalize_shared(
         self, alike: Alike, elements: Tensor, moves: Tensor, found: Soundness
     ) -> None:
         """Orthogonalize the strips of a matrix that this rank has, with its other homes."""
         work, start = self._work, alike.start
-        kind = plan_device(elements.device)
         strips = []
         for matrix in alike.own_strips:
             of_parts = elements[start : start + matrix.numel].view(
@@ -232,13 +229,13 @@ class Round:
             )
             strips.append(of_parts.transpose(0, 1))
             start += matrix.numel
-            work.meter.ns_flops += flops_of_matrix(matrix, work.config, kind)
-        again = repeated_flops(*alike.like.whole, len(alike.strips), work.config, kind)
+            work.meter.ns_flops += flops_of_matrix(matrix, work.numerics)
+        again = repeated_flops(*alike.like.whole, len(alike.strips), work.numerics)
         work.meter.ns_flops -= (len(strips) - 1) * again
         work.meter.matrices += len(strips)
         sharing, is_turned = self._exchange.sharing(alike), alike.strips[0].is_turned
         held = sharing.turned(strips) if is_turned else strips
-        orthogonalize_strips(held, alike.like.whole, moves, work.config, sharing, found)
+        orthogonalize_strips(held, alike.like.whole, moves, work.numerics, sharing, found)
         if is_turned:  # both still have the dtype of pieces; their memory has directions
             sharing.turn_back(held, strips)
 

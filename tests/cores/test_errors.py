@@ -11,6 +11,7 @@ import torch
 from megatron.core import __version__ as VERSION
 from megatron.core.optimizer import OptimizerConfig
 
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from support.installed import VERSION as MINOR
 from support.models.gpt import Case, Topology, build, error_of_optimizer, start
 from support.ranks import run
@@ -232,7 +233,8 @@ def _disagree(topology: Topology, kind: str) -> str:
     if kind.startswith("device"):  # a CPU that does not multiply bf16 among such as do
         settings = {"ns_iteration": "auto"} if kind == "device" else {"split_matrices": 2}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plugin, "plan_device", lambda _: "cpu" if odd else "cpu_bf16")
+            kind: Device = "cpu" if odd else "cpu_bf16"
+            patch.setattr(plugin, "numerics_on", lambda _, config: Numerics(config, kind))
             return error_of_optimizer(built, **settings)
     return error_of_optimizer(built, **settings)
 
@@ -308,7 +310,7 @@ def _hook_errors() -> list[str]:
     from megatron.core import optimizer as mcore_optimizer
 
     import megatron_muon
-    from megatron_muon.mcore.seams.rows import SeamError
+    from megatron_muon.presence import SeamError
 
     texts = []
     original = mcore_optimizer.get_megatron_optimizer
@@ -336,7 +338,8 @@ def _hook_errors() -> list[str]:
 
 
 def _error_without_an_attribute() -> str:
-    from megatron_muon.mcore.seams.rows import SeamError, check_built
+    from megatron_muon.mcore.seams.rows import check_built
+    from megatron_muon.presence import SeamError
 
     megatron = start(replace(CASE, optimizer="adam"), Topology()).optimizer.chained_optimizers[0]
     check_built(megatron)

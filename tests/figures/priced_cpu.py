@@ -34,6 +34,7 @@ from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import plan_device
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.runtime import collectives
 from megatron_muon.settings.config import MuonConfig
 from support.benching import model_and_ranks
@@ -112,7 +113,7 @@ def _constants() -> dict[str, float]:
 
     launches = 3 + 3 * config.ns_steps  # as ``newton_schulz`` of the model counts them on a CPU
     return {
-        "dense_tflops": ns_flops(*SHAPE, config, device)
+        "dense_tflops": ns_flops(*SHAPE, Numerics(config, device))
         / _seconds(lambda: orthogonalize(matrix, config))
         / 1e12,
         "memory_gbytes": 8 * ELEMENTS / _seconds(lambda: flat.mul_(1.0)) / 1e9,

@@ -1,6 +1,6 @@
 """Seven models at real sizes, priced: ``cd tests && python -m figures.priced_models [WORD ...]``.
 
-Prints a table as in docs/time_model.md, of the models whose name has one of the words. Every row is
+Prints a table as in docs/plan.md, of the models whose name has one of the words. Every row is
 one stage of ``megatron-muon plan`` with the flags below: the first one, or where there are several
 the second, which has no embedding. Rounds, launches, Newton-Schulz and what is exposed, of
 the rank that has most of it, are those of ours with ``auto`` and a library's symmetric kernel;
@@ -16,11 +16,12 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from figures.priced_stages import priced_of
 from megatron_muon.lab.pricing import kernels
 from megatron_muon.lab.pricing.presets import hardware_of
-from megatron_muon.orthogonalize import iteration
+from megatron_muon.orthogonalize import numerics
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.settings.config import MuonConfig
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B
@@ -84,14 +85,13 @@ def main() -> None:
 @contextlib.contextmanager
 def assuming(names: Sequence[str]) -> Iterator[None]:
     """Within it the time model prices some of ``ASSUMED``."""
-    known = iteration._restarts
+    known = numerics._segments
 
-    def one_restart(config: MuonConfig, device: iteration.Device) -> tuple[int, ...] | None:
-        lists = iteration.restarts_of(config.ns_coefficients, config.ns_steps)
-        return lists.fp16 if iteration.dtype_of(config, device) == "bf16" else known(config, device)
+    def one_restart(config: MuonConfig, steps: Any, kind: str) -> numerics.Segments:
+        return known(config, steps, "fp16" if kind == "bf16" else kind)
 
     changes = {
-        "one-restart": (iteration, {"_restarts": one_restart}),
+        "one-restart": (numerics, {"_segments": one_restart}),
         "no-copies": (kernels._Products, {"_copy": lambda products, elements: kernels.Cost()}),
     }
     with contextlib.ExitStack() as stack:

@@ -17,7 +17,7 @@ from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.step import StepTime, price_adamw, price_step
 from megatron_muon.lab.pricing.upstream import price_layer_wise
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
-from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 
@@ -91,10 +91,13 @@ def priced_stage(
             optimizers = [optimizer_of(part) for part in parts]
             if not optimizers:
                 raise ValueError(f"pipeline stage {number} has no parameters")
-            iteration, dtype = iteration_of(settings, device), dtype_of(settings, device)
+            iteration, dtype = (
+                Numerics(settings, device).iteration,
+                Numerics(settings, device).dtype,
+            )
             step = price_step(optimizers, settings, hardware, device=device)
             ours.append(OurStep(iteration, dtype, device == "cuda_symmetric", step))
-    if split_of(config, "cuda") != "off":  # Megatron's own takes whole matrices
+    if Numerics(config, "cuda").split != "off":  # Megatron's own takes whole matrices
         whole = dataclasses.replace(config, split_matrices="off")
         (planned,) = planned_on(["cuda"], flags, whole, ranks, number)
         optimizers = [optimizer_of(part) for part in planned]

@@ -23,6 +23,7 @@ from megatron_muon.lab.pricing.hardware import TERA, Hardware
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import Optimizer, StepTime, price_step
 from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.soundness import Soundness
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import round as muon_round
@@ -109,7 +110,7 @@ def _steps(case: Case, repeats: int) -> list[float]:
         soundness: Soundness,
         **shape: int,
     ) -> None:
-        flops = ns_flops(shape["rows"], shape["cols"], config, "cpu")
+        flops = ns_flops(shape["rows"], shape["cols"], Numerics(config, "cpu"))
         time.sleep(len(moves) * flops * second)
         for numbers in (soundness.norms, soundness.lines):
             numbers.append(torch.zeros(len(moves)))
@@ -142,7 +143,7 @@ def muon_of(config: MuonConfig, plan: ExchangePlan, rank: int) -> tuple[Any, Any
     assert group is not None
     exchange = Exchange(own, plan.matrices, group, torch.bfloat16, torch.device("cpu"), meter)
     named = phases(lambda: None)
-    muon = DistributedMuon(config, plan, own, exchange, shards, meter, named)
+    muon = DistributedMuon(Numerics(config, "cpu"), plan, own, exchange, shards, meter, named)
     return muon, groups, state
 
 

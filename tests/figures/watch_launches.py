@@ -18,7 +18,8 @@ from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.mcore.watching.observer import MatrixObserver
 from megatron_muon.mcore.watching.rows import StageRows, Table, muon_rows
 from megatron_muon.mcore.watching.sums import StepSums
-from megatron_muon.orthogonalize.matmul import travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
 from megatron_muon.runtime.exchange.meter import Meter
@@ -49,9 +50,11 @@ def recorded(plan: ExchangePlan, rank: int, config: MuonConfig, *, logs: bool) -
             shard.grad = torch.empty_like(shard)
         state = {shard: {MOMENTUM_KEY: torch.empty_like(shard)} for shard in shards.values()}
         groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
-        exchange = Exchange(own, plan.matrices, group, travel_dtype(config), CUDA, Meter())
-        tools = (Meter(), phases(lambda: None), fused.elementwise_on(CUDA, config))
-        muon = DistributedMuon(config, plan, own, exchange, shards, *tools)
+        numerics = Numerics(config)
+        travels = TORCH_DTYPE[numerics.travels]
+        exchange = Exchange(own, plan.matrices, group, travels, CUDA, Meter())
+        tools = (Meter(), phases(lambda: None), fused.elementwise_on(CUDA, numerics))
+        muon = DistributedMuon(numerics, plan, own, exchange, shards, *tools)
         observer = MatrixObserver(muon, table)
         for _ in range(2):  # the first step starts the power iteration
             gpu.trace.events.append(StepStart())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from megatron_muon.planning.buckets.count import (
     cost,
     exchanged,
 )
-from megatron_muon.planning.buckets.order import UNPLACED, away
+from megatron_muon.planning.buckets.order import UNPLACED
 from megatron_muon.planning.layout import Parameter, whole_matrix
 from megatron_muon.settings.config import MuonConfig
 from support.models.gpt import Case, Topology, distributed_optimizers, start
@@ -64,12 +63,6 @@ def test_what_is_exchanged_is_what_the_plan_sends(tp: int, case: Case) -> None:
     for *_, sent, weights in run(_built, topology.world_size, case, topology):
         buffer = Buffer(tuple(weights), 2, tp)
         assert exchanged([buffer], 20_000, config) == sent // topology.world_size > 0
-
-
-@given(st.integers(0, 50), st.integers(1, 50), st.integers(1, 30))
-def test_what_is_away_is_all_but_the_largest_piece(start: int, numel: int, shard: int) -> None:
-    pieces = Counter(element // shard for element in range(start, start + numel))
-    assert away(start, numel, shard) == numel - max(pieces.values())
 
 
 def _weight(numel: int, muon: bool = True) -> LocalParameter:

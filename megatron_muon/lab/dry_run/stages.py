@@ -24,7 +24,7 @@ from megatron_muon.mcore.wiring.buffers.placement import (
 )
 from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.mcore.wiring.validate import refuse_unsupported
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.settings.config import MuonConfig
@@ -138,11 +138,12 @@ def planned_optimizers(
     located = [_located(config, ranks, part, experts=False) for part in parts]
     located.append(_located(config, ranks, chunks, experts=True))
     built = [one for one in located if one is not None]
-    works = [flops_of(one.parameters, config, device) for one in built]
+    numerics = Numerics(config, device)
+    works = [flops_of(one.parameters, numerics) for one in built]
     planned: list[Planned] = []
     for at, one in enumerate(built):
         plans = [other.plan for other in planned]
-        planned.append(_planned(one, config, ranks, device, plans, sum(works[at + 1 :])))
+        planned.append(_planned(one, numerics, ranks, plans, sum(works[at + 1 :])))
     return planned
 
 
@@ -171,16 +172,15 @@ def _located(
 
 def _planned(
     one: _Located,
-    config: MuonConfig,
+    numerics: Numerics,
     ranks: Ranks,
-    device: Device,
     earlier: Sequence[ExchangePlan],
     later: int,
 ) -> Planned:
     """One DistributedOptimizer with its exchange plan, as ``mcore.build`` makes it."""
     grid_of = world.expert_grid if one.experts else world.dense_grid
-    grid = grid_of(ranks, config.node_ranks)
+    grid = grid_of(ranks, numerics.config.node_ranks)
     start = time.process_time()
-    plan = make_plan(one.parameters, grid, config, device, earlier, later)
+    plan = make_plan(one.parameters, grid, numerics, earlier, later)
     seconds = time.process_time() - start
     return Planned(plan, one.experts, one.buffers, one.muon, seconds)

@@ -16,7 +16,7 @@ from megatron_muon.lab.plan.sweep import Planner
 from megatron_muon.lab.pricing.hardware import MICRO
 from megatron_muon.lab.pricing.step import NEWTON_SCHULZ
 from megatron_muon.lab.routes.model_flags import REFUSALS
-from megatron_muon.orthogonalize.iteration import split_of
+from megatron_muon.orthogonalize.numerics import Numerics
 
 _MB, _MIB = 1e6, 1 << 20
 _TP, _EP = "--tensor-model-parallel-size", "--expert-model-parallel-size"
@@ -58,7 +58,7 @@ def changes(plan: RunPlan) -> Iterator[FlagChange]:
         yield FlagChange(("--muon-ns-dtype", "fp16"), "another rounding")
     iteration = "standard" if config.ns_iteration != "standard" else "auto"
     yield FlagChange(("--muon-ns-iteration", iteration), "another rounding")
-    if split_of(config, plan.device) == "off":
+    if Numerics(config, plan.device).split == "off":
         yield FlagChange(("--muon-split-matrices", "auto"), "another rounding")
     homes = "local" if config.homes == "balanced" else "balanced"
     yield FlagChange(("--muon-homes", homes))

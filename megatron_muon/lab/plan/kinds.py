@@ -26,7 +26,7 @@ from megatron_muon.lab.pricing.step import Optimizer
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.routing.survey import kept_by, share_of
 from megatron_muon.mcore.wiring.buffers.early_setting import settled
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.describe import Share, require_muons
 from megatron_muon.planning.grid import held_pieces, neighbours_of
 from megatron_muon.planning.layout import Parameter, Span

@@ -13,7 +13,7 @@ from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import PRESETS, hardware_of
 from megatron_muon.lab.pricing.training import MFU
 from megatron_muon.lab.routes.model_flags import OF_MODELS, CommandLine
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device
 
 PROGRAM = "megatron-muon plan"
 _DESCRIPTION = f"""\

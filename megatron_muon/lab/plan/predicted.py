@@ -11,7 +11,7 @@ from megatron_muon.lab.dry_run.stages import Planned
 from megatron_muon.lab.plan.kinds import adamw_scratch, buffers_of, optimizer_of, planned_kinds
 from megatron_muon.lab.pricing.memory import MAIN, MOMENTS, MOMENTUM, at_rest, peaks
 from megatron_muon.lab.pricing.work import held_elements, total
-from megatron_muon.orthogonalize.iteration import Device, is_cuda
+from megatron_muon.orthogonalize.numerics import Device, is_cuda
 from megatron_muon.settings.config import MuonConfig
 
 

@@ -13,7 +13,7 @@ from megatron_muon.lab.pricing.step import Optimizer, StepTime, price_adamw, pri
 from megatron_muon.lab.pricing.traffic import Traffic, exchanges_of, traffic_of
 from megatron_muon.lab.pricing.upstream import LayerWise, TpMode, price_layer_wise
 from megatron_muon.lab.pricing.work import held_elements, total
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.config import MuonConfig
 

@@ -13,22 +13,15 @@ from functools import lru_cache
 
 from megatron_muon.lab.pricing.hardware import MICRO, TERA, Hardware
 from megatron_muon.orthogonalize.iteration import (
-    Device,
-    dtype_of,
     fits_kernel,
     gathers_of_rows,
-    is_cuda,
-    is_folded,
-    itemsize_of,
     ns_flops,
-    schedule_of,
     scratch_elements,
-    segments,
     squares_outside,
     strips_take_gram,
     takes_gram,
 )
-from megatron_muon.settings.config import MuonConfig
+from megatron_muon.orthogonalize.numerics import Numerics
 
 _FP32 = 4  # bytes
 # Kernels that divide a batch by its norms, and reads and writes of an element: fused, and torch's.
@@ -133,8 +126,7 @@ def newton_schulz(
     rows: int,
     cols: int,
     batch: int,
-    config: MuonConfig,
-    device: Device = "cuda",
+    numerics: Numerics,
     *,
     is_tight: bool = False,
 ) -> Cost:
@@ -144,18 +136,18 @@ def newton_schulz(
     the time is that of the flops at the device's rate, one matrix at a time. ``is_tight`` is that
     of ``newton_schulz.orthogonalize_staged``.
     """
-    cost = _normalisation(hardware, batch * rows * cols, config, device)
-    if not is_cuda(device):
+    cost = _normalisation(hardware, batch * rows * cols, numerics)
+    if not numerics.on_gpu:
         rate = hardware.dense_tflops * TERA * hardware.gemm_efficiency
-        flops = ns_flops(rows, cols, config, device)
-        return cost + Cost(batch * flops / rate, batch * 3 * config.ns_steps)
-    work = _Products.of(hardware, (rows, cols), max(rows, cols), batch, config, device)
-    if takes_gram(rows, cols, config, device):
+        flops = ns_flops(rows, cols, numerics)
+        return cost + Cost(batch * flops / rate, batch * 3 * len(numerics.steps))
+    work = _Products.of(hardware, (rows, cols), max(rows, cols), batch, numerics)
+    if takes_gram(rows, cols, numerics):
         in_two = is_tight and batch == 1 and squares_outside(rows, cols) == 0
-        for part in segments(config, device):
+        for part in numerics.segments:
             cost += work.gram_segment([c != 0 for _, _, c in part], in_two=in_two)
         return cost
-    return cost + work.standard_steps(config)
+    return cost + work.standard_steps(numerics)
 
 
 @lru_cache(65536)
@@ -165,8 +157,7 @@ def newton_schulz_strip(
     long: int,
     count: int,
     homes: int,
-    config: MuonConfig,
-    device: Device = "cuda",
+    numerics: Numerics,
 ) -> Cost:
     """The cost to orthogonalize a strip of a matrix that several homes share, their messages too.
 
@@ -179,17 +170,17 @@ def newton_schulz_strip(
         whole: rows and columns of the matrix.
         long: length of the strip.
         count, homes: number of strips, and of their homes.
-        config, device: see ``newton_schulz``.
+        numerics: of the run.
     """
-    itemsize = itemsize_of(config)
+    itemsize = numerics.itemsize
     short = min(whole)
-    work = _Products.of(hardware, whole, long, 1, config, device)
+    work = _Products.of(hardware, whole, long, 1, numerics)
     add = _added(hardware, short * short * itemsize, homes)
     cost = stream(hardware, _STRIP_BYTES * short * long, _STRIP)
     cost += _numbers(hardware, homes).times(3)
-    if strips_take_gram(*whole, count, config, device):
-        gathers = gathers_of_rows(*whole, count, config, device)
-        for part, rows in zip(segments(config, device), gathers, strict=True):
+    if strips_take_gram(*whole, count, numerics):
+        gathers = gathers_of_rows(*whole, count, numerics)
+        for part, rows in zip(numerics.segments, gathers, strict=True):
             squares = [c != 0 for _, _, c in part]
             cost += add + _together(hardware, short * short * itemsize, homes).times(rows)
             if rows:
@@ -197,7 +188,7 @@ def newton_schulz_strip(
             else:
                 cost += work.gram_segment(squares)
         return cost
-    return cost + add.times(config.ns_steps) + work.standard_steps(config)
+    return cost + add.times(len(numerics.steps)) + work.standard_steps(numerics)
 
 
 def turns(hardware: Hardware, nbytes: int, homes: int) -> Cost:
@@ -247,16 +238,16 @@ def _link(hardware: Hardware, homes: int) -> float:
     return hardware.node_link if near else hardware.network_link
 
 
-def _normalisation(hardware: Hardware, elements: int, config: MuonConfig, device: Device) -> Cost:
+def _normalisation(hardware: Hardware, elements: int, numerics: Numerics) -> Cost:
     """Norm and division by triton's kernels, as if it were installed on every GPU.
 
     Torch's operations also look for the largest entry and divide by a power of two, and in fp16
     divide the norm by its scale.
     """
-    nbytes = itemsize_of(config) * elements
-    if is_cuda(device) and config.elementwise == "auto":
+    nbytes = numerics.itemsize * elements
+    if numerics.on_gpu and numerics.config.elementwise == "auto":
         return stream(hardware, _FUSED_PASSES * nbytes, _NORMALISING_FUSED)
-    is_scaled = dtype_of(config, device) == "fp16"
+    is_scaled = numerics.dtype == "fp16"
     return stream(hardware, _PASSES * nbytes, _NORMALISING + int(is_scaled))
 
 
@@ -279,19 +270,17 @@ class _Products:
         whole: tuple[int, int],
         long: int,
         batch: int,
-        config: MuonConfig,
-        device: Device,
+        numerics: Numerics,
     ) -> _Products:
         """Those of matrices of which a rank has ``long`` of the long side."""
-        folded = is_folded(dtype_of(config, device), device)
-        kernel, itemsize = device == "cuda_symmetric", itemsize_of(config)
-        return cls(hardware, min(whole), long, batch, itemsize, kernel, folded)
+        kernel, itemsize = numerics.device == "cuda_symmetric", numerics.itemsize
+        return cls(hardware, min(whole), long, batch, itemsize, kernel, numerics.folded)
 
-    def standard_steps(self, config: MuonConfig) -> Cost:
+    def standard_steps(self, numerics: Numerics) -> Cost:
         """All steps: those whose c is not 0 have a square more."""
-        squared = sum(c != 0 for _, _, c in schedule_of(config))
+        squared = sum(c != 0 for _, _, c in numerics.steps)
         cost = self._standard_step(squares=True).times(squared)
-        return cost + self._standard_step(squares=False).times(config.ns_steps - squared)
+        return cost + self._standard_step(squares=False).times(len(numerics.steps) - squared)
 
     def _standard_step(self, *, squares: bool) -> Cost:
         """XXᵀ, bA + cA² unless c is 0, aX + BX."""

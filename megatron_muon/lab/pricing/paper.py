@@ -32,7 +32,8 @@ from megatron_muon.lab.pricing.step import (
 from megatron_muon.lab.pricing.streams import Streams, sent_in_groups
 from megatron_muon.lab.pricing.traffic import Traffic
 from megatron_muon.lab.pricing.work import Shape
-from megatron_muon.orthogonalize.iteration import Device, ns_flops, scratch_elements
+from megatron_muon.orthogonalize.iteration import ns_flops, scratch_elements
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.segments import Matrix
 from megatron_muon.settings.config import MuonConfig
@@ -88,9 +89,10 @@ def flops_of(
     buckets: Sequence[BucketWork], config: MuonConfig, device: Device = "cuda"
 ) -> list[int]:
     """Newton-Schulz flops of each rank."""
+    numerics = Numerics(config, device)
     return [
         sum(
-            count * ns_flops(*shape, config, device)
+            count * ns_flops(*shape, numerics)
             for work in buckets
             for shape, count in work.shapes[rank].items()
         )
@@ -129,7 +131,7 @@ def price_paper(
         buckets: ``buckets_of`` each.
         config, hardware, device, nodes: see ``step.price_step``.
     """
-    streams = Streams(hardware, stage_size(optimizers), nodes)
+    numerics, streams = Numerics(config, device), Streams(hardware, stage_size(optimizers), nodes)
     for optimizer, every in zip(optimizers, buckets, strict=True):
         streams.run(ADAMW, partial(adamw_of, hardware, optimizer.rest))
         itemsize = optimizer.plan.itemsize
@@ -138,7 +140,7 @@ def price_paper(
             for groups in (work.dp, work.tp):
                 streams.wait(streams.share(groups))
             streams.run(STAGING, partial(_staged, hardware, work, itemsize))
-            streams.run(NEWTON_SCHULZ, partial(_orthogonalized, hardware, work, config, device))
+            streams.run(NEWTON_SCHULZ, partial(_orthogonalized, hardware, work, numerics))
             streams.run(UPDATE, partial(fused_update, hardware, work.held, itemsize))
     return result_of(streams, tuple(map(len, buckets)))
 
@@ -219,11 +221,9 @@ def _staged(hardware: Hardware, work: BucketWork, itemsize: int, rank: int) -> C
     return foreach(hardware, work.staged[rank], tensors, 2 * itemsize)
 
 
-def _orthogonalized(
-    hardware: Hardware, work: BucketWork, config: MuonConfig, device: Device, rank: int
-) -> Cost:
+def _orthogonalized(hardware: Hardware, work: BucketWork, numerics: Numerics, rank: int) -> Cost:
     """One matrix after another, as its implementations do."""
     cost = Cost()
     for (rows, cols), count in work.shapes[rank].items():
-        cost += newton_schulz(hardware, rows, cols, 1, config, device).times(count)
+        cost += newton_schulz(hardware, rows, cols, 1, numerics).times(count)
     return cost

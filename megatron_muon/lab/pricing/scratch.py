@@ -16,51 +16,43 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron_muon.lab.pricing.kernels import batches
 from megatron_muon.lab.pricing.work import RoundWork
 from megatron_muon.orthogonalize.iteration import (
-    Device,
-    dtype_of,
-    held_dtype,
-    is_cuda,
     is_tight,
-    itemsize_of,
     makes_rows,
-    schedule_of,
-    segments,
     square_rows,
     squares_outside,
     strips_take_gram,
     takes_gram,
 )
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
 from megatron_muon.planning.segments import Matrix
-from megatron_muon.settings.config import MuonConfig
 
 _FP32 = 4
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": _FP32}
 
 
 def of_newton_schulz(
-    plan: ExchangePlan, works: Sequence[RoundWork], config: MuonConfig, device: Device
+    plan: ExchangePlan, works: Sequence[RoundWork], numerics: Numerics
 ) -> list[list[int]]:
     """Bytes beside the matrices themselves at Newton-Schulz's highest moment: ``[round][rank]``.
 
     Args:
         plan: of one optimizer.
         works: its rounds.
-        config: the settings that made it.
-        device: kind of device of all ranks.
+        numerics: of the run.
     """
-    if not is_cuda(device):
+    if not numerics.on_gpu:
         return [
-            [_most_on_cpu(matrices, plan.size, config, device) for matrices in ranks]
+            [_most_on_cpu(matrices, plan.size, numerics) for matrices in ranks]
             for ranks in _homed(plan)
         ]
     limit = scratch_limit(plan.matrices)
     return [
         [
             max(
-                _of_batches(work, rank, config, limit, device) * plan.itemsize,
-                max((of_strips(own, plan.size, config, device) for own in shared), default=0),
+                _of_batches(work, rank, numerics, limit) * plan.itemsize,
+                max((of_strips(own, plan.size, numerics) for own in shared), default=0),
             )
             for rank, shared in enumerate(map(_shared, ranks))
         ]
@@ -68,33 +60,33 @@ def of_newton_schulz(
     ]
 
 
-def of_momentum(elements: int, config: MuonConfig, device: Device) -> int:
+def of_momentum(elements: int, numerics: Numerics) -> int:
     """Bytes in which the input of Newton-Schulz is made, before it is rounded to what travels.
 
     Args:
         elements: that this rank sends or keeps as a home.
-        config, device: see ``of_newton_schulz``.
+        numerics: of the run.
     """
-    if not (_works_on_lists(config, device) and config.nesterov):
+    if not (_works_on_lists(numerics) and numerics.config.nesterov):
         return 0
     return _FP32 * min(elements, ELEMENTS_AT_ONCE)
 
 
-def of_update(elements: int, config: MuonConfig, device: Device) -> int:
+def of_update(elements: int, numerics: Numerics) -> int:
     """Bytes of directions in fp32; a list's copies are there until the next list's are made.
 
     Args:
         elements: that this rank holds.
-        config, device: see ``of_newton_schulz``.
+        numerics: of the run.
     """
-    if not _works_on_lists(config, device) or config.ns_dtype == "fp32":
+    if not _works_on_lists(numerics) or numerics.travels == "fp32":
         return 0
     return _FP32 * min(elements, 2 * ELEMENTS_AT_ONCE)
 
 
-def _works_on_lists(config: MuonConfig, device: Device) -> bool:
+def _works_on_lists(numerics: Numerics) -> bool:
     """As ``runtime.fused.elementwise_on``; a GPU's machine is taken to have triton."""
-    return not is_cuda(device) or config.elementwise == "foreach"
+    return not numerics.on_gpu or numerics.config.elementwise == "foreach"
 
 
 def _homed(plan: ExchangePlan) -> Iterator[list[list[Matrix]]]:
@@ -141,25 +133,24 @@ def _turning(own: Sequence[Matrix], itemsize: int) -> tuple[int, int, int]:
 # --- Strips, on a GPU or a CPU -----------------------------------------------------------------
 
 
-def of_strips(own: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
+def of_strips(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
     """Bytes for the strips of one matrix that are here: turned, entered and iterated on.
 
     Args:
         own: the strips, in order; a home has neighbouring ones.
         size: number of ranks of the stage.
-        config, device: see ``of_newton_schulz``.
+        numerics: of the run.
     """
-    highest = max(_entering_strips(own, config, device), _iterating(own, size, config, device))
+    highest = max(_entering_strips(own, numerics), _iterating(own, size, numerics))
     if not own[0].is_turned:
         return highest
-    there, turned, back = _turning(own, itemsize_of(config))
+    there, turned, back = _turning(own, numerics.itemsize)
     return max(there, turned + highest, back)
 
 
-def _entering_strips(own: Sequence[Matrix], config: MuonConfig, device: Device) -> int:
+def _entering_strips(own: Sequence[Matrix], numerics: Numerics) -> int:
     """Bytes of copies in fp32, which are divided in place, and of what they are rounded to."""
-    dtype = dtype_of(config, device)
-    kind = held_dtype(dtype, device)
+    dtype, kind = numerics.dtype, numerics.held
     short, longs = min(own[0].whole), [matrix.long for matrix in own]
     if dtype == "fp32":  # the copies are the iterates
         return _FP32 * short * sum(longs)
@@ -169,27 +160,26 @@ def _entering_strips(own: Sequence[Matrix], config: MuonConfig, device: Device) 
     return entering
 
 
-def _iterating(own: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
+def _iterating(own: Sequence[Matrix], size: int, numerics: Numerics) -> int:
     """Bytes of iterates, and of squares: they are added over the homes, then multiplied."""
-    strip, dtype = own[0].strip, dtype_of(config, device)
+    strip, dtype, kind = own[0].strip, numerics.dtype, numerics.held
     assert strip is not None
-    kind = held_dtype(dtype, device)
     held, short = _BYTES[kind], min(own[0].whole)
     rounded = _BYTES[dtype] if kind != dtype else 0  # a product's rounded copy
     iterate = held * short * sum(matrix.long for matrix in own)
     made = (held + rounded) * short * max(matrix.long for matrix in own)  # one strip's next iterate
     square = held * short * short
-    if makes_rows(*own[0].whole, strip.count, config, device):
-        multiplying = _making_rows(own, held, config, device)
-    elif strips_take_gram(*own[0].whole, strip.count, config, device):
+    if makes_rows(*own[0].whole, strip.count, numerics):
+        multiplying = _making_rows(own, held, numerics)
+    elif strips_take_gram(*own[0].whole, strip.count, numerics):
         multiplying = 4 * square
     else:
-        at_once = 1 + any(c != 0 for _, _, c in schedule_of(config))
+        at_once = 1 + any(c != 0 for _, _, c in numerics.steps)
         multiplying = at_once * square + rounded * short * short
-    return iterate + max(_adding(own, size, held, device), multiplying, made + square)
+    return iterate + max(_adding(own, size, held, numerics), multiplying, made + square)
 
 
-def _adding(own: Sequence[Matrix], size: int, held: int, device: Device) -> int:
+def _adding(own: Sequence[Matrix], size: int, held: int, numerics: Numerics) -> int:
     """Bytes while squares are added: those of the strips here, and this home's rows of all others.
 
     First the rows of squares that leave are beside them. Later it is this home's rows of the sum
@@ -204,12 +194,12 @@ def _adding(own: Sequence[Matrix], size: int, held: int, device: Device) -> int:
     rounded = part if held < _FP32 else 0  # a sum in fp32 is not copied
     whole = square if homes > 1 else 0
     # To add 16 bits to fp32, torch copies them to fp32 on a CPU; a GPU's kernel converts them.
-    widened = in_fp32 if held < _FP32 and not is_cuda(device) else 0
+    widened = in_fp32 if held < _FP32 and not numerics.on_gpu else 0
     summing = in_fp32 + max(widened, rounded + whole)
     return len(own) * square + (strip.count - len(own)) * part + max(leaving, summing)
 
 
-def _making_rows(own: Sequence[Matrix], held: int, config: MuonConfig, device: Device) -> int:
+def _making_rows(own: Sequence[Matrix], held: int, numerics: Numerics) -> int:
     """Bytes of R and P, and of this home's rows of R, P and Q, in the highest of Gram's steps.
 
     Putting rows together takes no more than the products before and after it.
@@ -221,7 +211,7 @@ def _making_rows(own: Sequence[Matrix], held: int, config: MuonConfig, device: D
     _, stop = square_rows(short, last.number, first.count)
     rows, square = held * short * (stop - start), held * short * short
     most = 0
-    for part in segments(config, device):
+    for part in numerics.segments:
         for step, (_, _, c) in enumerate(part):
             makes_power = c != 0  # else P is R
             # While Q is multiplied: its next rows, and P's. After the first step Q's and R's rows
@@ -236,21 +226,23 @@ def _making_rows(own: Sequence[Matrix], held: int, config: MuonConfig, device: D
 # --- GPU ---------------------------------------------------------------------------------------
 
 
-def _of_batches(work: RoundWork, rank: int, config: MuonConfig, limit: int, device: Device) -> int:
+def _of_batches(work: RoundWork, rank: int, numerics: Numerics, limit: int) -> int:
     """Elements of scratch memory of the largest batch."""
     most = 0
     for layout, count in work.layouts[rank].items():
         rows, cols, *_ = layout
         if layout.shared is not None:
             continue
-        for together, _ in batches(rows, cols, count, ns_batch=config.ns_batch, scratch=limit):
+        for together, _ in batches(
+            rows, cols, count, ns_batch=numerics.config.ns_batch, scratch=limit
+        ):
             tight = together == 1 and is_tight(rows * cols, work.staged(rank))
-            of_one = _of_one(rows, cols, config, device, tight=tight)
+            of_one = _of_one(rows, cols, numerics, tight=tight)
             most = max(most, together * of_one)
     return most
 
 
-def _of_one(rows: int, cols: int, config: MuonConfig, device: Device, *, tight: bool) -> int:
+def _of_one(rows: int, cols: int, numerics: Numerics, *, tight: bool) -> int:
     """The next iterate and squares: two, or those of Gram's four that do not fit into a spare one.
 
     ``scratch_elements`` is the most that either iteration takes. Only where memory is ``tight`` all
@@ -258,7 +250,7 @@ def _of_one(rows: int, cols: int, config: MuonConfig, device: Device, *, tight: 
     """
     square = min(rows, cols) ** 2
     squares = 2
-    if takes_gram(rows, cols, config, device):
+    if takes_gram(rows, cols, numerics):
         outside = squares_outside(rows, cols)
         squares = outside if tight else max(1, outside)
     return rows * cols + squares * square
@@ -267,15 +259,15 @@ def _of_one(rows: int, cols: int, config: MuonConfig, device: Device, *, tight: 
 # --- CPU ---------------------------------------------------------------------------------------
 
 
-def _most_on_cpu(matrices: Sequence[Matrix], size: int, config: MuonConfig, device: Device) -> int:
+def _most_on_cpu(matrices: Sequence[Matrix], size: int, numerics: Numerics) -> int:
     """Bytes; the strips of a matrix that are here are taken together."""
     whole = [matrix for matrix in matrices if matrix.strip is None]
-    most = max((of_matrix_on_cpu(matrix, config, device) for matrix in whole), default=0)
-    strips = [of_strips(own, size, config, device) for own in _shared(matrices)]
+    most = max((of_matrix_on_cpu(matrix, numerics) for matrix in whole), default=0)
+    strips = [of_strips(own, size, numerics) for own in _shared(matrices)]
     return max(most, *strips, 0)
 
 
-def of_matrix_on_cpu(matrix: Matrix, config: MuonConfig, device: Device) -> int:
+def of_matrix_on_cpu(matrix: Matrix, numerics: Numerics) -> int:
     """Bytes beside a matrix: while it is entered, or in a step of its iteration.
 
     Its own memory is one of two places for iterates only if they are as wide as what travels, and
@@ -283,13 +275,12 @@ def of_matrix_on_cpu(matrix: Matrix, config: MuonConfig, device: Device) -> int:
     """
     rows, cols = matrix.unit
     elements, square = rows * cols, min(rows, cols) ** 2
-    dtype = dtype_of(config, device)
-    kind = held_dtype(dtype, device)
+    dtype, kind = numerics.dtype, numerics.held
     held = _BYTES[kind]
     rounded = _BYTES[dtype] if kind != dtype else 0  # a product's rounded copy
-    has_spare = held == itemsize_of(config) and matrix.units == 1
-    is_gram = takes_gram(rows, cols, config, device)
-    products = len(segments(config, device)) if is_gram else config.ns_steps
+    has_spare = held == numerics.itemsize and matrix.units == 1
+    is_gram = takes_gram(rows, cols, numerics)
+    products = len(numerics.segments) if is_gram else len(numerics.steps)
     # Without spare memory the first iterate stays, beside the last one and the one that is made.
     iterates = held * elements * (1 if has_spare else min(products, 2))
     made = 0 if has_spare else held * elements
@@ -297,21 +288,20 @@ def of_matrix_on_cpu(matrix: Matrix, config: MuonConfig, device: Device) -> int:
         wide = min(rows, cols), max(rows, cols)  # as a CPU multiplies them
         squares = squares_outside(*wide) if has_spare else 4
         return max(
-            _entering(elements, config, device),
+            _entering(elements, numerics),
             iterates + made + squares * held * square + rounded * elements,
         )
-    at_once = 1 + any(c != 0 for _, _, c in schedule_of(config))
+    at_once = 1 + any(c != 0 for _, _, c in numerics.steps)
     return max(
-        _entering(elements, config, device),
+        _entering(elements, numerics),
         iterates + at_once * held * square + rounded * square,
         iterates + made + held * square + rounded * elements,
     )
 
 
-def _entering(elements: int, config: MuonConfig, device: Device) -> int:
+def _entering(elements: int, numerics: Numerics) -> int:
     """Bytes of the first iterate, of the normalised matrix in fp32, scaled and then rounded."""
-    dtype = dtype_of(config, device)
-    kind = held_dtype(dtype, device)
+    dtype, kind = numerics.dtype, numerics.held
     of_one = _BYTES[kind] + _FP32
     if dtype == "fp16":
         of_one += _FP32

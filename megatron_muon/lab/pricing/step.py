@@ -33,7 +33,8 @@ from megatron_muon.lab.pricing.work import (
     rounds_of,
     total,
 )
-from megatron_muon.orthogonalize.iteration import Device, is_cuda, is_tight
+from megatron_muon.orthogonalize.iteration import is_tight
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.grid import neighbours_of
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
@@ -131,10 +132,10 @@ def price_step(
             waits for its last scatter.
         nodes: the node of each rank, see ``streams.nodes_of``.
     """
-    size = stage_size(optimizers)
+    numerics, size = Numerics(config, device), stage_size(optimizers)
     streams = Streams(hardware, size, nodes)
     pending = None
-    every = [_Steps(optimizer, config, streams, device) for optimizer in optimizers]
+    every = [_Steps(optimizer, numerics, streams) for optimizer in optimizers]
     for each in every:
         steps = each.run(begun=pending is not None)
         if pending is not None and not experts_early:
@@ -197,20 +198,14 @@ class _Steps:
     ``updated`` has the times of ``StepTime``.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        config: MuonConfig,
-        streams: Streams,
-        device: Device,
-    ) -> None:
-        self._optimizer, self._config, self._streams = optimizer, config, streams
-        self._hardware, self._device = streams.hardware, device
+    def __init__(self, optimizer: Optimizer, numerics: Numerics, streams: Streams) -> None:
+        self._optimizer, self._numerics, self._streams = optimizer, numerics, streams
+        self._hardware, self._config = streams.hardware, numerics.config
         # Homes are neighbours in the stage, of which a node may have fewer than it has GPUs.
         self._sharing = replace(self._hardware, gpus_per_node=neighbours_of(streams.nodes))
         self._rounds = rounds_of(optimizer.plan)
         self._scratch = scratch_limit(optimizer.plan.matrices)
-        self._fused = is_cuda(device) and config.elementwise == "auto"
+        self._fused = numerics.on_gpu and self._config.elementwise == "auto"
         self._adamw = partial(adamw_of, self._hardware, optimizer.rest)
         self.updated: list[float] = []
 
@@ -320,7 +315,7 @@ class _Steps:
                 rows,
                 cols,
                 count,
-                ns_batch=self._config.ns_batch if is_cuda(self._device) else 1,
+                ns_batch=self._config.ns_batch if self._numerics.on_gpu else 1,
                 scratch=self._scratch,
             ):
                 one = newton_schulz(
@@ -328,8 +323,7 @@ class _Steps:
                     rows,
                     cols,
                     matrices,
-                    self._config,
-                    self._device,
+                    self._numerics,
                     is_tight=is_tight(rows * cols, work.staged(rank)),
                 )
                 cost += one.times(times)
@@ -338,7 +332,7 @@ class _Steps:
     def _strip(self, shared: Shared, elements: int) -> Cost:
         homes, hardware = min(shared.strips, self._optimizer.plan.size), self._sharing
         cost = newton_schulz_strip(
-            hardware, shared.whole, shared.long, shared.strips, homes, self._config, self._device
+            hardware, shared.whole, shared.long, shared.strips, homes, self._numerics
         )
         if shared.is_turned:
             moved = shared.whole[0] * shared.long + elements  # its columns, and its rows back

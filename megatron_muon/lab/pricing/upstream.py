@@ -27,6 +27,7 @@ from megatron_muon.lab.pricing.hardware import GIGA, MICRO, Hardware
 from megatron_muon.lab.pricing.kernels import Cost, newton_schulz, product, stream
 from megatron_muon.lab.pricing.step import Optimizer, adamw
 from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.segments import Matrix
@@ -106,10 +107,11 @@ def price_layer_wise(
         ns_dtype=config.ns_dtype or "bf16",
         elementwise="foreach",  # its norms are torch's, too
     )
+    numerics = Numerics(settings)
     seconds = exposed = mean_flops = mean_sent = 0.0
     busiest = _Load()
     for optimizer in optimizers:
-        loads = _loads(optimizer.plan, settings, hardware, mode)
+        loads = _loads(optimizer.plan, numerics, hardware, mode)
         load = max(loads, key=lambda load: load.cost.seconds, default=_Load())
         dp_size = optimizer.plan.grid.dp_size
         elements = sum(p.shape[0] * p.shape[1] for p in optimizer.plan.parameters if p.ep_rank == 0)
@@ -139,7 +141,7 @@ def price_layer_wise(
     )
 
 
-def _loads(plan: ExchangePlan, config: MuonConfig, hardware: Hardware, mode: TpMode) -> list[_Load]:
+def _loads(plan: ExchangePlan, numerics: Numerics, hardware: Hardware, mode: TpMode) -> list[_Load]:
     """The load of every owner."""
     loads: dict[int, list[_Load]] = defaultdict(list)  # by EP rank
     for parameter, matrices in _matrices(plan):
@@ -147,7 +149,7 @@ def _loads(plan: ExchangePlan, config: MuonConfig, hardware: Hardware, mode: TpM
         # momentum and update of a parameter
         load = _Load(Cost(0.0, 9), elements=rows * cols)
         for matrix in matrices:
-            load += _matrix(parameter, matrix, config, hardware, mode)
+            load += _matrix(parameter, matrix, numerics, hardware, mode)
         loads[parameter.ep_rank].append(load)
     dp_size = plan.grid.dp_size
     return [load for of_ep in loads.values() for load in _balanced(of_ep, dp_size)]
@@ -164,12 +166,12 @@ def _balanced(parameters: Sequence[_Load], ranks: int) -> list[_Load]:
 
 
 def _matrix(
-    parameter: Parameter, matrix: Matrix, config: MuonConfig, hardware: Hardware, mode: TpMode
+    parameter: Parameter, matrix: Matrix, numerics: Numerics, hardware: Hardware, mode: TpMode
 ) -> _Load:
     """The part of each TP rank in a matrix."""
     tp_size, dim = len(parameter.blocks), parameter.partition_dim
-    flops = ns_flops(matrix.rows, matrix.cols, config)
-    whole = newton_schulz(hardware, matrix.rows, matrix.cols, 1, config)
+    flops = ns_flops(matrix.rows, matrix.cols, numerics)
+    whole = newton_schulz(hardware, matrix.rows, matrix.cols, 1, numerics)
     if tp_size == 1 or dim is None:
         return _Load(whole, flops=flops)
     if mode == "duplicated":
@@ -182,7 +184,7 @@ def _matrix(
     step += product(hardware, square, local, square)
     step += stream(hardware, 2 * _BF16 * (square * square + square * local), 2)
     sent = 2 * (tp_size - 1) * square * square * _BF16 // tp_size
-    reduce, steps = _collective(hardware, sent), config.ns_steps
+    reduce, steps = _collective(hardware, sent), len(numerics.steps)
     return _Load(
         (step + reduce).times(steps),
         steps * reduce.seconds,

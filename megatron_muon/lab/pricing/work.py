@@ -103,10 +103,11 @@ def rounds_of(plan: ExchangePlan) -> list[RoundWork]:
         work.leaving[home] += elements
         work.departures[home] += 1
         work.scatter[home, rank] += elements * plan.itemsize
-        if not segment.replica:  # one element more says whether the segment has a gradient
-            work.gather[rank, home] += (elements + 1) * plan.itemsize
+        if not segment.replica:
             work.arriving[home] += elements
             work.arrivals[home] += 1
+    for (number, rank, home), elements in plan.gathered_elements().items():
+        rounds[number].gather[rank, home] = elements * plan.itemsize
     matrices = iter(plan.matrices)
     for index, parameter in enumerate(plan.parameters):
         for _ in parameter.matrices:

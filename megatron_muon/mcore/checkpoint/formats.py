@@ -49,8 +49,6 @@ from megatron_muon.mcore.checkpoint.param_groups import (
     record,
 )
 from megatron_muon.mcore.checkpoint.sharded import ShardedState, StateDict
-from megatron_muon.mcore.wiring.buffers.shards import device_of
-from megatron_muon.orthogonalize.matmul import plan_device
 
 
 class MuonCheckpoint(ShardedState):
@@ -63,7 +61,7 @@ class MuonCheckpoint(ShardedState):
         self._fill_state()
         state: StateDict = super().state_dict()
         if self.from_adamw is None:  # AdamW's checkpoint, which Megatron is to read, has no record
-            state[RECORD] = record(self._muon.config, plan_device(device_of(self.model_chunks)))
+            state[RECORD] = record(self._muon.numerics)
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -73,8 +71,7 @@ class MuonCheckpoint(ShardedState):
         """
         self._to_scatter = None
         if self.from_adamw is None:
-            kind = plan_device(device_of(self.model_chunks))
-            check_record(state_dict, self._muon.config, kind)
+            check_record(state_dict, self._muon.numerics)
         elif "param_state_sharding_type" in state_dict:
             self._refuse_other_order(state_dict["param_state_sharding_type"])
         saved = state_dict["optimizer"]

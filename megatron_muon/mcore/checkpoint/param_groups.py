@@ -11,10 +11,9 @@ from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.console import printable, say
 from megatron_muon.mcore.routing.multipliers import LR_MULTIPLIER
-from megatron_muon.orthogonalize.iteration import Device, dtype_of, iteration_of, split_of
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import canonical
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 Group = dict[str, Any]
 
@@ -35,12 +34,12 @@ _WATCHING = ("nonfinite_limit", "log_interval", "log_file")
 SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 
-def record(config: MuonConfig, device: Device) -> Group:
+def record(numerics: Numerics) -> Group:
     """The record of Muon's settings that is saved, the same on every rank."""
-    return {"format": FORMAT, "settings": _in_force(config, device)}
+    return {"format": FORMAT, "settings": _in_force(numerics)}
 
 
-def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -> None:
+def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
     """Refuse a state dict that is not Muon's; print on rank 0 which settings have changed."""
     own = saved.get(RECORD)
     if own is None:
@@ -56,9 +55,9 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
         )
     # An older megatron_muon that lacked a setting did what is now its default.
     default = MuonConfig(ns_iteration="standard", ns_dtype="bf16", split_matrices="off")
-    then = {**_in_force(default, device), **own["settings"]}
+    then = {**_in_force(Numerics(default, numerics.device)), **own["settings"]}
     then["split_matrices"] = then["split_matrices"] or "off"  # None was that for a while
-    now = _in_force(config, device)
+    now = _in_force(numerics)
     for name in ("ns_iteration", "ns_dtype"):
         if then[name] is None:  # another Muon's checkpoint does not say which it took
             then[name] = now[name]
@@ -77,13 +76,13 @@ def check_record(saved: Mapping[str, Any], config: MuonConfig, device: Device) -
             )
 
 
-def _in_force(config: MuonConfig, device: Device) -> Group:
+def _in_force(numerics: Numerics) -> Group:
     """The settings that results depend on, with what the device chooses in place of None."""
     settings = {
-        **dataclasses.asdict(config),
-        "ns_iteration": iteration_of(config, device),
-        "ns_dtype": dtype_of(config, device),
-        "split_matrices": split_of(config, device),
+        **dataclasses.asdict(numerics.config),
+        "ns_iteration": numerics.iteration,
+        "ns_dtype": numerics.dtype,
+        "split_matrices": numerics.split,
     }
     return {name: value for name, value in settings.items() if name not in _WATCHING}
 

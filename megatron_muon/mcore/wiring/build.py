@@ -45,14 +45,15 @@ from megatron_muon.mcore.wiring.distributed_optimizer import (
 from megatron_muon.mcore.wiring.loss_scale import share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.mcore.wiring.process_groups import Stage
-from megatron_muon.orthogonalize.iteration import dtype_of, iteration_of, layout_free
 from megatron_muon.orthogonalize.matmul import (
+    TORCH_DTYPE,
+    numerics_on,
     plan_device,
     said_of_products,
-    travel_dtype,
     try_products,
 )
 from megatron_muon.orthogonalize.newton_schulz import takes_batches
+from megatron_muon.orthogonalize.numerics import Numerics, layout_free
 from megatron_muon.planning import agreed
 from megatron_muon.planning.describe import (
     active_line,
@@ -113,16 +114,17 @@ def make_muons(
     said = not_shared_lines(config, plan_device(device), is_deterministic=is_deterministic)
     config = layout_free(config, is_deterministic=is_deterministic)
     asked = config.early_param_gather
-    config, late, description = together(
+    numerics, late, description = together(
         lambda: _checked(parts, model_chunks, config, pg_collection), None, device
     )
+    config = numerics.config
     for part in parts:
         part.muon = None
         turn_into(part, MuonDistributedOptimizer)
     agree_everywhere(description, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = process_groups.stage_of(model_chunks, instance, pg_collection, device)
-    muons = _made_together(parts, config, stage)
+    muons = _made_together(parts, numerics, stage)
     said += late_gather_lines(late) if asked == "auto" else []
     once = stage.speaks and stage.pipeline_rank == 0
     lines = [*_active(), *(said if once else []), *survey(model_chunks, config, stage)]
@@ -133,7 +135,7 @@ def make_muons(
         wait_before_state_dicts(model_chunks)
     optimizer.voters = process_groups.voters(parts, stage)
     optimizer.decided_by_name = bool(config.muon_include or config.muon_exclude)
-    lines += together(lambda: _completed(parts, muons, config, stage), None, device)
+    lines += together(lambda: _completed(parts, muons, numerics, stage), None, device)
     lines += _connected(muons, stage)
     lines += _nodes(muons, config, stage)
     if muons:
@@ -157,39 +159,40 @@ def _active() -> list[str]:
 
 def _checked(
     parts: Sequence[Any], model_chunks: Sequence[Any], config: MuonConfig, pg_collection: Any
-) -> tuple[MuonConfig, str | None, list[str]]:
+) -> tuple[Numerics, str | None, list[str]]:
     """Check this rank's optimizers and groups.
 
     Returns:
-        What ``settled`` returns, and what all ranks must agree on.
+        The run's numerics, what ``settled`` says, and what all ranks must agree on.
     """
     for part in parts:
         check_built(part)
     process_groups.require_groups(model_chunks, pg_collection)
     config, late = settled(config, parts[0].config, model_chunks)
     device = device_of(model_chunks)
-    lines = agreed.description([], config, plan_device(device))
+    numerics = numerics_on(device, config)
+    lines = agreed.description([], numerics)
     if config.early_param_gather != "off":
         lines.append(f"gathers one by one: {gathers_one_by_one(device)}")
-    return config, late, lines
+    return numerics, late, lines
 
 
 def _completed(
     parts: Sequence[Any],
     muons: Sequence[tuple[Any, DistributedMuon]],
-    config: MuonConfig,
+    numerics: Numerics,
     stage: Stage,
 ) -> list[str]:
     """Put each Muon inside its part; returns lines for this rank to print. No communication."""
     lines = []
-    kind, in_batches = plan_device(stage.device), takes_batches(stage.device)
-    iteration = iteration_of(config, kind)
-    plain = (config.ns_iteration or iteration) == "standard" and (config.ns_batch or 1) == 1
+    config, in_batches = numerics.config, takes_batches(stage.device)
+    wanted = config.ns_iteration or numerics.iteration
+    plain = wanted == "standard" and (config.ns_batch or 1) == 1
     if stage.speaks and not (plain and stage.device.type == "cpu"):
-        products = said_of_products(stage.device, dtype_of(config, kind), iteration)
-        lines.append(newton_schulz_line(config, kind, products, in_batches=in_batches))
+        products = said_of_products(numerics)
+        lines.append(newton_schulz_line(numerics, products, in_batches=in_batches))
     if stage.speaks and stage.device.type != "cpu":
-        lines.append(elementwise_line(said_of_elementwise(stage.device, config)))
+        lines.append(elementwise_line(said_of_elementwise(stage.device, numerics)))
     share_loss_scale(parts)
     for (_, before), (part, _) in itertools.pairwise(muons):
         before.start_next = partial(_start_muon, part)
@@ -256,7 +259,7 @@ def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> li
 
 
 def _made_together(
-    parts: Sequence[Any], config: MuonConfig, stage: Stage
+    parts: Sequence[Any], numerics: Numerics, stage: Stage
 ) -> list[tuple[Any, DistributedMuon]]:
     """Each part that is no stub, with its Muon; an error of one rank stops the whole world."""
     muons: list[tuple[Any, DistributedMuon]] = []
@@ -265,12 +268,12 @@ def _made_together(
     parts = [part for part in parts if not part.is_stub_optimizer]
     for at, part in enumerate(parts):
         after = parts[at + 1 :]
-        agreed_on, own = attempt(partial(_agreed_plan, part, config, stage, plans, after))
+        agreed_on, own = attempt(partial(_agreed_plan, part, numerics, stage, plans, after))
         error = error or own
         if agreed_on is None:
             continue
         plans.append(agreed_on.plan)
-        muon, own = attempt(partial(_muon_of, part, agreed_on, config, stage))
+        muon, own = attempt(partial(_muon_of, part, agreed_on, numerics, stage))
         error = error or own
         if muon is not None:
             muons.append((part, muon))
@@ -295,7 +298,7 @@ class _Agreed:
 
 def _agreed_plan(
     dist_opt: Any,
-    config: MuonConfig,
+    numerics: Numerics,
     stage: Stage,
     earlier: Sequence[ExchangePlan],
     after: Sequence[Any],
@@ -306,35 +309,36 @@ def _agreed_plan(
 
     Args:
         dist_opt: Megatron's DistributedOptimizer.
-        config: the settings.
+        numerics: of the run.
         stage: the stage of this rank.
         earlier: plans of the optimizers before it, see ``make_plan``.
         after: the optimizers after it.
     """
-    kind, node = plan_device(stage.device), dist.get_rank() // config.node_ranks
+    config = numerics.config
+    node = dist.get_rank() // config.node_ranks
     coordinates = replace(stage.coordinates(dist_opt), node=node)
     mine: Located = []
     error: Exception | None = None
     try:
-        try_products(stage.device, dtype_of(config, kind))
-        try_elementwise(stage.device, config)
+        try_products(stage.device, numerics)
+        try_elementwise(stage.device, numerics)
         if config.align_shards:
             require_ordered(dist_opt.model_chunks)
         mine = _muon_parameters(dist_opt, config, stage)
         here = [parameter for _, parameter in mine]
         others = [_everywhere(other, config, stage) for other in after]
-        later = sum(flops_of(parameters, config, kind) for parameters in others)
-        description = agreed.description(here, config, kind, earlier, later)
+        later = sum(flops_of(parameters, numerics) for parameters in others)
+        description = agreed.description(here, numerics, earlier, later)
     except Exception as routing_error:
         error = routing_error
-        description = [*agreed.description([], config, kind, earlier), f"error: {routing_error}"]
+        description = [*agreed.description([], numerics, earlier), f"error: {routing_error}"]
     try:
         grid = agree_on_grid(coordinates, description, stage.group, stage.device)
     except PlanMismatchError as mismatch:
         raise error or mismatch from None
     if error is not None:
         raise error
-    plan = make_plan(_everywhere(dist_opt, config, stage), grid, config, kind, earlier, later)
+    plan = make_plan(_everywhere(dist_opt, config, stage), grid, numerics, earlier, later)
     first = coordinates.ep_rank * len(mine)  # index of this EP rank's first parameter
     return _Agreed(plan, {first + at: param for at, (param, _) in enumerate(mine)}, later > 0)
 
@@ -352,17 +356,17 @@ def _everywhere(dist_opt: Any, config: MuonConfig, stage: Stage) -> list[Paramet
 
 
 def _muon_of(
-    dist_opt: Any, agreed_on: _Agreed, config: MuonConfig, stage: Stage
+    dist_opt: Any, agreed_on: _Agreed, numerics: Numerics, stage: Stage
 ) -> DistributedMuon:
     """The Muon part of this rank."""
-    plan = agreed_on.plan
+    plan, config, travels = agreed_on.plan, numerics.config, TORCH_DTYPE[numerics.travels]
     own, meter = plan.for_rank(dist.get_rank(stage.group)), Meter()
     shards = dict(owned_shards(dist_opt))
     main_params = {index: shards[agreed_on.mine[index]] for index in own.pieces}
-    exchange = Exchange(own, plan.matrices, stage.group, travel_dtype(config), stage.device, meter)
+    exchange = Exchange(own, plan.matrices, stage.group, travels, stage.device, meter)
     phase = phases(lambda: dist_opt.config.timers)
-    elementwise = elementwise_on(stage.device, config)
-    muon = DistributedMuon(config, plan, own, exchange, main_params, meter, phase, elementwise)
+    elementwise = elementwise_on(stage.device, numerics)
+    muon = DistributedMuon(numerics, plan, own, exchange, main_params, meter, phase, elementwise)
     if config.early_param_gather != "off":
         round_of = plan.round_of()
         rounds = {param: round_of[index] for index, param in agreed_on.mine.items()}

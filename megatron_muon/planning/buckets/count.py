@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
 
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.order import (
     ALIGNMENT,
     Bucket,
@@ -153,20 +154,20 @@ def exchanged(
         config: ``homes``, the two speeds and the Newton-Schulz settings are read.
         ordered: whether parameters are in the order of ``order.orders`` in each bucket.
     """
-    whole = replace(config, split_matrices="off")
-    by = config if ordered else None
+    whole = Numerics(replace(config, split_matrices="off"))
+    by = Numerics(config) if ordered else None
     return sum(_exchanged(buffer, bucket_size, whole, by) for buffer in buffers)
 
 
 @lru_cache(16)  # of one model, whose matrices are shared in one plan and whole in another
 def _exchanged(
-    buffer: Buffer, bucket_size: int, config: MuonConfig, ordered_by: MuonConfig | None
+    buffer: Buffer, bucket_size: int, numerics: Numerics, ordered_by: Numerics | None
 ) -> int:
     holders = Holders(buffer.dp_size, buffer.tp_size)
     buckets = list(in_buckets(buffer, bucket_size))
     own = [bucket.own() for bucket in buckets]
     by_bucket = own if ordered_by is None else orders(buckets, holders, ordered_by)
-    return sent_bytes(buckets, by_bucket, holders, config) // (buffer.dp_size * buffer.tp_size)
+    return sent_bytes(buckets, by_bucket, holders, numerics) // (buffer.dp_size * buffer.tp_size)
 
 
 def in_buckets(buffer: Buffer, bucket_size: int) -> Iterator[Bucket]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.planning.rank_plan import RankPlan, RankRound
-from megatron_muon.planning.segments import Matrix, Segment
+from megatron_muon.planning.segments import Matrix, Segment, gather_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,25 +236,31 @@ def _sizes(segments: Sequence[Segment]) -> tuple[int, ...]:
 def _counts(
     segments: dict[int, list[Segment]], *, flags: bool = False
 ) -> tuple[tuple[int, int], ...]:
-    """Elements by rank; with ``flags``, one more for each segment."""
-    return tuple(
-        (rank, sum(s.elements.size + flags for s in segments[rank])) for rank in sorted(segments)
-    )
+    """Elements by rank; with ``flags``, those of its message: see ``_with_flags``."""
+    return tuple((rank, _elements(segments[rank], flags=flags)) for rank in sorted(segments))
+
+
+def _elements(segments: Sequence[Segment], *, flags: bool = True) -> int:
+    elements = sum(_sizes(segments))
+    return gather_message(elements, len(segments)) if flags else elements
 
 
 def _with_flags(
     segments: dict[int, list[Segment]],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of a message's parts (each rank's segments, then their flags), and places of flags."""
+    """Sizes of a message's parts (each rank's segments, then their flags), and places of flags.
+
+    The last of a rank's parts has its flags and fills its message.
+    """
     sizes: list[int] = []
     places: list[int] = []
     start = 0
     for rank in sorted(segments):
         own = _sizes(segments[rank])
-        start += sum(own)
-        places += range(start, start + len(own))
-        start += len(own)
-        sizes += [*own, len(own)]
+        elements = _elements(segments[rank])
+        places += range(start + sum(own), start + sum(own) + len(own))
+        sizes += [*own, elements - sum(own)]
+        start += elements
     return tuple(sizes), tuple(places)
 
 

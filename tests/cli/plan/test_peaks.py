@@ -13,8 +13,8 @@ from megatron_muon.lab.bench.step.measure import StepJob, measure
 from megatron_muon.lab.bench.step.rows import Row, rows
 from megatron_muon.lab.plan.predicted import Predicted, predicted
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
-from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.orthogonalize.matmul import multiplies_bf16
+from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.settings.config import MuonConfig
 
 # A small vocabulary: so Muon's rounds decide, and not the embedding's AdamW.

@@ -38,6 +38,7 @@ from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.kernels import newton_schulz, newton_schulz_strip
 from megatron_muon.lab.pricing.presets import hardware_of
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.config import MuonConfig
 from support.small_squares import rows_of_small_squares
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, LLAMA_405B, OVERLAP
@@ -76,10 +77,12 @@ class Shared:
 def shared(hardware: Hardware, rows: int, cols: int, ranks: int, config: MuonConfig) -> Shared:
     """The time of a matrix on ``ranks`` ranks, by a library's symmetric kernel where it applies."""
 
+    numerics = Numerics(config, "cuda_symmetric")
+
     def priced(least: int) -> float:
         strip = (rows, cols), max(rows, cols) // ranks, ranks, ranks
         with rows_of_small_squares(least):
-            return newton_schulz_strip(hardware, *strip, config, "cuda_symmetric").seconds
+            return newton_schulz_strip(hardware, *strip, numerics).seconds
 
     return Shared(priced(1 << 30), priced(1))
 
@@ -121,7 +124,7 @@ def main() -> None:
             sizes = list(_sizes(words, config))
         cells = [case.name, _ms(stage.ours[-1].step.seconds)]
         times = {
-            size: newton_schulz(hardware, *size, 1, config, "cuda_symmetric").seconds
+            size: newton_schulz(hardware, *size, 1, Numerics(config, "cuda_symmetric")).seconds
             for size in set(sizes)
         }
         cells.append(_ms(sum(times[size] for size in sizes) / stage.ranks))

@@ -166,7 +166,7 @@ def test_its_optimizer_module_steps_as_megatrons_factory_does(world_size: int) -
 # ------------------------------------------------------------------- its Trainer
 
 
-def _lightning_model(optim: Any, layers: int = 2) -> Any:
+def _lightning_model(optim: Any) -> Any:
     """A GPT of Megatron's as NeMo's GPTModel has one, whose module cannot be imported here."""
     import lightning.pytorch as pl
     from megatron.core.models.gpt import GPTModel
@@ -178,7 +178,7 @@ def _lightning_model(optim: Any, layers: int = 2) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.config = TransformerConfig(
-                num_layers=layers,
+                num_layers=2,
                 hidden_size=HIDDEN,
                 num_attention_heads=HEADS,
                 num_query_groups=GROUPS,
@@ -245,7 +245,7 @@ def _without_llm() -> None:
         if name.startswith("nemo.collections.llm"):
             sys.modules[name] = types.ModuleType(name)
     no_distillation = sys.modules[name]
-    no_distillation.get_tensor_shapes_adjust_fn_for_distillation = lambda *args: None  # type: ignore[attr-defined]
+    no_distillation.get_tensor_shapes_adjust_fn_for_distillation = lambda *args: None
 
 
 def _fitted(folder: Path) -> dict[str, Any]:

@@ -27,14 +27,14 @@ from support.models.gpt_model import (
     this_place,
     transformer_config,
 )
-from support.models.gpt_optimizer import (
+from support.models.gpt_optimizer import (  # noqa: F401 for those who import from here
     distributed_optimizers,
     inner_optimizers,
     make_optimizer,
     optimizer_config,
 )
 from support.ranks import run
-from support.runs.cases import (
+from support.runs.cases import (  # noqa: F401 as well
     FFN,
     GROUPS,
     HEAD_SIZE,
@@ -52,40 +52,6 @@ from support.runs.cases import (
     whole_weight,
 )
 from support.runs.whole import Piece, Whole, cut, differences, whole
-
-__all__ = [
-    "FFN",
-    "GROUPS",
-    "HEADS",
-    "HEAD_SIZE",
-    "HIDDEN",
-    "SEQUENCE",
-    "TIED",
-    "VOCAB",
-    "Built",
-    "Case",
-    "Topology",
-    "build",
-    "check",
-    "distributed_optimizers",
-    "error_of_optimizer",
-    "held",
-    "inner_optimizers",
-    "lr_at",
-    "make_optimizer",
-    "matches",
-    "muon_weights",
-    "optimizer_config",
-    "set_schedule",
-    "start",
-    "take_step",
-    "train",
-    "trained",
-    "truth",
-    "whole_grad",
-    "whole_weight",
-    "write_grads",
-]
 
 Tensor = torch.Tensor
 MEGATRONS = "megatron's muon"  # a case's optimizer: see megatrons_muon

@@ -5,13 +5,14 @@ The plan's side is counted from its segments, without the code that makes a rank
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from megatron_muon.orthogonalize.iteration import Device, dtype_of, held_dtype
-from megatron_muon.orthogonalize.matmul import torch_dtype, travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.strips import SharedMessages
 from megatron_muon.settings.config import MuonConfig
@@ -24,16 +25,11 @@ Sizes = dict[tuple[int, int], list[tuple[torch.dtype, int]]]
 def planned_messages(
     plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "cuda"
 ) -> Sizes:
-    """Every message of a step, by sender and receiver.
-
-    Args:
-        plans: of the stage's optimizers, in the order in which they step.
-        config: the settings that they were made with.
-        device: kind of the ranks' device.
-    """
+    """Every message of a step, by sender and receiver."""
     sizes: Sizes = defaultdict(list)
-    travels, directions = travel_dtype(config), torch_dtype(dtype_of(config, device))
-    squares = torch_dtype(held_dtype(dtype_of(config, device), device))
+    numerics = Numerics(config, device)
+    travels, directions = TORCH_DTYPE[numerics.travels], TORCH_DTYPE[numerics.dtype]
+    squares = TORCH_DTYPE[numerics.held]
     dtypes = {"numbers": torch.float32, "squares": squares, "elements": travels}
     for plan in plans:
         gathers, scatters = _by_round(plan)
@@ -57,7 +53,10 @@ def _between_homes(plan: ExchangePlan, number: int | None) -> Iterator[SharedMes
 
 
 def _by_round(plan: ExchangePlan) -> tuple[list[_Round], list[_Round]]:
-    """Pieces to homes, each with an element for whether it moves; and directions back."""
+    """Pieces to homes, each with an element for whether it moves, up to a multiple of 8; and
+
+    directions back.
+    """
     gathers: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     scatters: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     round_of = plan.round_of()
@@ -66,8 +65,11 @@ def _by_round(plan: ExchangePlan) -> tuple[list[_Round], list[_Round]]:
         if home == segment.rank:
             continue
         if not segment.replica:
-            gathers[number][segment.rank, home] += (segment.elements.size + 1) * plan.itemsize
+            gathers[number][segment.rank, home] += segment.elements.size + 1
         scatters[number][home, segment.rank] += segment.elements.size * plan.itemsize
+    for gather in gathers:
+        for pair, elements in gather.items():
+            gather[pair] = math.ceil(elements / 8) * 8 * plan.itemsize
     return gathers, scatters
 
 
@@ -88,13 +90,7 @@ def _in_turn(
 
 
 def compare_with_plan(rank: int, calls: Iterable[RecordedCollective], planned: Sizes) -> list[str]:
-    """Faults of one rank's messages in a step, in words.
-
-    Args:
-        rank: of the stage.
-        calls: its launches of the exchange in that step, in order.
-        planned: by ``planned_messages``.
-    """
+    """Faults of one rank's messages in a step, in words."""
     sent: dict[int, list[RecordedMessage]] = defaultdict(list)
     taken: dict[int, list[RecordedMessage]] = defaultdict(list)
     for call in calls:

@@ -13,6 +13,7 @@ from figures.priced_models import DEEPSEEK_V3
 from megatron_muon.lab.pricing.memory import peaks
 from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import Optimizer, price_step
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.agreed import description
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_LIMIT, Loads, Price, Work, choose_homes, prices
@@ -33,7 +34,7 @@ def deepseek() -> tuple[MuonConfig, list[ExchangePlan], list[ExchangePlan]]:
     plans = [plan for _, plan in named]
     assert not plans[0].shared  # since experts fill the ranks
     whole = replace(config, split_matrices="off")
-    alone = [make_plan(plan.parameters, plan.grid, whole) for plan in plans]
+    alone = [make_plan(plan.parameters, plan.grid, Numerics(whole)) for plan in plans]
     return config, plans, alone
 
 
@@ -109,7 +110,7 @@ def test_no_rank_gets_experts_past_the_limit_of_all_work(
     stage: tuple[list[Work], list[Work], int],
 ) -> None:
     dense, experts, size = stage
-    price, none = prices(CONFIG, 2), Loads.none(size)
+    price, none = prices(Numerics(CONFIG)), Loads.none(size)
     before = _after(dense, choose_homes(dense, size, "balanced", price), none, price)
     homes = choose_homes(experts, size, "balanced", price, before=before)
     after = _after(experts, homes, before, price)
@@ -125,7 +126,7 @@ def test_local_homes_hold_most_whatever_else_their_rank_does(
     stage: tuple[list[Work], list[Work], int],
 ) -> None:
     dense, experts, size = stage
-    price, none = prices(CONFIG, 2), Loads.none(size)
+    price, none = prices(Numerics(CONFIG)), Loads.none(size)
     before = _after(dense, choose_homes(dense, size, "local", price), none, price)
     homes = choose_homes(experts, size, "local", price, before=before)
     for work, home in zip(experts, homes, strict=True):
@@ -143,7 +144,7 @@ def _dense() -> ExchangePlan:
     matrices, blocks = whole_matrix("dense", shape, None, 1)
     whole, span = Span(0, RANKS * 4096), Span(4096, 8192)
     parameter = Parameter("dense", shape, None, whole, span, 0, matrices, blocks)
-    return make_plan([parameter], RankGrid(((tuple(range(RANKS)),),)), CONFIG)
+    return make_plan([parameter], RankGrid(((tuple(range(RANKS)),),)), Numerics(CONFIG))
 
 
 def _experts(*earlier: ExchangePlan, config: MuonConfig = CONFIG) -> ExchangePlan:
@@ -156,7 +157,7 @@ def _experts(*earlier: ExchangePlan, config: MuonConfig = CONFIG) -> ExchangePla
         place = (Span(0, 8192), span, 0, matrices, blocks)
         parameters.append(Parameter(name, shape, None, *place, ep_rank=at // 4))
     grid = RankGrid(tuple(((rank,),) for rank in range(RANKS)))
-    return make_plan(parameters, grid, config, "cuda", earlier)
+    return make_plan(parameters, grid, Numerics(config, "cuda"), earlier)
 
 
 def test_experts_leave_the_rank_that_has_the_dense_matrix() -> None:
@@ -189,7 +190,9 @@ def test_ranks_whose_dense_homes_differ_do_not_agree_about_the_experts_plan() ->
     dense = _dense()
     first = dense.matrices[0]
     moved = replace(dense, matrices=(replace(first, home=(first.home + 1) % RANKS),))
-    lines = [description([], CONFIG, "cuda", earlier) for earlier in ([], [dense], [moved])]
+    lines = [
+        description([], Numerics(CONFIG, "cuda"), earlier) for earlier in ([], [dense], [moved])
+    ]
     assert len({tuple(one) for one in lines}) == 3
     assert "homes of optimizer 0" in lines[1][-1]
 
@@ -199,4 +202,4 @@ def test_plans_of_other_ranks_are_refused() -> None:
     grid = RankGrid(((tuple(range(2)),),))
     parameter = replace(dense.parameters[0], bucket=Span(0, 2 * 8192))
     with pytest.raises(ValueError, match="have its 2 ranks, not 4"):
-        make_plan([parameter], grid, CONFIG, "cuda", [dense])
+        make_plan([parameter], grid, Numerics(CONFIG, "cuda"), [dense])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from figures.llama import llama_8b
 from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.agreed import description, fingerprint
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import HOME_SLACK, Price, Work, choose_homes
@@ -114,7 +115,7 @@ def _elements(plan: ExchangePlan) -> dict[tuple[int, int], list[tuple[int, int]]
 def test_every_element_is_gathered_exactly_once(
     stage: tuple[list[Parameter], RankGrid], config: MuonConfig
 ) -> None:
-    plan = make_plan(*stage, config)
+    plan = make_plan(*stage, Numerics(config))
     gathered = [
         (segment.matrix, element)
         for segment in plan.segments
@@ -130,7 +131,7 @@ def test_every_piece_gets_each_direction_exactly_once(
     stage: tuple[list[Parameter], RankGrid], config: MuonConfig
 ) -> None:
     parameters, grid = stage
-    plan = make_plan(parameters, grid, config)
+    plan = make_plan(parameters, grid, Numerics(config))
     returned = sorted(
         (segment.parameter, segment.rank, element)
         for segment in plan.segments
@@ -151,7 +152,7 @@ def test_gathered_elements_come_back_where_they_came_from(
     stage: tuple[list[Parameter], RankGrid], config: MuonConfig
 ) -> None:
     """Reverse of reverse is the identity: numbers sent home and back are unchanged."""
-    plan = make_plan(*stage, config)
+    plan = make_plan(*stage, Numerics(config))
     homes: dict[tuple[int, int], object] = {}
     for segment in plan.segments:
         if not segment.replica:
@@ -171,7 +172,7 @@ def test_gathered_elements_come_back_where_they_came_from(
 def test_what_one_rank_sends_another_expects(
     stage: tuple[list[Parameter], RankGrid], config: MuonConfig
 ) -> None:
-    plan = make_plan(*stage, config)
+    plan = make_plan(*stage, Numerics(config))
     sent = [0] * plan.size
     every = [plan.for_rank(rank).rounds for rank in range(plan.size)]
     for routes, silent in zip(zip(*every, strict=True), plan.silent_rounds(), strict=True):
@@ -180,13 +181,14 @@ def test_what_one_rank_sends_another_expects(
             for b in range(plan.size):
                 assert routes[a].gather_to.get(b, []) == routes[b].gather_from.get(a, [])
                 assert routes[a].scatter_to.get(b, []) == routes[b].scatter_from.get(a, [])
-                for moving, more in ((routes[a].gather_to, 1), (routes[a].scatter_to, 0)):
-                    sent[a] += sum(s.elements.size + more for s in moving.get(b, []))
+                with_flags = sum(s.elements.size + 1 for s in routes[a].gather_to.get(b, []))
+                sent[a] += -(-with_flags // 8) * 8
+                sent[a] += sum(s.elements.size for s in routes[a].scatter_to.get(b, []))
             assert a not in routes[a].gather_to and a not in routes[a].scatter_to
         assert silent == (sum(sent) == before)
     assert plan.sent_bytes() == [count * plan.itemsize for count in sent]
     assert sum(plan.ns_flops()) == sum(
-        ns_flops(m.rows, m.cols, MuonConfig()) for m in plan.matrices
+        ns_flops(m.rows, m.cols, Numerics(MuonConfig())) for m in plan.matrices
     )
 
 
@@ -194,12 +196,14 @@ _PRINT_PLAN = """
 import sys; sys.path.insert(0, "tests")
 from figures.llama import llama_8b
 from megatron_muon.settings.config import MuonConfig
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.agreed import description, fingerprint
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.plan import make_plan
 parameters, _ = llama_8b(4)
-plan = make_plan(parameters, RankGrid((((0, 1, 2, 3),),)), MuonConfig())
-print(fingerprint(description(parameters, MuonConfig())).hex(), fingerprint([repr(plan)]).hex())
+numerics = Numerics(MuonConfig())
+plan = make_plan(parameters, RankGrid((((0, 1, 2, 3),),)), numerics)
+print(fingerprint(description(parameters, numerics)).hex(), fingerprint([repr(plan)]).hex())
 """
 
 
@@ -239,7 +243,7 @@ def test_tp_coordinates_are_those_of_one_rank() -> None:
             matrices, blocks = whole_matrix("w", (8, 3), 0 if kind == "rows" else 1, 2)
         dim = 1 if kind == "columns" else 0
         parameter = Parameter("w", (8, 3), dim, whole, whole, 0, matrices, blocks)
-        plan = make_plan([parameter], grid, MuonConfig())
+        plan = make_plan([parameter], grid, Numerics(MuonConfig()))
         (matrix,) = plan.matrices
         found: list[list[int]] = [[0] * 24, [0] * 24]
         for (_, staged), holders in _elements(plan).items():
@@ -276,7 +280,7 @@ def test_balanced_homes_bound_the_busiest_rank(
 def test_what_a_home_is_said_to_move_is_what_it_receives_and_sends(
     stage: tuple[list[Parameter], RankGrid], config: MuonConfig
 ) -> None:
-    plan = make_plan(*stage, config)
+    plan = make_plan(*stage, Numerics(config))
     for index, matrix in enumerate(plan.matrices):
         held = dict.fromkeys(range(plan.size), 0)
         received = sent = 0
@@ -301,7 +305,7 @@ def test_replicas_are_orthogonalized_once_and_get_the_same_directions() -> None:
     matrices, blocks = whole_matrix("router", (4, 6), None, 2)
     span = Span(0, 24)
     parameter = Parameter("router", (4, 6), None, span, span, 0, matrices, blocks)
-    plan = make_plan([parameter], RankGrid((((0, 1), (2, 3)),)), MuonConfig())
+    plan = make_plan([parameter], RankGrid((((0, 1), (2, 3)),)), Numerics(MuonConfig()))
     assert len(plan.matrices) == 1
     home = plan.matrices[0].home
     gathered = sum(s.elements.size for s in plan.segments if not s.replica)
@@ -318,7 +322,7 @@ def test_a_wrong_segment_is_refused(change: str) -> None:
     plan = make_plan(
         [Parameter("w", (4, 6), 0, span, span, 0, matrices, blocks)],
         RankGrid((((0, 1), (2, 3)),)),
-        MuonConfig(),
+        Numerics(MuonConfig()),
     )
     first, *rest = plan.segments
     wrong = {
@@ -334,7 +338,7 @@ def test_a_bucket_that_does_not_divide_is_refused() -> None:
     parameter = _parameter("rows", "w", 10, 1, 0)
     size = parameter.span.size
     with pytest.raises(ValueError, match=rf"bucket of {size} elements around w"):
-        make_plan([parameter], RankGrid((((*range(size + 1),),),)), MuonConfig())
+        make_plan([parameter], RankGrid((((*range(size + 1),),),)), Numerics(MuonConfig()))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +354,9 @@ def test_llama_8b_moves_few_bytes(
 ) -> None:
     """Mean bytes over AdamW's reduce-scatter (fp32) and all-gather (bf16); design section 3."""
     parameters, numel = llama_8b(dp_size)
-    plan = make_plan(parameters, RankGrid(((tuple(range(dp_size)),),)), MuonConfig(homes=homes))
+    plan = make_plan(
+        parameters, RankGrid(((tuple(range(dp_size)),),)), Numerics(MuonConfig(homes=homes))
+    )
     adamw_bytes = numel * (4 + 2) * (dp_size - 1) / dp_size
     assert sum(plan.sent_bytes()) / dp_size <= most_bytes * adamw_bytes
     flops = plan.ns_flops()
@@ -364,7 +370,7 @@ def test_a_plan_for_1024_ranks_takes_two_seconds_at_most(homes: str) -> None:
     parameters, _ = llama_8b(1024)
     config = MuonConfig(homes=homes)
     start = time.process_time()
-    plan = make_plan(parameters, RankGrid(((tuple(range(1024)),),)), config)
+    plan = make_plan(parameters, RankGrid(((tuple(range(1024)),),)), Numerics(config))
     plan.for_rank(1023)
-    fingerprint(description(parameters, config))
+    fingerprint(description(parameters, Numerics(config)))
     assert time.process_time() - start <= 2.0

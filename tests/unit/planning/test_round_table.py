@@ -6,6 +6,7 @@ The exchange of a whole stage is replayed over these tables with one number for 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import pytest
@@ -55,8 +56,11 @@ class _Rank:
         for at, part in zip(table.sent_parts, leaving, strict=True):
             parts[at] = [*part]
         flags = [at for at in range(len(parts)) if at not in table.sent_parts]
-        for at in flags:
-            parts[at] = [("flag", rank)] * table.sent_sizes[at]
+        for before, at in pairwise([-1, *flags]):
+            runs = at - before - 1
+            assert runs <= table.sent_sizes[at] < runs + 8
+            filled = table.sent_sizes[at] - runs
+            parts[at] = [*[("flag", rank)] * runs, *[("filled", rank)] * filled]
         sent = [element for part in parts for element in part]
         assert [at for at, (name, _) in enumerate(sent) if name == "flag"] == [*table.sent_flags]
         self.sent = _messages(sent, table.sent_to)

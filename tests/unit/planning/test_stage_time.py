@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Loads, Price, Work, prices
 from megatron_muon.planning.layout import Strip
 from megatron_muon.planning.sharing.stage_time import stage_time
@@ -57,20 +58,22 @@ def test_more_messages_take_longer(count: int, size: int) -> None:
     """Rows of squares travel beside sums, a turned strip beside both, and 3 homes on two nodes."""
     config = MuonConfig()
     tall, wide = (Strip(rows, cols, 0, count) for rows, cols in ((3000, 1500), (1500, 3000)))
-    times = [strip_time(s, 3000 * 1500 // count, size, config, "cuda") for s in (tall, wide)]
+    times = [
+        strip_time(s, 3000 * 1500 // count, size, Numerics(config, "cuda")) for s in (tall, wide)
+    ]
     assert times[0].elements < times[1].elements and times[0].waits < times[1].waits
-    rows = strip_time(Strip(8192, 4096, 0, count), 0, size, config, "cuda")
-    squares = strip_time(Strip(8192, 4095, 0, count), 0, size, config, "cuda")
+    rows = strip_time(Strip(8192, 4096, 0, count), 0, size, Numerics(config, "cuda"))
+    squares = strip_time(Strip(8192, 4095, 0, count), 0, size, Numerics(config, "cuda"))
     assert (rows.elements > squares.elements and rows.waits > squares.waits) == (count >= 4)
-    assert strip_time(None, 3000 * 1500, size, config, "cuda") == StripTime()
+    assert strip_time(None, 3000 * 1500, size, Numerics(config, "cuda")) == StripTime()
 
 
 def test_no_time_is_rounded() -> None:
     config = MuonConfig(rank_tflops=0.7, link_gbytes=12.5)
-    price = prices(config, 2)
+    price = prices(Numerics(config))
     assert price.flop * 0.7 == pytest.approx(price.picosecond)
     assert price.element * 12.5 == pytest.approx(2 * 1000 * price.picosecond)
-    slower = prices(replace(config, link_gbytes=6.25), 2)
+    slower = prices(Numerics(replace(config, link_gbytes=6.25)))
     ratios = slower.element / slower.picosecond, price.element / price.picosecond
     assert ratios[0] == pytest.approx(2 * ratios[1])
 
@@ -79,6 +82,7 @@ def test_homes_on_several_nodes_take_longer() -> None:
     """Their squares travel over slower links; what they wait for messages is the same."""
     strip, own = Strip(3000, 1500, 0, 4), 3000 * 1500 // 4
     near, far = (
-        strip_time(strip, own, 64, MuonConfig(), "cuda", neighbours) for neighbours in (4, 2)
+        strip_time(strip, own, 64, Numerics(MuonConfig(), "cuda"), neighbours)
+        for neighbours in (4, 2)
     )
     assert near.elements < far.elements and near.waits == far.waits

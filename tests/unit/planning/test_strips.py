@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.grid import RankGrid
 from megatron_muon.planning.homes import Work
 from megatron_muon.planning.layout import Parameter, Span, Strip, whole_matrix
@@ -24,8 +24,7 @@ from megatron_muon.planning.strips import (
     in_strips,
     strip_homes,
 )
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 from support.one_home import step_of_home
 
 GRAM = MuonConfig(split_matrices=2, ns_iteration="gram")
@@ -52,7 +51,7 @@ def _plan(
     stop = -(-parameters[-1].span.stop // dp) * dp
     placed = [replace(parameter, bucket=Span(0, stop)) for parameter in parameters]
     rows_of = tuple(tuple(range(t * dp, (t + 1) * dp)) for t in range(tp))
-    return make_plan(placed, RankGrid((rows_of,)), config, device)
+    return make_plan(placed, RankGrid((rows_of,)), Numerics(config, device))
 
 
 @given(st.data())
@@ -294,18 +293,22 @@ def test_what_several_homes_can_share(
     rows: int, cols: int, device: Device, counts: list[int]
 ) -> None:
     config = MuonConfig()
-    can = [count for count in (2, 4, 8, 16) if can_share(rows, cols, count, config, device)]
+    can = [
+        count for count in (2, 4, 8, 16) if can_share(rows, cols, count, Numerics(config, device))
+    ]
     assert can == counts
     standard = replace(config, ns_iteration="standard")
     is_long = max(rows, cols) >= 2 * min(rows, cols)
-    assert all(can_share(rows, cols, count, standard, device) == is_long for count in (2, 8))
+    assert all(
+        can_share(rows, cols, count, Numerics(standard, device)) == is_long for count in (2, 8)
+    )
 
 
 def test_auto_shares_nothing_where_experts_fill_the_ranks() -> None:
     """They have homes by what ranks have to do by then, so no rank waits for the dense ones'."""
     config = MuonConfig(split_matrices="auto", rank_tflops=1e-6)
     whole = _plan([(400, 16, None)] * 2, 1, 4, replace(config, split_matrices="off"))
-    stage = whole.parameters, whole.grid, config
+    stage = whole.parameters, whole.grid, Numerics(config)
     assert len(make_plan(*stage).shared) == 2
     mean = sum(whole.ns_flops()) // 4
     assert len(make_plan(*stage, later=mean // 2).shared) == 2

@@ -10,6 +10,7 @@ from megatron_muon.lab.pricing.presets import H100
 from megatron_muon.lab.pricing.step import Optimizer, price_step
 from megatron_muon.lab.pricing.traffic import Traffic, exchanges_of, traffic_of
 from megatron_muon.orthogonalize.iteration import ns_flops
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
@@ -69,7 +70,9 @@ def test_the_papers_figures_are_those_of_its_routes(tp: int, dp: int) -> None:
             slices = sum(segment.elements.size for segment in own)
             nbytes += plan.itemsize * (sum(to) + slices * (tp - 1))
             messages += sum(count > 0 for count in to) + (tp - 1) * bool(own)
-            work += sum(ns_flops(*plan.matrices[index].unit, CONFIG) for index in bucket.matrices)
+            work += sum(
+                ns_flops(*plan.matrices[index].unit, Numerics(CONFIG)) for index in bucket.matrices
+            )
         assert (sent.inside[rank], sent.messages[rank]) == (nbytes, messages)
         assert flops[rank] == work > 0
 

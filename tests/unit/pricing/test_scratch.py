@@ -11,8 +11,9 @@ from megatron_muon.cpu import fused_adam
 from megatron_muon.lab.bench.step.meter import peak_bytes
 from megatron_muon.lab.pricing.scratch import of_matrix_on_cpu, of_strips
 from megatron_muon.orthogonalize import matmul
-from megatron_muon.orthogonalize.iteration import Device
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
+from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.layout import Strip
 from megatron_muon.planning.segments import Matrix
 from megatron_muon.settings.coefficients import NsDtype
@@ -44,19 +45,19 @@ def test_newton_schulz_takes_what_is_planned(
 ) -> None:
     rows, cols, parts, units = shape
     config = MuonConfig(ns_dtype=dtype, ns_iteration=iteration)  # type: ignore[arg-type]
-    staged = torch.randn(rows * cols).to(matmul.travel_dtype(config))
+    staged = torch.randn(rows * cols).to(TORCH_DTYPE[Numerics(config).travels])
     moves = torch.ones(1, dtype=torch.bool)
 
     def step() -> None:
         orthogonalize_staged(
-            staged, moves, config, rows=rows, cols=cols,
+            staged, moves, numerics_on(staged.device, config), rows=rows, cols=cols,
             column_parts=parts, column_blocks=units, apart=units > 1,
         )  # fmt: skip
 
     step()
     matrix = Matrix("w", rows, cols, parts, units, 0, units)
-    planned = of_matrix_on_cpu(matrix, config, device)
-    held = matmul.products_on(CPU, dtype).held
+    planned = of_matrix_on_cpu(matrix, Numerics(config, device))
+    held = matmul.products_on(CPU, numerics_on(CPU, MuonConfig(ns_dtype=dtype))).held
     left_out = ONEDNN * torch.get_num_threads() if held == torch.bfloat16 else NUMBERS
     assert planned <= peak_bytes(CPU, step) <= planned + left_out
 
@@ -103,8 +104,8 @@ def test_strips_take_what_is_planned(
     step = step_of_home(0, every, ranks, config)
     step()
     measured = peak_bytes(CPU, step)
-    planned = of_strips(own, ranks, config, device)
-    held = matmul.products_on(CPU, dtype).held
+    planned = of_strips(own, ranks, Numerics(config, device))
+    held = matmul.products_on(CPU, numerics_on(CPU, MuonConfig(ns_dtype=dtype))).held
     by_products = iteration == "gram" and held == torch.bfloat16  # the highest moment may be theirs
     left_out = ONEDNN if by_products else NUMBERS + TRANSPOSED
     assert measured - left_out <= planned <= 1.005 * measured

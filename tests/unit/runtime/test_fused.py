@@ -17,6 +17,7 @@ import torch
 import megatron_muon.runtime.fused as fused
 from megatron_muon import MuonConfig
 from megatron_muon.orthogonalize import triton_operations
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.runtime.fused import Fused, elementwise_on, said_of_elementwise, try_elementwise
 from megatron_muon.runtime.update import Foreach
 from support.kernels.compiled import CAPABILITIES, instructions, interpreted
@@ -45,8 +46,8 @@ def test_kernels_are_cudas_where_triton_is_and_the_log_says_so(
 ) -> None:
     monkeypatch.setattr(triton_operations, "has_triton", lambda: triton)
     config = MuonConfig(elementwise=setting)
-    assert elementwise_on(device, config) is (Fused if fused_kernels else Foreach)
-    said = said_of_elementwise(device, config)
+    assert elementwise_on(device, Numerics(config)) is (Fused if fused_kernels else Foreach)
+    said = said_of_elementwise(device, Numerics(config))
     assert ("fused" in said) == fused_kernels
     assert ("triton is not installed" in said) == (setting == "auto" and not triton)
 
@@ -61,8 +62,8 @@ def test_kernels_that_do_not_run_are_an_error_with_a_way_out(
     monkeypatch.setattr(fused, "trial", trial)
     said = r"Failed to find C compiler.*set elementwise \(--muon-elementwise\) foreach"
     with pytest.raises(RuntimeError, match=said):
-        try_elementwise(CUDA, MuonConfig())
-    try_elementwise(CUDA, MuonConfig(elementwise="foreach"))
+        try_elementwise(CUDA, Numerics(MuonConfig()))
+    try_elementwise(CUDA, Numerics(MuonConfig(elementwise="foreach")))
 
 
 def test_kernels_that_round_otherwise_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +73,7 @@ def test_kernels_that_round_otherwise_are_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
     monkeypatch.setattr(fused, "trial", trial)
     with pytest.raises(RuntimeError, match=r"round otherwise.*--muon-elementwise\) foreach"):
-        try_elementwise(CUDA, MuonConfig())
+        try_elementwise(CUDA, Numerics(MuonConfig()))
 
 
 def test_a_fused_multiply_add_would_fail_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +86,7 @@ def test_a_fused_multiply_add_would_fail_the_trial(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(triton_operations, "has_triton", lambda: True)
     made, expected = (
-        fused.trial(kind, CPU_DEVICE, MuonConfig()) for kind in (Contracted(), Foreach())
+        fused.trial(kind, CPU_DEVICE, Numerics(MuonConfig())) for kind in (Contracted(), Foreach())
     )
     assert not torch.equal(made[0], expected[0])
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.orthogonalize.iteration import ns_flops
-from megatron_muon.orthogonalize.matmul import plan_device, travel_dtype
+from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.segments import Segment
@@ -180,7 +180,7 @@ class PaperMuon(DistributedMuon):
     ) -> dict[int, Tensor]:
         """Advance momentum; return the elements to orthogonalize of each parameter's piece."""
         held = list(dict.fromkeys(segment.parameter for segment in runs))
-        dtype = travel_dtype(self.config)
+        dtype = TORCH_DTYPE[self.numerics.travels]
         pieces = {index: torch.empty_like(shards[index].grad, dtype=dtype) for index in held}
         elementwise.advance_momentum(
             [shards[index].momentum_buffer for index in held],
@@ -198,7 +198,7 @@ class PaperMuon(DistributedMuon):
         directions = orthogonalize_staged(
             elements,
             one,
-            self.config,
+            self.numerics,
             rows=matrix.rows,
             cols=matrix.cols,
             column_parts=matrix.column_parts,
@@ -206,8 +206,7 @@ class PaperMuon(DistributedMuon):
             apart=matrix.units > 1,
         )
         self.meter.matrices += matrix.units
-        kind = plan_device(self.device)
-        self.meter.ns_flops += matrix.units * ns_flops(*matrix.unit, self.config, kind)
+        self.meter.ns_flops += matrix.units * ns_flops(*matrix.unit, self.numerics)
         return directions
 
     def _update_runs(
@@ -235,7 +234,7 @@ class PaperMuon(DistributedMuon):
             span = segment.elements.shift(-local[segment.parameter].start)
             return pieces[segment.parameter][span.start : span.stop]
 
-        like = torch.empty(0, dtype=travel_dtype(self.config), device=self.device)
+        like = torch.empty(0, dtype=TORCH_DTYPE[self.numerics.travels], device=self.device)
         with self._phase("muon/dp_gather"):
             staged = {
                 index: like.new_empty(self.plan.matrices[index].numel) for index in bucket.matrices
