@@ -20,7 +20,7 @@ from megatron_muon.mcore.seams.rows import (
     megatron_version,
     rows_of,
 )
-from megatron_muon.megatron_lm import bucketing, checkpointing, shifted, writers
+from megatron_muon.megatron_lm import bucketing, checkpointing, writers
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
     add_flags,
@@ -82,7 +82,6 @@ def uninstall_training() -> None:
     global _is_on
     writers.disconnect()
     step_traces.forget()
-    shifted.forget()
     _patches.undo()
     _is_on = False
 

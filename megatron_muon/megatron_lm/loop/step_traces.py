@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.console import say
-from megatron_muon.megatron_lm import shifted
-from megatron_muon.megatron_lm.flags.namespace import is_on
 from megatron_muon.runtime.step_traces import StepTraces, chosen_steps
 
 if TYPE_CHECKING:
@@ -45,17 +43,12 @@ def check(args: Any) -> None:
 
 
 def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's training step, traced if it is one of the chosen ones.
-
-    Before the first one, a run without Muon is warned of saves that will be shifted.
-    """
+    """Megatron's training step, traced if it is one of the chosen ones."""
     given = importlib.import_module("megatron.training").get_args()
-    optimizer = inspect.signature(original).bind(*args, **kwargs).arguments["optimizer"]
-    if not is_on(given):
-        shifted.warn_at_start(given, optimizer)
     steps = getattr(given, "muon_trace_steps", None)
     if not steps:
         return original(*args, **kwargs)
+    optimizer = inspect.signature(original).bind(*args, **kwargs).arguments["optimizer"]
     with _traces_of(steps, _folder(given)).step(given.curr_iteration + 1, optimizer):
         return original(*args, **kwargs)
 
