@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.megatron_lm import shifted, switching, tracker
-from megatron_muon.megatron_lm.namespace import is_on
+from megatron_muon.megatron_lm.flags.namespace import is_on
 
 # The optimizer's name in a checkpoint's arguments. The saver of tools/checkpoint hands them to
 # validate_args of a Megatron without the plugin. In 0.16 and 0.17 it refuses a name with "muon" in

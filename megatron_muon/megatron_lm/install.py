@@ -13,15 +13,21 @@ from typing import Any
 
 from megatron_muon.console import say
 from megatron_muon.mcore.seams.rows import (
+    TRAINING,
     check_arguments,
     check_hooks,
     check_row,
     megatron_version,
-    training_hooks_of,
+    rows_of,
 )
-from megatron_muon.megatron_lm import bucketing, checkpointing, namespace, shifted
-from megatron_muon.megatron_lm.flags.differences import differences
-from megatron_muon.megatron_lm.flags.parser import add_flags, mend_help, muon_backend
+from megatron_muon.megatron_lm import bucketing, checkpointing, shifted
+from megatron_muon.megatron_lm.flags import namespace
+from megatron_muon.megatron_lm.flags.parser import (
+    add_flags,
+    given_on,
+    mend_help,
+    muon_backend,
+)
 from megatron_muon.megatron_lm.flags.settings import muon_config, qk_clip_alpha
 from megatron_muon.megatron_lm.flags.values import KEPT
 from megatron_muon.megatron_lm.loop import early_gathers, memory, step_traces
@@ -46,7 +52,7 @@ def install_training() -> None:
         SeamError: names a function that megatron.training lacks or has with another signature.
     """
     text, version = megatron_version()
-    for seam in training_hooks_of(version):  # the parser first: a later one may fail
+    for seam in rows_of(version, TRAINING):  # the parser first: a later one may fail
         check_row(seam, text)
         if seam.name in _WRAPPERS:
             wrap(seam.module, seam.name, _WRAPPERS[seam.name])
@@ -112,7 +118,7 @@ def _parse_args(
         parser = parser if extra_args_provider is None else extra_args_provider(parser)
         add_flags(parser)
         mend_help(parser)
-        given.extend(namespace.given_on(parser, sys.argv[1:]))
+        given.extend(given_on(parser, sys.argv[1:]))
         if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv):
             _refuse_yaml(None, given)  # before the YAML reader of Megatron main, which fails
         return parser
@@ -253,7 +259,7 @@ def _turn_on(args: Any) -> list[str]:
     config = muon_config(args)
     if bucketing.aligns_shards(args):
         config = dataclasses.replace(config, align_shards=True)
-    told = differences(args)
+    told = namespace.differences(args)
     install(config)
     writers.connect()
     namespace.put_in_force(args, config)

@@ -26,7 +26,7 @@ from megatron_muon.orthogonalize.triton_operations import (
     takes_kernels,
 )
 from megatron_muon.runtime.update import Elementwise, Foreach
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import named
 
 _BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs triton
 _FP32 = (torch.float32,)

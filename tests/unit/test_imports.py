@@ -33,8 +33,9 @@ LAB_TIERS = (
     ("dry_run",),
     ("routes",),
     ("plan",),
-    ("curves", "doctor", "inspect", "trace"),
+    ("curves", "inspect", "trace"),
     ("bench",),
+    ("doctor",),
     ("accept",),
     ("commands",),
 )

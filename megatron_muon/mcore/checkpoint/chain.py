@@ -19,7 +19,7 @@ from megatron_muon.mcore.checkpoint.interop.foreign import Source, converted, re
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import Group, all_gather_texts
 from megatron_muon.runtime.consensus import together
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import named
 
 T = TypeVar("T")
 

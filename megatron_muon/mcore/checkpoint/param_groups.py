@@ -13,8 +13,7 @@ from megatron_muon.console import printable, say
 from megatron_muon.mcore.routing.multipliers import LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import canonical
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 Group = dict[str, Any]
 

@@ -36,8 +36,7 @@ from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.consensus import attempt, together
 from megatron_muon.runtime.optimizer import DistributedMuon
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 from megatron_muon.version import __version__
 
 Muons = Sequence[tuple[Any, DistributedMuon]]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_muon.console import say
-from megatron_muon.megatron_lm.namespace import is_on
+from megatron_muon.megatron_lm.flags.namespace import is_on
 
 # Bytes per element: an fp32 main parameter with two moments (AdamW) or one momentum (Muon).
 ADAMW_BYTES, MUON_BYTES = 12, 8

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_muon.console import say
 from megatron_muon.megatron_lm import shifted
-from megatron_muon.megatron_lm.namespace import is_on
+from megatron_muon.megatron_lm.flags.namespace import is_on
 from megatron_muon.runtime.step_traces import StepTraces, chosen_steps
 
 if TYPE_CHECKING:

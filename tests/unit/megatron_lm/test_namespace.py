@@ -8,11 +8,11 @@ import json
 import pytest
 
 from megatron_muon import MuonConfig
-from megatron_muon.megatron_lm.flags.parser import add_flags, muon_backend
+from megatron_muon.megatron_lm.flags.namespace import leave_to_megatron, put_in_force
+from megatron_muon.megatron_lm.flags.parser import add_flags, given_on, muon_backend
 from megatron_muon.megatron_lm.flags.settings import muon_config
-from megatron_muon.megatron_lm.flags.table import FLAGS, OF_ANY
 from megatron_muon.megatron_lm.install import asks_for_muon
-from megatron_muon.megatron_lm.namespace import given_on, leave_to_megatron, put_in_force
+from megatron_muon.settings.run_flags import FLAGS, OF_ANY
 from support.megatron_lm.flag_parsers import EVERY, MEANINGS, WITH_MUON, parsed, parser_of
 
 # --- a run that is not this package's Muon ---------------------------------------------------
@@ -143,6 +143,7 @@ def test_a_flag_that_is_not_known_has_megatrons_default() -> None:
 def test_options_of_muons_are_found_on_a_line() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--muon-new", type=int)
+    add_flags(parser)
     line = "--lr 1 --optimizer muon --muon-new 3 --muon-momentum=0.9 --weight-decay-all-params"
     options = ["--optimizer muon", "--muon-new", "--muon-momentum=0.9", "--weight-decay-all-params"]
     assert given_on(parser, line.split()) == options
