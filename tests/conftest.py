@@ -42,7 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     gpu.addoption("--ranks", type=int)
     gpu.addoption("--hardware", default="h100")
     gpu.addoption("--set", action="append", default=[])
-    parser.addoption("--table", action="store_true", help="print what was verified, in Markdown")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m says
@@ -67,10 +66,3 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if terminalreporter.config.getoption("--table"):
-        from support.runs.table import table
-
-        terminalreporter.write_line("\n".join(table()))
