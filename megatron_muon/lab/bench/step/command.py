@@ -7,7 +7,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 import megatron_muon
+from megatron_muon.lab.bench import seams
 from megatron_muon.lab.bench.step.flags import parsed
+from megatron_muon.lab.dry_run import seams as dry_run_seams
 from megatron_muon.lab.outputs import require_outputs
 from megatron_muon.lab.ranks import Task, gpus_for, run_ranks, threads_for
 from megatron_muon.settings.config import MuonConfig
@@ -25,13 +27,14 @@ def main(argv: Sequence[str]) -> int:
     """
     flags = parsed(argv, _PROGRAM)
     from megatron_muon.lab.routes.model_flags import megatron_is_quiet, stop
-    from megatron_muon.mcore.seams.rows import SeamError, check_part
+    from megatron_muon.mcore.seams.rows import check_rows
+    from megatron_muon.presence import SeamError
 
     with megatron_is_quiet():
         if not megatron_muon.cpu.enabled():
             megatron_muon.cpu.enable(allow_cuda=True)  # this process only starts ranks
         try:
-            check_part("dry_run", "bench")
+            check_rows((*dry_run_seams.ROWS, *seams.ROWS))
             task = _task(flags)
         except (ValueError, TypeError, AssertionError, SeamError) as error:
             text = " ".join(str(error).split())
