@@ -28,7 +28,7 @@ from megatron_muon.mcore.routing.survey import kept_by, share_of
 from megatron_muon.mcore.wiring.buffers.early_setting import settled
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.describe import Share, require_muons
-from megatron_muon.planning.grid import held_pieces, neighbours_of
+from megatron_muon.planning.grid import held_shards, neighbours_of
 from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.settings.config import MuonConfig
 
@@ -199,5 +199,5 @@ def _held(planned: Planned, without: Container[Any]) -> Iterator[tuple[Any, int,
                 placed = Parameter(
                     "", (1, stop - start), None, whole, Span(start, stop), 0, (), (), ep_rank
                 )
-                for rank, piece in held_pieces(placed, grid):
+                for rank, piece in held_shards(placed, grid):
                     yield param, rank, piece.size

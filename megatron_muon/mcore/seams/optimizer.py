@@ -226,7 +226,7 @@ SEAMS = (
     _distributed(
         "_build_model_gbuf_range",
         "called",
-        "cuts each bucket into equal shards, one per DP rank, as layout.Parameter.pieces does",
+        "cuts each bucket into equal shards, one per DP rank, as layout.Parameter.shards does",
         ("param_and_grad_buffer", "bucket_index"),
     ),
     _distributed(

@@ -41,6 +41,7 @@ from megatron_muon.mcore.wiring.distributed_optimizer import (
     init_momentum,
     init_state_of,
     muon_over,
+    start_of,
 )
 from megatron_muon.mcore.wiring.loss_scale import share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
@@ -76,8 +77,8 @@ from megatron_muon.runtime.consensus import (
     raise_together,
     together,
 )
+from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.fused import elementwise_on, said_of_elementwise, try_elementwise
 from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.patches import turn_into
@@ -195,7 +196,7 @@ def _completed(
         lines.append(elementwise_line(said_of_elementwise(stage.device, numerics)))
     share_loss_scale(parts)
     for (_, before), (part, _) in itertools.pairwise(muons):
-        before.start_next = partial(_start_muon, part)
+        before.start_next = start_of(part, orthogonalizes=process_groups.has_experts(part))
     for at, (part, muon) in enumerate(muons):
         _put_inside(part, muon)
         part.stage_group = stage.group
@@ -250,7 +251,7 @@ def _connected(muons: Sequence[tuple[Any, DistributedMuon]], stage: Stage) -> li
     if stage.device.type == "cpu":
         return []
     start = time.perf_counter()
-    peers = sum(muon.connect() for _, muon in muons)
+    peers = sum(muon.exchange.connect() for _, muon in muons)
     torch.cuda.synchronize(stage.device)
     if not stage.speaks:
         return []
@@ -362,9 +363,9 @@ def _muon_of(
     plan, config, travels = agreed_on.plan, numerics.config, TORCH_DTYPE[numerics.travels]
     own, meter = plan.for_rank(dist.get_rank(stage.group)), Meter()
     shards = dict(owned_shards(dist_opt))
-    main_params = {index: shards[agreed_on.mine[index]] for index in own.pieces}
+    main_params = {index: shards[agreed_on.mine[index]] for index in own.shards}
     exchange = Exchange(own, plan.matrices, stage.group, travels, stage.device, meter)
-    phase = phases(lambda: dist_opt.config.timers)
+    phase = phases(dist_opt.config)
     elementwise = elementwise_on(stage.device, numerics)
     muon = DistributedMuon(numerics, plan, own, exchange, main_params, meter, phase, elementwise)
     if config.early_param_gather != "off":
@@ -381,18 +382,6 @@ def _muon_of(
         if dist_opt.early_gathers is not None:
             muon.applied = dist_opt.early_gathers.applied
     return muon
-
-
-def _start_muon(dist_opt: Any) -> None:
-    """Start an optimizer's step before the one before it waits for its last directions.
-
-    The experts' first round is orthogonalized then, too. Another dense optimizer only starts:
-    Megatron gathers the parameters of the one before it as soon as that has stepped.
-    """
-    if process_groups.has_experts(dist_opt):
-        dist_opt.optimizer.begin_muon()
-    else:
-        dist_opt.optimizer.start_muon()
 
 
 def _put_inside(dist_opt: Any, muon: DistributedMuon) -> None:

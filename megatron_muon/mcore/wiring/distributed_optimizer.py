@@ -119,6 +119,18 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return MuonOverAdam
 
 
+def start_of(dist_opt: MuonDistributedOptimizer, *, orthogonalizes: bool) -> Callable[[], None]:
+    """Starts an optimizer's step before the one before it waits for its last directions.
+
+    Args:
+        dist_opt: that of experts, or another dense one. Megatron gathers the parameters of the
+            optimizer before a dense one as soon as that has stepped.
+        orthogonalizes: whether the first round is orthogonalized then, too: for the experts'.
+    """
+    adam = dist_opt.optimizer
+    return lambda: adam.begin_muon() if orthogonalizes else adam.start_muon()
+
+
 @contextmanager
 def _hidden_grads(shards: Iterable[torch.Tensor]) -> Iterator[None]:
     """Hide the shards' gradients, so that Adam passes over them."""
