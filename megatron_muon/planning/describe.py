@@ -12,8 +12,7 @@ from megatron_muon.orthogonalize.numerics import Device, Numerics, is_cuda
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.gathers import ADAMW
 from megatron_muon.settings.coefficients import spelled
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 PREFIX = "[megatron_muon]"
 

@@ -29,7 +29,7 @@ from megatron_muon.planning.layout import (
 )
 
 # Where every home multiplies all squares of the short side and the long side is shorter than this
-# many short ones, they are most of the work, and the time model has no gain (docs/time_model.md).
+# many short ones, they are most of the work, and the time model has no gain (docs/plan.md).
 _LONG = 2
 # With rows of squares others gain, too, by the time model, with so many strips or more.
 _LARGE = 4

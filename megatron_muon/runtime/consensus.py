@@ -16,7 +16,7 @@ from megatron_muon.planning.agreed import fingerprint
 from megatron_muon.planning.grid import RankGrid, neighbours_of
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import named
 
 T = TypeVar("T")
 

@@ -310,7 +310,7 @@ def _hook_errors() -> list[str]:
     from megatron.core import optimizer as mcore_optimizer
 
     import megatron_muon
-    from megatron_muon.mcore.seams.rows import SeamError
+    from megatron_muon.presence import SeamError
 
     texts = []
     original = mcore_optimizer.get_megatron_optimizer
@@ -338,7 +338,8 @@ def _hook_errors() -> list[str]:
 
 
 def _error_without_an_attribute() -> str:
-    from megatron_muon.mcore.seams.rows import SeamError, check_built
+    from megatron_muon.mcore.seams.rows import check_built
+    from megatron_muon.presence import SeamError
 
     megatron = start(replace(CASE, optimizer="adam"), Topology()).optimizer.chained_optimizers[0]
     check_built(megatron)

@@ -1,4 +1,4 @@
-"""What triton and ptxas make of the kernels, without a GPU: ``python -m figures.kernels`` in tests/.
+"""What triton and ptxas make of the kernels: ``cd tests && python -m figures.kernels``.
 
 For each GPU: registers of a thread, bytes of spilled registers, and bytes of the widest load and of
 the widest store in global memory. Put a triton on the path, ``PYTHONPATH=…/cores/0.19.0``, say.

@@ -23,7 +23,7 @@ def step_of_home(
 ) -> Callable[[], None]:
     """Newton-Schulz of the strips at ``home`` as ``runtime.round`` calls it."""
     own = [strip for strip in strips if strip.home == home]
-    sharing = Sharers(strips, home, None, range(ranks), Meter())  # type: ignore[arg-type]
+    sharing = Sharers(strips, home, None, range(ranks), Meter())
     dtype = TORCH_DTYPE[Numerics(config).travels]
     held = [torch.randn(strip.rows, strip.cols).to(dtype) for strip in own]
     moves = torch.ones(len(own), dtype=torch.bool)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.lab.bench.muon_flags import add_newton_schulz_flags, newton_schulz_of
+from megatron_muon.lab.bench.muon_flags import NEWTON_SCHULZ, add_settings, settings_of
 from megatron_muon.lab.bench.newton_schulz.command import interleaved, shape_of
 from megatron_muon.lab.bench.ranks import RankError, Task, gpus_for, run_ranks, threads_for
 from megatron_muon.lab.dry_run.numbers import MOST_HERE, count
@@ -127,7 +127,7 @@ def _task(given: Namespace) -> Task:
     world = given.ranks or torch.cuda.device_count() or 2
     gpu = gpus_for(world, "--ranks", "--ranks")
     job = SpeedsJob(
-        config=MuonConfig(**newton_schulz_of(given)),
+        config=MuonConfig(**settings_of(given, NEWTON_SCHULZ)),
         shape=given.shape or (_GPU_SHAPE if gpu else _CPU_SHAPE),
         message_bytes=given.mib << 20,
         rounds=given.rounds,
@@ -191,5 +191,5 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ROWSxCOLS",
         help=f"shape of the matrix (default: {sizes[0]}; on a CPU {sizes[1]})",
     )
-    add_newton_schulz_flags(parser.add_argument_group("Newton-Schulz, as in a run"))
+    add_settings(parser.add_argument_group("Newton-Schulz, as in a run"), NEWTON_SCHULZ)
     return parser

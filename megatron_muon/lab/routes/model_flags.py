@@ -21,15 +21,15 @@ import megatron_muon
 from megatron_muon.lab.dry_run.flags import add_megatron_flags, add_rank_flags
 from megatron_muon.lab.dry_run.numbers import MOST_RANKS, count
 from megatron_muon.lab.dry_run.presets import PRESETS
+from megatron_muon.lab.dry_run.seams import ROWS
 from megatron_muon.megatron_lm.flags.parser import add_flags
 from megatron_muon.megatron_lm.flags.settings import muon_config
 from megatron_muon.megatron_lm.launch import MixedInstallationError
-from megatron_muon.presence import CoreNotFoundError
+from megatron_muon.presence import CoreNotFoundError, SeamError
 from megatron_muon.settings.config import MuonConfig
 
 if TYPE_CHECKING:
     from megatron_muon.lab.dry_run.model import Ranks
-    from megatron_muon.mcore.seams.row import Part
 
 # Megatron or the plugin refuses the flags: the user's error, to be said as argparse does.
 REFUSALS = (ValueError, NotImplementedError, AssertionError, RuntimeError)
@@ -207,15 +207,14 @@ def _is_script(word: str) -> bool:
     return word.endswith(".py") and not word.startswith("-")
 
 
-def import_megatron(program: str, *parts: Part, script: Path | None = None) -> None:
+def import_megatron(program: str, script: Path | None = None) -> None:
     """Import Megatron, or end the process with an error.
 
     Args:
         program: name of the command, for the error.
-        parts: of what the package relies on, to be checked beside ``dry_run``.
         script: one of a Megatron-LM checkout, whose Megatron it is.
     """
-    from megatron_muon.mcore.seams.rows import SeamError, check_part
+    from megatron_muon.mcore.seams.rows import check_rows
 
     with megatron_is_quiet():
         try:
@@ -226,7 +225,7 @@ def import_megatron(program: str, *parts: Part, script: Path | None = None) -> N
             if not megatron_muon.cpu.enabled():
                 megatron_muon.cpu.enable(allow_cuda=True)  # nothing here runs on a device
             importlib.import_module("megatron.core.transformer")
-            check_part("dry_run", *parts)
+            check_rows(ROWS)
         except CoreNotFoundError:
             raise  # ``cli.main`` prints its message, which says how to get a core
         except (SeamError, MixedInstallationError, FileNotFoundError) as error:

@@ -19,8 +19,7 @@ from megatron_muon.mcore.qk_clip.local import collect_maxima
 from megatron_muon.mcore.wiring import process_groups
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.patches import turn_into
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 _CLIP = "_muon_clip"  # an attribute of a rank's first model chunk
 

@@ -22,8 +22,7 @@ from megatron_muon.mcore.qk_clip.heads import (
 from megatron_muon.mcore.qk_clip.local import MAXIMA
 from megatron_muon.mcore.routing.attention import projections_of
 from megatron_muon.mcore.routing.param_routing import Weight, weights
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from megatron_muon.mcore.routing.splits import (
 )
 from megatron_muon.planning.layout import Matrices, batched_matrices, whole_matrix
 from megatron_muon.planning.sections import sectioned
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 
 class Holding(NamedTuple):

@@ -18,8 +18,7 @@ import torch
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.utils import get_model_config
 
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 # Modules whose 2-D weight multiplies activations, by the names of their classes and base classes,
 # since Transformer Engine's cannot be imported everywhere.

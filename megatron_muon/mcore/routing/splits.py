@@ -15,8 +15,7 @@ from typing import Any
 from megatron_muon.mcore.routing.attention import heads_of_queries, projections_of
 from megatron_muon.mcore.routing.param_routing import Weight, is_adapter, matching
 from megatron_muon.planning.sections import Rows, Sections
-from megatron_muon.settings.config import MuonConfig, SplitKind
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, SplitKind, named
 
 
 @dataclass(frozen=True, slots=True)

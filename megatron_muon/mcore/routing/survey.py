@@ -28,8 +28,7 @@ from megatron_muon.mcore.wiring.process_groups import Sizes, Stage
 from megatron_muon.planning.describe import UNSPLIT, Share, fused_lines, share_lines
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.consensus import together
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 _NUMBER = re.compile(r"\.\d+\.")
 

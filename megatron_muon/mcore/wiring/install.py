@@ -13,7 +13,7 @@ from megatron.core import optimizer as mcore_optimizer
 from megatron_muon.mcore.load_check import save as digests
 from megatron_muon.mcore.qk_clip import attach
 from megatron_muon.mcore.routing.multipliers import with_multipliers
-from megatron_muon.mcore.seams.rows import SeamError, check_hooks, megatron_version, seams_of
+from megatron_muon.mcore.seams.rows import check_hooks, wrapped_in_core
 from megatron_muon.mcore.wiring.agreement import agree
 from megatron_muon.mcore.wiring.buffers import bucket_layout
 from megatron_muon.mcore.wiring.buffers.shards import device_of
@@ -25,11 +25,11 @@ from megatron_muon.mcore.wiring.validate import (
     refuse_overrides,
     refuse_unsupported,
 )
+from megatron_muon.presence import SeamError
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.patches import Patches, around, replaced
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 # A reference to a wrapper that ``undo()`` does not find outlives uninstall(); the wrapper then
 # only passes the call on.
@@ -68,7 +68,7 @@ def install(config: MuonConfig | None = None) -> None:
 
 
 def _wrap() -> None:
-    for seam in seams_of(megatron_version()[1], "core"):
+    for seam in wrapped_in_core():
         if seam.name in _WRAPPERS:
             original = getattr(importlib.import_module(seam.module), seam.name)
             ours = around(original, _WRAPPERS[seam.name], _is_installed)

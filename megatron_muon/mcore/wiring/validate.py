@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_muon.mcore.routing.param_routing import weights
 from megatron_muon.mcore.seams.rows import megatron_version
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import named
 
 
 def refuse_unsupported(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:

@@ -49,16 +49,11 @@ class Error:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """What one rank computed.
+    """What one rank computed."""
 
-    Attributes:
-        elementwise: empty on a CPU.
-        errors: by settings, then shape.
-        twice: settings whose second result differs, or whose direction of zeros is not zero.
-    """
-
-    elementwise: tuple[Elementwise, ...]
-    errors: tuple[Error, ...]
+    elementwise: tuple[Elementwise, ...]  # empty on a CPU
+    errors: tuple[Error, ...]  # by settings, then shape
+    # settings whose second result differs, or whose direction of zeros is not zero
     twice: tuple[str, ...]
 
 

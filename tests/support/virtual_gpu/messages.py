@@ -25,13 +25,7 @@ Sizes = dict[tuple[int, int], list[tuple[torch.dtype, int]]]
 def planned_messages(
     plans: Sequence[ExchangePlan], config: MuonConfig, device: Device = "cuda"
 ) -> Sizes:
-    """Every message of a step, by sender and receiver.
-
-    Args:
-        plans: of the stage's optimizers, in the order in which they step.
-        config: the settings that they were made with.
-        device: kind of the ranks' device.
-    """
+    """Every message of a step, by sender and receiver."""
     sizes: Sizes = defaultdict(list)
     numerics = Numerics(config, device)
     travels, directions = TORCH_DTYPE[numerics.travels], TORCH_DTYPE[numerics.dtype]
@@ -96,13 +90,7 @@ def _in_turn(
 
 
 def compare_with_plan(rank: int, calls: Iterable[RecordedCollective], planned: Sizes) -> list[str]:
-    """Faults of one rank's messages in a step, in words.
-
-    Args:
-        rank: of the stage.
-        calls: its launches of the exchange in that step, in order.
-        planned: by ``planned_messages``.
-    """
+    """Faults of one rank's messages in a step, in words."""
     sent: dict[int, list[RecordedMessage]] = defaultdict(list)
     taken: dict[int, list[RecordedMessage]] = defaultdict(list)
     for call in calls:

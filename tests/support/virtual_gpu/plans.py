@@ -52,17 +52,11 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A run.
+    """A run."""
 
-    Attributes:
-        name: as it is printed.
-        words: Megatron-LM's flags.
-        stage: the pipeline stage that is looked at.
-    """
-
-    name: str
-    words: str
-    stage: int = 0
+    name: str  # as it is printed
+    words: str  # Megatron-LM's flags
+    stage: int = 0  # the pipeline stage that is looked at
 
 
 MODELS = (
@@ -135,11 +129,7 @@ def settled_flags(words: Sequence[str]) -> tuple[Namespace, Settled]:
 
 
 def plans_of(model: Model, **settings: object) -> tuple[MuonConfig, list[tuple[str, ExchangePlan]]]:
-    """The settings, and ``dense`` and ``experts`` plans of a stage, as the run makes them.
-
-    Args:
-        settings: of ``MuonConfig``, in place of its defaults.
-    """
+    """The settings, and ``dense`` and ``experts`` plans of a stage, as the run makes them."""
     if not megatron_muon.cpu.enabled():
         megatron_muon.cpu.enable(allow_cuda=True)
     from megatron_muon.lab.routes.model_flags import muon_settings

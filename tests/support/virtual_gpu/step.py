@@ -35,11 +35,9 @@ from support.virtual_gpu.trace import StepStart, Trace
 def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
     """A GPU, switched on, with ``torch.cuda`` and ``torch.distributed`` over it.
 
-    It has triton, installed here or not: a fused kernel is one operation, which is recorded and not
-    run. ``MuonConfig.elementwise`` says whether a step has them. It has no quack-kernels.
-
-    Args:
-        scalar: what the host reads wherever it reads an element.
+    The host reads ``scalar`` from every tensor. It has triton, installed here or not: a fused
+    kernel is one operation, which is recorded and not run. ``MuonConfig.elementwise`` says whether
+    a step has them. It has no quack-kernels.
     """
     gpu = Gpu(scalar)
     with ExitStack() as stack:
@@ -54,12 +52,7 @@ def virtual_gpu(scalar: float = 0.0) -> Iterator[Gpu]:
 
 
 def record(rank: int, size: int, program: Callable[[Gpu, Any], None]) -> Recording:
-    """A program, run as one rank of a world.
-
-    Args:
-        rank, size: of the world.
-        program: called with the GPU and the world's group, without gradients.
-    """
+    """A program, run as one rank of a world."""
     with virtual_gpu() as gpu, alone_as(rank, size) as group, torch.no_grad():
         program(gpu, group)
         return closed(rank, gpu)
@@ -73,15 +66,7 @@ def closed(rank: int, gpu: Gpu, held: Mapping[int, str] | None = None) -> Record
 def record_step(
     plan: ExchangePlan, rank: int, config: MuonConfig, *, steps: int = 1, adamw: int = 0
 ) -> Recording:
-    """The work of ``rank`` in ``steps`` steps of Muon alone.
-
-    Args:
-        plan: the stage's; its ranks are the world.
-        rank: as in ``plan.grid``.
-        config: the settings that the plan was made with.
-        steps: counts are of the last; two show races from one step to the next.
-        adamw: launches of AdamW, which here touches no memory.
-    """
+    """The work of ``rank`` in steps of Muon, each with ``adamw`` launches that touch no memory."""
 
     own = plan.for_rank(rank)
 

@@ -23,8 +23,7 @@ from megatron_muon.planning.strips import (
     in_strips,
     strip_homes,
 )
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 from support.one_home import step_of_home
 
 GRAM = MuonConfig(split_matrices=2, ns_iteration="gram")

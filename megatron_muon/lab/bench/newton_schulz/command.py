@@ -15,7 +15,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from megatron_muon.lab.bench.muon_flags import MOST_STEPS
 from megatron_muon.lab.bench.newton_schulz import accuracy as accuracy
 from megatron_muon.lab.bench.newton_schulz.ceiling import ceiling_on
 from megatron_muon.lab.bench.newton_schulz.peers import Run, peers
@@ -26,6 +25,7 @@ from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on, said_of
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize, orthogonalize_at_once
 from megatron_muon.settings.coefficients import SETS, CoefficientName, NsDtype, parse, schedule
 from megatron_muon.settings.config import MuonConfig, NsIteration
+from megatron_muon.settings.update import MOST_STEPS
 
 _DESCRIPTION = """\
 Time the Newton-Schulz iterations and, where they can be imported, those of torch.optim.Muon,

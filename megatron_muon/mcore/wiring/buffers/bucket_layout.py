@@ -30,8 +30,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.buckets.order import Bucket, Holders, orders, starts
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.runtime.patches import Patches, around
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 SINCE = (0, 18)
 _LAYOUT = "_compute_per_buffer_param_layout"

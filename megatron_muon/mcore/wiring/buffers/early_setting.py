@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
-from megatron_muon.settings.config import MuonConfig
-from megatron_muon.settings.names import named
+from megatron_muon.settings.config import MuonConfig, named
 
 
 def settled(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,15 +17,15 @@ from megatron_muon.runtime.optimizer import DistributedMuon
 from support.models.model_flags import DEEPSEEK_V3
 from support.virtual_gpu.mutants import early_free, early_read
 from support.virtual_gpu.plans import LLAMA_8B, LLAMA_70B, OVERLAP, QWEN3_30B, settled_flags
-from support.virtual_gpu.runs import Run
+from support.virtual_gpu.runs import Run, record_megatron
 from support.virtual_gpu.verdict import CLAIMS, Verdict, verdict_of
 
 SMALL = (Run(tp=2, dp=2, hidden=256), "--muon-round-mib", "1")  # several rounds: a fc1 has 1 MiB
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 
 
-def verdict(run: Run = SMALL[0], *words: str, clip_grad: float = 1.0) -> Verdict:
-    return verdict_of(*settled_flags([*run.words(), *(words or SMALL[1:])]), clip_grad)
+def verdict(run: Run = SMALL[0], *words: str) -> Verdict:
+    return verdict_of(*settled_flags([*run.words(), *(words or SMALL[1:])]))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def other_plan(patch: Patch) -> None:
 
     def make_plan(parameters: Any, grid: Any, numerics: Numerics, *args: Any) -> Any:
         if dist.get_rank() == ODD:
-            config = dataclasses.replace(numerics.config, round_bytes=1 << 30)
+            config = replace(numerics.config, round_bytes=1 << 30)
             numerics = Numerics(config, numerics.device)
         return original(parameters, grid, numerics, *args)
 
@@ -111,7 +111,7 @@ def lost_message(patch: Patch) -> None:
         for round in muon.exchange.rounds:
             route = round._gather
             messages = tuple(m for m in route.messages if not m.is_sent)
-            round._gather = dataclasses.replace(route, messages=messages)
+            round._gather = replace(route, messages=messages)
 
     _before_step(patch, drop)
 
@@ -158,5 +158,6 @@ def test_a_mutant_fails_its_claim(
 
 
 def test_without_clipping_the_norm_is_not_read() -> None:
-    waits = {clip: len(verdict(clip_grad=clip).reports[0].host_waits) for clip in (0.0, 1.0)}
+    runs = {clip: replace(SMALL[0], clip=clip) for clip in (0.0, 1.0)}
+    waits = {clip: len(record_megatron(run, 0).host_syncs) for clip, run in runs.items()}
     assert waits[0.0] <= waits[1.0]
