@@ -21,7 +21,6 @@ from megatron_muon.mcore.load_check.digest import Digest, DigestError
 from megatron_muon.mcore.load_check.model_settings import SETTINGS_WAY_OUT, changed_settings
 from megatron_muon.mcore.load_check.model_table import changed_splits, check_model
 from megatron_muon.mcore.load_check.models import (
-    TrainedModel,
     Wanted,
     Whole,
     local_folder,
@@ -31,6 +30,7 @@ from megatron_muon.mcore.load_check.models import (
     whole_model,
 )
 from megatron_muon.mcore.load_check.regular_files import irregular
+from megatron_muon.mcore.wiring.trained import TrainedModel
 from megatron_muon.runtime.collectives import all_gather_numbers
 from megatron_muon.runtime.consensus import together
 

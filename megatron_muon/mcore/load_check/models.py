@@ -1,9 +1,8 @@
-"""The models that Muon trains, noted when their optimizers are built, to find a save's model."""
+"""Which of the models that Muon trains is being saved or loaded, if any."""
 
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,46 +17,11 @@ from megatron_muon.mcore.load_check.model_settings import Settings, settings_of
 from megatron_muon.mcore.load_check.model_table import Table, table_of
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.process_groups import Stage
+from megatron_muon.mcore.wiring.trained import TrainedModel, any_built, every_trained
 from megatron_muon.runtime.collectives import all_gather_numbers, all_gather_texts
 from megatron_muon.runtime.consensus import attempt, raise_quoting, together
-from megatron_muon.settings.config import MuonConfig
 
-
-@dataclass(frozen=True, slots=True)
-class TrainedModel:
-    """A model that Muon trains, as this rank has it; a process may have built several."""
-
-    chunks: tuple[weakref.ref[Any], ...]
-    config: MuonConfig
-    stage: Stage
-
-    def model_chunks(self) -> list[Any]:
-        return [chunk for ref in self.chunks if (chunk := ref()) is not None]
-
-
-_trained: weakref.WeakKeyDictionary[Any, TrainedModel] = weakref.WeakKeyDictionary()
-_any_built = False  # the same on all ranks: while False, saves and loads do not communicate
 _vocabulary: int | None = None
-
-
-def remember(model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> None:
-    """Note a model that Muon trains. Every rank of the world calls it."""
-    global _any_built
-    refs = tuple(weakref.ref(chunk) for chunk in model_chunks)
-    _trained[model_chunks[0]] = TrainedModel(refs, config, stage)
-    _any_built = True
-
-
-def forget() -> None:
-    """Forget all models, as in a new process. Every rank of the world calls it."""
-    global _any_built
-    _trained.clear()
-    _any_built = False
-
-
-def every_trained() -> list[TrainedModel]:
-    """The models that Muon trains on this rank."""
-    return list(_trained.values())
 
 
 class Wanted(IntEnum):
@@ -84,10 +48,10 @@ def with_vocabulary(tokens: int | None) -> Iterator[None]:
 
 def owner(sharded_state_dict: Mapping[str, Any]) -> TrainedModel | None:
     """The model of Muon's whose parameters are in the state dict, if any. No communication."""
-    if not _trained:
+    if not every_trained():
         return None
     addresses = set(_addresses(sharded_state_dict))
-    for trained in reversed(list(_trained.values())):
+    for trained in reversed(every_trained()):
         for chunk in trained.model_chunks():
             if any(param.data_ptr() in addresses for param in chunk.parameters()):
                 return trained
@@ -110,7 +74,7 @@ def _addresses(state: Any) -> Iterator[int]:
 def owner_of_chunks(model_chunks: Sequence[Any]) -> TrainedModel | None:
     """The model of Muon's that has a parameter of these chunks, wrapped in DDP or not, if any."""
     here = {param for chunk in model_chunks for param in chunk.parameters()}
-    for trained in reversed(list(_trained.values())):
+    for trained in reversed(every_trained()):
         for chunk in trained.model_chunks():
             if any(param in here for param in chunk.parameters()):
                 return trained
@@ -129,7 +93,7 @@ def wanted_by_all(find: Callable[[], TrainedModel | None]) -> tuple[TrainedModel
         BaseException: the error that ``find`` raises here.
         RuntimeError: ``find`` raises only on another rank.
     """
-    if not _any_built:
+    if not any_built():
         return None, Wanted.NOTHING
     trained, error = attempt(find)
     mine = int(Wanted.NOTHING)

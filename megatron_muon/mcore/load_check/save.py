@@ -28,7 +28,6 @@ from megatron_muon.mcore.load_check.checksum import checksum
 from megatron_muon.mcore.load_check.digest import Files, Save
 from megatron_muon.mcore.load_check.model_table import table_of
 from megatron_muon.mcore.load_check.models import (
-    TrainedModel,
     Wanted,
     Whole,
     local_folder,
@@ -39,6 +38,7 @@ from megatron_muon.mcore.load_check.models import (
     whole_model,
 )
 from megatron_muon.mcore.load_check.regular_files import open_regular
+from megatron_muon.mcore.wiring.trained import TrainedModel
 from megatron_muon.runtime.collectives import all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.version import __version__

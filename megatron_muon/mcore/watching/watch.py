@@ -29,7 +29,6 @@ from megatron_muon.mcore.watching.rows import (
 )
 from megatron_muon.mcore.watching.sums import StepSums, dot
 from megatron_muon.mcore.watching.warnings import Warnings
-from megatron_muon.mcore.wiring.buffers.placement import muons_of
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.runtime import collectives
@@ -214,8 +213,8 @@ def _table(
 
 def _part(muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: Stage) -> StageRows:
     matrices = [matrix for _, muon in muons for matrix in muon.plan.matrices]
-    held, of_muon = list(weights(model_chunks)), muons_of(model_chunks, stage.sizes, config)
-    adamws = {row_name(w.name) for w in held if w.param.requires_grad and w.param not in of_muon}
+    routes = muons[0][0].routes
+    adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
     kept = kept_logits(model_chunks, config.qk_clip is not None)
     rows = [
         *muon_rows(matrices, config),
@@ -223,7 +222,7 @@ def _part(muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: 
         *(RecordRow("layers", name) for name, _ in layers(model_chunks)),
         *(RecordRow("logits", name) for each in kept for name in each.rows()),
     ]
-    share = share_of(held, config, stage.sizes)
+    share = share_of(routes, config)
     work = [sum(flops) for flops in zip(*(muon.plan.ns_flops() for _, muon in muons), strict=True)]
     size = stage.group.size()
     return StageRows(tuple(rows), share.muon, share.total, sum(work), max(work, default=0), size)
