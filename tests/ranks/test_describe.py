@@ -215,7 +215,8 @@ def test_a_run_knows_its_nodes(node_ranks: int, here: str, neighbours: int, warn
 
 def _theory(case: Case, topology: Topology) -> tuple[float, int]:
     """Elements that are said to be Muon's on a rank, and those that are."""
-    from megatron_muon.mcore.wiring.trained import forget, muon_elements
+    from megatron_muon.mcore.load_check.models import forget
+    from megatron_muon.mcore.wiring.buffers.state_size import muon_elements
 
     forget()
     built = start(case, topology)

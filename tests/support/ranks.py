@@ -107,7 +107,7 @@ def _reset_megatron() -> None:
         ("megatron.core.parallel_state", ("destroy_model_parallel",)),
         ("megatron.core.num_microbatches_calculator", ("unset_num_microbatches_calculator",)),
         ("megatron.core.rerun_state_machine", ("destroy_rerun_state_machine",)),
-        ("megatron_muon.mcore.wiring.trained", ("forget",)),
+        ("megatron_muon.mcore.load_check.models", ("forget",)),
     ):
         for call in calls:
             getattr(sys.modules.get(name), call, lambda: None)()

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.console import say
-from megatron_muon.mcore.routing.routes import routes_of
+from megatron_muon.mcore.load_check.models import remember
+from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.routing.survey import survey
 from megatron_muon.mcore.seams.rows import check_built, megatron_version
 from megatron_muon.mcore.wiring import process_groups
@@ -37,7 +38,6 @@ from megatron_muon.mcore.wiring.distributed_optimizer import (
 from megatron_muon.mcore.wiring.gradients import share_loss_scale
 from megatron_muon.mcore.wiring.nonfinite import NonfiniteReport
 from megatron_muon.mcore.wiring.process_groups import Stage
-from megatron_muon.mcore.wiring.trained import remember
 from megatron_muon.orthogonalize.matmul import (
     TORCH_DTYPE,
     numerics_on,
@@ -105,7 +105,7 @@ def make_muons(
     agree_everywhere(description, device)
     instance = int(parts[0].distributed_optimizer_instance_id)
     stage = process_groups.stage_of(model_chunks, instance, pg_collection, device)
-    routes = together(lambda: routes_of(model_chunks, stage.sizes, config), None, device)
+    routes = together(lambda: _routed(model_chunks, numerics, stage), None, device)
     for part in parts:
         part.routes = routes
     muons = _made_together(parts, numerics, stage)
@@ -171,7 +171,6 @@ def _checked(
     device = device_of(model_chunks)
     numerics = numerics_on(device, config)
     try_products(device, numerics)
-    try_elementwise(device, numerics)
     if config.align_shards:
         from megatron_muon.mcore.wiring.buffers.bucket_layout import require_ordered
 
@@ -180,6 +179,14 @@ def _checked(
     if config.early_param_gather != "off":
         lines.append(f"gathers one by one: {gathers_one_by_one(device)}")
     return numerics, late, lines
+
+
+def _routed(model_chunks: Sequence[Any], numerics: Numerics, stage: Stage) -> list[Route]:
+    """The routes of this rank's model, once the kernels for its matrices have been tried."""
+    routes = routes_of(model_chunks, stage.sizes, numerics.config)
+    muons = [route.muon for route in routes if route.muon is not None]
+    try_elementwise(stage.device, numerics, {width for each in muons for width in each.widths})
+    return routes
 
 
 def _completed(
