@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
-from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
-from megatron_muon.mcore.wiring.late_norm import norm_grads
+from megatron_muon.mcore.wiring.gradients import norm_grads
 from megatron_muon.runtime.collectives import raise_named
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
+
+if TYPE_CHECKING:
+    from megatron_muon.mcore.wiring.buffers.early_gathers import EarlyGathers
 
 TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW)  # they count the steps of each parameter
 
