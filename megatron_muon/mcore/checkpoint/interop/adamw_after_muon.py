@@ -45,6 +45,7 @@ class _Former:
     def __init__(self, config: MuonConfig, part: Any) -> None:
         self.numerics = numerics_on(device_of(part.model_chunks), config)
         self.config = config
+        self.numerics = numerics_on(device_of(part.model_chunks), config)
         self._muons = {id(shard) for shard in _young_shards(part, config)}
 
     def owns(self, shard: Tensor) -> bool:
