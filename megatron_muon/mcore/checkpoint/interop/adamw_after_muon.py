@@ -26,6 +26,7 @@ from megatron_muon.mcore.wiring import process_groups
 from megatron_muon.mcore.wiring.buffers.placement import local_experts, muons_of
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.process_groups import Sizes
+from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.settings.config import MuonConfig
@@ -42,6 +43,7 @@ class _Former:
 
     def __init__(self, config: MuonConfig, part: Any) -> None:
         self.config = config
+        self.numerics = numerics_on(device_of(part.model_chunks), config)
         self._muons = {id(shard) for shard in _young_shards(part, config)}
 
     def owns(self, shard: Tensor) -> bool:
