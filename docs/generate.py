@@ -106,12 +106,12 @@ def stale() -> list[str]:
 
 
 def _values(flag: Flag) -> str:
-    if flag.choices:
-        return ", ".join(f"`{choice}`" for choice in flag.choices)
+    if flag.kind.choices:
+        return ", ".join(f"`{choice}`" for choice in flag.kind.choices)
     if flag.is_switch:
         return "switch"
-    named = {int: "whole number", float: "number"}.get(flag.type)
-    return named or (flag.metavar or "name").lower().replace("|", " or ")
+    named = {int: "whole number", float: "number"}.get(flag.kind.type)
+    return named or (flag.kind.metavar or "name").lower().replace("|", " or ")
 
 
 def _settings(row: Row) -> Iterator[tuple[Flag, str]]:

@@ -146,9 +146,9 @@ def reading_muon(optimizer: Any, folder: str | Path) -> AbstractContextManager[N
     """
     _require_core()
     from megatron_muon.mcore.checkpoint.interop.adamw_after_muon import reading_muon as reading
-    from megatron_muon.mcore.checkpoint.interop.switch import record_of
+    from megatron_muon.mcore.checkpoint.interop.saved import Saved
 
-    return reading(optimizer, record_of(folder)["settings"])
+    return reading(optimizer, Saved.of(folder).record()["settings"])
 
 
 def meter(optimizer: Any) -> Meter:

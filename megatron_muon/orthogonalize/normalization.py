@@ -9,6 +9,7 @@ read 6 (``normalization_kernels``). The two differ in the order of the norm's su
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -172,13 +173,27 @@ define("divisors(Tensor source, Tensor? moves, float scale) -> Tensor", _divisor
 define("divide(Tensor source, Tensor(a!) into, Tensor divisors) -> ()", _divide)
 
 
-def trial(device: torch.device, numerics: Numerics, *, by_kernels: bool) -> Tensor:
+def trial_widths(widths: Iterable[int]) -> list[int]:
+    """Of matrices to try, the widths that take each variant of the kernels that these take.
+
+    A tile has 1,024 columns, or fewer where a matrix has. One matrix whose rows are no multiples of
+    8 elements may put the others off 16 bytes.
+    """
+    every = {min(width, 1032 - 2 * bool(width % 8)) for width in widths}
+    if any(width % 8 for width in every):
+        every |= {width - 1 for width in every if width % 8 == 0}
+    return sorted(every)
+
+
+def trial(
+    device: torch.device, numerics: Numerics, cols: int = 1030, *, by_kernels: bool
+) -> Tensor:
     """Matrices over their norms, of several tiles; their sums are exact in any order.
 
     Of four matrices the second has a scale whose squares are none of fp32, the third is zero, and
     the fourth does not move.
     """
-    rows, cols = 20, 1030
+    rows = 20
     numbers = torch.arange(rows * cols, dtype=torch.float64).mul(7).remainder(5).sub(2)
     scales = torch.tensor([1.0, 2.0**100, 0.0, 1.0], dtype=torch.float64)
     source = (scales[:, None] * numbers).view(4, rows, 1, 1, cols)

@@ -164,6 +164,11 @@ class Parameter:
         return len(self.blocks) if self.partition_dim == 1 else 1
 
     @property
+    def widths(self) -> set[int]:
+        """Columns of its matrices' parts and blocks: what lies together in a staged row."""
+        return {m.cols // (self.column_parts * m.column_blocks) for m in self.matrices}
+
+    @property
     def replicated(self) -> bool:
         return self.partition_dim is None and len(self.blocks) > 1
 

@@ -11,8 +11,11 @@ first step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import random
+import time
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor, split_with_sizes
@@ -28,6 +31,7 @@ from megatron_muon.orthogonalize.triton_operations import (
 from megatron_muon.runtime.update import Elementwise, Foreach
 from megatron_muon.settings.config import named
 
+T = TypeVar("T")
 _BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs triton
 _FP32 = (torch.float32,)
 _PIECES = (torch.float32, torch.bfloat16)  # and gradients
@@ -231,8 +235,14 @@ def said_of_elementwise(device: torch.device, numerics: Numerics) -> str:
     return "torch's foreach" + (", since triton is not installed" if missing else "")
 
 
-def try_elementwise(device: torch.device, numerics: Numerics) -> None:
+def try_elementwise(device: torch.device, numerics: Numerics, widths: Collection[int] = ()) -> None:
     """Compile the fused kernels, where they would be used, and compare them with foreach.
+
+    All variants that a step launches are made here, so that none is compiled within the step, where
+    a rank that cannot would leave others waiting.
+
+    Args:
+        widths: columns, of one part and one block, of the matrices of the stage.
 
     Raises:
         RuntimeError: they do not compile or run, or make other bits; names the way out.
@@ -240,13 +250,15 @@ def try_elementwise(device: torch.device, numerics: Numerics) -> None:
     if elementwise_on(device, numerics) is Foreach:
         return
     try:
-        made, expected = (trial(kind, device, numerics) for kind in (Fused(), Foreach()))
+        made = _patiently(lambda: trial(Fused(), device, numerics, widths))
+        expected = trial(Foreach(), device, numerics, widths)
         differ = not all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
     except Exception as error:  # of any type: triton calls two compilers
         raise RuntimeError(
             "the fused kernels of momentum, norm and update do not run: "
             f"{type(error).__name__}: {error}. Install a release of triton that fits this GPU and "
-            f"torch, and a C compiler, or {_WAY_OUT}"
+            "torch, and a C compiler, set TRITON_CACHE_DIR to a folder on the node's own disk, or "
+            f"{_WAY_OUT}"
         ) from error
     if differ:
         raise RuntimeError(
@@ -255,11 +267,28 @@ def try_elementwise(device: torch.device, numerics: Numerics) -> None:
         )
 
 
-def trial(kind: Elementwise, device: torch.device, numerics: Numerics) -> list[Tensor]:
+def _patiently(work: Callable[[], T]) -> T:
+    """The result of ``work``, which compiles: again where the cache's file system refuses.
+
+    All ranks write the same files at once. On a shared file system one then gets EBUSY or ESTALE,
+    or finds a file gone; moments later what it wanted is there.
+    """
+    for seconds in (0.1, 0.3, 1.0, 3.0, 9.0):
+        try:
+            return work()
+        except OSError:
+            time.sleep(seconds * random.uniform(0.5, 1.5))
+    return work()
+
+
+def trial(
+    kind: Elementwise, device: torch.device, numerics: Numerics, widths: Collection[int] = ()
+) -> list[Tensor]:
     """All results of two steps, with runs at odd offsets, whole blocks and a gradient of zeros.
 
-    Directions are in the dtype of pieces in the first and in fp16 in the second, in which that of a
-    run is not finite. The last results are those of ``normalization.trial``.
+    Gradients are in fp32 in the first and in bf16 in the second. Directions are in the dtype of
+    pieces in the first and in fp16 in the second, in which that of a run is not finite. The last
+    results are those of ``normalization.trial``, for each of its widths.
     """
     sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
     elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)
@@ -269,10 +298,10 @@ def trial(kind: Elementwise, device: torch.device, numerics: Numerics) -> list[T
     sent = torch.zeros(sum(sizes), dtype=TORCH_DTYPE[numerics.travels], device=device)
     targets: list[Tensor | None] = [None, *split_with_sizes(sent, sizes)[1:]]
     moves = torch.zeros(3, dtype=sent.dtype, device=device)
-    for dtype in (sent.dtype, torch.float16):
+    for dtype, of_grads in ((sent.dtype, torch.float32), (torch.float16, torch.bfloat16)):
         kind.advance_momentum(
             buffers,
-            grads,
+            [grad.to(of_grads) for grad in grads],
             targets,
             moves,
             (3, 1, 2),
@@ -284,10 +313,8 @@ def trial(kind: Elementwise, device: torch.device, numerics: Numerics) -> list[T
             directions[1][0] = math.inf
         kind.apply_updates(params, directions, [0.3, 0.007, 0.1, 1e-4], [0.0, 1e-3, 0.1, 0.0])
     by_kernels = isinstance(kind, Fused)
-    return [
-        values[0],
-        values[2],
-        sent,
-        moves,
-        normalization.trial(device, numerics, by_kernels=by_kernels),
+    norms = [
+        normalization.trial(device, numerics, width, by_kernels=by_kernels)
+        for width in normalization.trial_widths(widths or [1030])
     ]
+    return [values[0], values[2], sent, moves, *norms]

@@ -12,34 +12,12 @@ from megatron_muon.settings.coefficients import (
     restarts_of,
 )
 from megatron_muon.settings.rows import rows_of
-from megatron_muon.settings.run import (
-    EarlyParamGather,
-    HomePolicy,
-    RunSettings,
-    SplitKind,
-    SplitMatrices,
-)
-from megatron_muon.settings.update import (
-    ClipScope,
-    ElementwiseBy,
-    NsIteration,
-    ScaleMode,
-    UpdateSettings,
-)
-
-__all__ = [
-    "ROWS",
-    "ClipScope",
-    "EarlyParamGather",
-    "ElementwiseBy",
-    "HomePolicy",
-    "MuonConfig",
-    "NsIteration",
-    "ScaleMode",
-    "SplitKind",
-    "SplitMatrices",
-    "named",
-]
+from megatron_muon.settings.run import HomePolicy as HomePolicy
+from megatron_muon.settings.run import RunSettings
+from megatron_muon.settings.run import SplitKind as SplitKind
+from megatron_muon.settings.run import SplitMatrices as SplitMatrices
+from megatron_muon.settings.update import NsIteration as NsIteration
+from megatron_muon.settings.update import UpdateSettings
 
 
 @dataclass(frozen=True, kw_only=True)

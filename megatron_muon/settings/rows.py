@@ -1,4 +1,4 @@
-"""A setting as one row: field, default, check, flags and help.
+"""A setting as one row: field, default, kind, flags and help.
 
 ``MuonConfig``'s fields are rows (``config``); ``run_flags`` has the rows without a field. From them
 come the parser, the checks, the names in messages, what is in force, and docs/flags.md.
@@ -7,24 +7,13 @@ come the parser, the checks, the names in messages, what is in force, and docs/f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from megatron_muon.settings.checks import Check, choice
+from megatron_muon.settings.kinds import Kind
 
 OURS, UPSTREAM, CONCEPT = "megatron_muon", "Megatron's own Muon", "the proof of concept"
 _KEY = "megatron_muon"
-
-
-def same(value: Any) -> Any:
-    """A flag's value that is the setting's."""
-    return value
-
-
-def reverse(value: Any) -> bool:
-    """A switch that turns a setting off."""
-    return not value
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +23,18 @@ class Flag:
     Attributes:
         option: the flag with its dashes.
         says: sentences: what it does, its unit, when to change it.
+        kind: what its value means.
         source: where the flag comes from; it keeps the meaning that it has there.
         without: a sentence about what holds without the flag; empty: the row's default.
-        type: makes a value of a text.
-        choices: the values that it takes; empty: any of its type.
-        metavar: what ``--help`` calls the value.
-        action: argparse's.
         name: the argument's name, if not made of the option.
-        read: the setting that a value of the flag means; None: none.
-        write: the value of the flag that means a setting.
     """
 
     option: str
     says: str
+    kind: Kind
     source: str = OURS
     without: str = ""
-    type: Callable[[str], Any] = str
-    choices: tuple[str, ...] = ()
-    metavar: str | None = None
-    action: Literal["store", "store_true", "store_false", "append"] = "store"
     name: str = ""
-    read: Callable[[Any], Any] = same
-    write: Callable[[Any], Any] = same
 
     @property
     def dest(self) -> str:
@@ -65,27 +44,19 @@ class Flag:
     @property
     def is_switch(self) -> bool:
         """Whether it takes no value."""
-        return self.action.startswith("store_")
+        return self.kind.action.startswith("store_")
 
     @property
     def help(self) -> str:
         """The text for ``--help`` and docs/flags.md."""
         return f"{self.says} A flag of {self.source}. {self.without}"
 
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """Those of ``add_argument``."""
-        given: dict[str, Any] = {"action": self.action, "dest": self.dest, "default": None}
-        if not self.is_switch:
-            given |= {"type": self.type, "metavar": self.metavar, "choices": self.choices or None}
-        return given
-
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """The only values of a flag of Megatron's own Muon that have a meaning here."""
+    """The only value of a flag of Megatron's own Muon that has a meaning here."""
 
-    values: tuple[Any, ...]
+    value: Any
     why: str
     way_out: str
 
@@ -97,14 +68,12 @@ class Row:
     Attributes:
         field: its field of ``MuonConfig``; empty for what is no setting of the optimizer.
         default: the value without a flag.
-        check: raises TypeError or ValueError for a value that the setting cannot have.
         flags: those that set it. Messages name the first.
-        only: where most values have no meaning here.
+        only: where other values have no meaning here.
     """
 
     field: str
     default: Any
-    check: Check
     flags: tuple[Flag, ...]
     only: Only | None = None
 
@@ -116,43 +85,33 @@ class Row:
 
     def require(self, value: Any) -> None:
         """Raise TypeError or ValueError, with field and flag, for a value that it cannot have."""
-        self.check(self.named, value)
-
-
-def row(
-    default: Any,
-    option: str,
-    says: str,
-    *,
-    check: Check | None = None,
-    aliases: tuple[Flag, ...] = (),
-    **of_flag: Any,
-) -> Any:
-    """A field of a dataclass that is a row; further keywords are those of its ``Flag``.
-
-    Without a check it must be one of the flag's choices.
-    """
-    made = free_row(default, option, says, check=check, aliases=aliases, **of_flag)
-    return dataclasses.field(default=default, metadata={_KEY: made})
+        self.flags[0].kind.check(self.named, value)
 
 
 def free_row(
     default: Any,
     option: str,
     says: str,
+    kind: Kind,
     *,
-    check: Check | None = None,
     aliases: tuple[Flag, ...] = (),
     only: Only | None = None,
-    **of_flag: Any,
+    **of_flag: str,
 ) -> Row:
-    """A row without a field."""
-    flags = (Flag(option, says, **of_flag), *aliases)
-    told = tuple(
-        dataclasses.replace(f, without=f.without or f"The default is {f.write(default)}.")
-        for f in flags
+    """A row without a field; further keywords are those of its flag."""
+    flags = tuple(
+        dataclasses.replace(
+            flag, without=flag.without or f"The default is {flag.kind.write(default)}."
+        )
+        for flag in (Flag(option, says, kind, **of_flag), *aliases)
     )
-    return Row("", default, check or choice(told[0].choices), told, only)
+    return Row("", default, flags, only)
+
+
+def row(default: Any, option: str, says: str, kind: Kind, **keywords: Any) -> Any:
+    """A field of a dataclass that is a row; further keywords are those of ``free_row``."""
+    made = free_row(default, option, says, kind, **keywords)
+    return dataclasses.field(default=default, metadata={_KEY: made})
 
 
 def rows_of(settings: type[Any]) -> dict[str, Row]:

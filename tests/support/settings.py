@@ -100,5 +100,5 @@ BAD: dict[str, tuple[tuple[Any, str], ...]] = {
     "checkpoint_digest": _SWITCH,
     "nonfinite_limit": _COUNT,
     "log_interval": _COUNT,
-    "log_file": ((" ", "must be a path, got ' '"), (1, "must be a path as a text, got 1")),
+    "log_file": ((" ", "must be a path, got ' '"), (1, "must be a text, got 1")),
 }

@@ -11,8 +11,8 @@ import pytest
 
 from megatron_muon import MuonConfig
 from megatron_muon.megatron_lm.flags import namespace, parser, settings, values
-from megatron_muon.settings import checks
 from megatron_muon.settings.config import ROWS
+from megatron_muon.settings.kinds import count
 from megatron_muon.settings.rows import row, rows_of
 from megatron_muon.settings.run_flags import FLAGS, RUN_ROWS
 from support.megatron_lm.flag_parsers import EVERY, parsed, parser_of
@@ -34,9 +34,9 @@ def test_a_row_has_its_flag_its_help_and_a_default_that_it_accepts(at: Any) -> N
     assert at.flags[0].option in at.named
     for flag in at.flags:
         assert flag.option.startswith("--") and "default" in flag.help and "%" not in flag.help
-        if flag.choices:  # argparse's own check says no less than the row's
-            for choice in flag.choices:
-                meaning = flag.read(choice)
+        if flag.kind.choices:  # argparse's own check says no less than the row's
+            for choice in flag.kind.choices:
+                meaning = flag.kind.read(choice)
                 at.require(at.default if meaning is None else meaning)
 
 
@@ -63,7 +63,7 @@ def test_a_row_is_the_flags_default_and_what_its_flags_write(version: str, field
     config = MuonConfig(**{field: other, **WITH.get(field, {})})
     in_force = namespace.in_force(parsed(version), config)
     for flag in ROWS[field].flags:
-        assert flag.read(in_force[flag.dest]) == other, flag.option
+        assert flag.kind.read(in_force[flag.dest]) == other, flag.option
     args = Namespace(**{**vars(parsed(version)), **in_force})
     if field != "ns_dtype":  # in fp32 a flag of Megatron's says torch's own switch
         assert settings.muon_config(args) == config
@@ -74,7 +74,7 @@ def test_one_more_row_is_one_more_setting(monkeypatch: pytest.MonkeyPatch) -> No
 
     @dataclass(frozen=True, kw_only=True)
     class More(MuonConfig):
-        warmth: int = row(3, "--muon-warmth", "Warmth.", type=int, check=checks.count(most=9))
+        warmth: int = row(3, "--muon-warmth", "Warmth.", count(most=9))
 
     added = rows_of(More)["warmth"]
     monkeypatch.setitem(ROWS, "warmth", added)

@@ -19,11 +19,11 @@ def add_settings(group: _ArgumentGroup, fields: Sequence[str]) -> None:
     for row in map(ROWS.__getitem__, fields):
         flag = row.flags[0]
         group.add_argument(
-            *(other.option for other in row.flags if other.read is flag.read),
+            *(other.option for other in row.flags if other.kind.read is flag.kind.read),
             dest=row.field,
             type=_reader(row),
             default=row.default,
-            metavar="|".join(flag.choices) or flag.metavar or "N",
+            metavar="|".join(flag.kind.choices) or flag.kind.metavar or "N",
             help=f"{flag.says.split('. ')[0].rstrip('.')}. {flag.without}",
         )
 
@@ -34,16 +34,16 @@ def settings_of(flags: Namespace, fields: Sequence[str]) -> dict[str, Any]:
 
 
 def _reader(row: Row) -> Callable[[str], Any]:
-    flag = row.flags[0]
+    kind = row.flags[0].kind
 
     def read(text: str) -> Any:
         try:
-            value = flag.type(text)
+            value = kind.type(text)
         except ValueError as error:
-            kind = _KINDS[flag.type]  # type: ignore[index]
-            raise ArgumentTypeError(f"must be {kind}, got {text!r}") from error
+            wanted = _KINDS[kind.type]  # type: ignore[index]
+            raise ArgumentTypeError(f"must be {wanted}, got {text!r}") from error
         try:
-            setting = flag.read(value)
+            setting = kind.read(value)
             row.require(setting)
         except (TypeError, ValueError) as error:
             raise ArgumentTypeError(str(error)) from error

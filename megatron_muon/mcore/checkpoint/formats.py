@@ -68,9 +68,6 @@ class MuonCheckpoint(ShardedState):
         """Check the state dict, pair its groups with ours, and load it by Megatron's method.
 
         It does not communicate: what dp_zero_gather_scatter scatters waits for ``scatter``.
-
-        Raises:
-            ValueError: the state dict is not Muon's or lacks something; names what.
         """
         self._to_scatter = None
         if self.from_adamw is None:
@@ -111,12 +108,7 @@ class MuonCheckpoint(ShardedState):
     def load_parameter_state_from_dp_zero(
         self, state_dict: StateDict | None, *, update_legacy_format: bool = False
     ) -> None:
-        """Check state that the DP group's first rank is to ``scatter``. No communication.
-
-        Raises:
-            ValueError: a parameter's state is missing, or has another size or dtype; names it.
-            NotImplementedError: ``update_legacy_format`` is set.
-        """
+        """Check state that the DP group's first rank is to ``scatter``. No communication."""
         if update_legacy_format:
             raise NotImplementedError(
                 "no Muon checkpoint has the format that "
@@ -134,11 +126,7 @@ class MuonCheckpoint(ShardedState):
             super().load_parameter_state_from_dp_zero(given)
 
     def sharded_param_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's state for dp_zero_gather_scatter.
-
-        Raises:
-            NotImplementedError: there are several optimizer instances.
-        """
+        """Megatron's state for dp_zero_gather_scatter; refused with several instances."""
         if self.ddp_config.num_distributed_optimizer_instances > 1:
             raise NotImplementedError(
                 "Megatron reads dp_zero_gather_scatter into the first of several optimizer "

@@ -40,15 +40,7 @@ def record(numerics: Numerics) -> Group:
 
 
 def check_record(saved: Mapping[str, Any], numerics: Numerics) -> None:
-    """Refuse a checkpoint that is not Muon's; print on rank 0 which settings have changed.
-
-    Args:
-        saved: an optimizer's state dict.
-        numerics: of this run.
-
-    Raises:
-        ValueError: there is no record of Muon's, or one of another format.
-    """
+    """Refuse a state dict that is not Muon's; print on rank 0 which settings have changed."""
     own = saved.get(RECORD)
     if own is None:
         raise ValueError(
@@ -102,13 +94,6 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
     tell our groups apart. So a run that decays every parameter still does after loading a
     checkpoint of a run that did not. Megatron itself also requires an equal wd_mult, and takes the
     last of several groups that look alike.
-
-    Args:
-        own: the inner optimizer's groups.
-        saved: the checkpoint's groups.
-
-    Raises:
-        ValueError: no saved group is like one of ours; names the keys of ours.
     """
     # core 0.14 sets None where there are several optimizers and none has taken a step
     steps = [group["step"] for group in saved if group.get("step") is not None]
@@ -122,9 +107,9 @@ def loaded_groups(own: Sequence[Group], saved: Sequence[Group]) -> list[Group]:
         kept = {key: group[key] for key in _identifiers() if key in group and key not in SCHEDULE}
         values = {**group, **best, **kept}  # others' groups may lack what ours have
         if not _same(group, best, LR_MULTIPLIER):  # this run has another factor: its own rates
-            values |= {key: group[key] for key in ("lr_mult", "max_lr", "min_lr") if key in group}
             values.pop(LR_MULTIPLIER, None)
-            values |= {key: group[key] for key in (LR_MULTIPLIER,) if key in group}
+            rates = ("lr_mult", "max_lr", "min_lr", LR_MULTIPLIER)
+            values |= {key: group[key] for key in rates if key in group}
         if steps:  # fused Adams do not count steps of a group without parameters on this rank
             values["step"] = max(steps)
         values.pop("params", None)
@@ -148,11 +133,7 @@ def _identifiers() -> tuple[str, ...]:
 
 def _alike(group: Group, saved: Sequence[Group], keys: Sequence[str]) -> list[Group]:
     """The saved groups that agree with one of ours; ``lr_mult``, the last key, may have changed."""
-    return [other for other in saved if _common(group, other, keys) == len(keys)]
-
-
-def _common(one: Group, two: Group, keys: Sequence[str]) -> int:
-    return sum(_same(one, two, key) for key in keys)
+    return [other for other in saved if all(_same(group, other, key) for key in keys)]
 
 
 def _same(one: Group, two: Group, key: str) -> bool:

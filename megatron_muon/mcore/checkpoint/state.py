@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 # The tensors that Megatron gets for a parameter: only the main parameter; all that go to disk, by
 # their names there; or all by Adam's names. Megatron gathers the last over a whole buffer.
-Told = Literal["main", "disk", "adam"]
+Exposed = Literal["main", "disk", "adam"]
 FromAdamW = Literal["momentum", "fresh", "sum"]
 
 
@@ -41,9 +41,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
         ep_rank, local_experts: this rank's experts, for names.
         sizes: sizes of the stage's groups.
-        from_adamw: the source of Muon's momentum while a checkpoint in AdamW's layout is read.
-            ``momentum``: Adam's first moment, scaled. ``fresh``: zeros. ``sum``: it lies in the
-            first moment's place. None: the checkpoint is of this package's Muon.
+        from_adamw: the source of Muon's momentum while a checkpoint in AdamW's layout is read: see
+            ``switch.reading_adamw``. None: the checkpoint is of this package's Muon.
         main_is_weight: the checkpoint being read has no main parameters, since the model's weights
             are fp32 and are loaded as such.
         other_owner: with ``sum``, names of parameters that the other optimizer updated before.
@@ -57,15 +56,15 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     from_adamw: FromAdamW | None = None
     main_is_weight: bool = False
     other_owner: list[str]
-    _told: Told = "adam"
+    _exposed: Exposed = "adam"
 
     def _get_main_param_and_optimizer_states(self, model_param: Parameter) -> dict[str, Tensor]:
         shard = self._shard_of[model_param]
         main = {"param": shard.detach()}
-        if self._told == "main":
+        if self._exposed == "main":
             return main
         state = self._state_on_disk(shard)
-        if self._told == "disk" or MOMENTUM not in state:
+        if self._exposed == "disk" or MOMENTUM not in state:
             return main | state
         first, second = ADAMW_STATE
         return main | {first: state[MOMENTUM], second: torch.zeros_like(shard)}
@@ -78,7 +77,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         targets = self._state_on_disk(shard)
         if not self.main_is_weight:
             targets["param"] = shard
-        if self._told == "adam" and MOMENTUM in targets:
+        if self._exposed == "adam" and MOMENTUM in targets:
             targets[ADAMW_STATE[0]] = targets.pop(MOMENTUM)
         for key, target in targets.items():
             check_tensor(self._name_of[model_param], key, tensors, target.numel())
@@ -110,16 +109,16 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
             self.other_owner.append(self._name_of[model_param])
 
     @property
-    def _names_on_disk(self) -> Told:
+    def _names_on_disk(self) -> Exposed:
         return "disk" if self.from_adamw is None else "adam"
 
     @contextmanager
-    def _telling(self, told: Told) -> Iterator[None]:
-        before, self._told = self._told, told
+    def _exposing(self, exposed: Exposed) -> Iterator[None]:
+        before, self._exposed = self._exposed, exposed
         try:
             yield
         finally:
-            self._told = before
+            self._exposed = before
 
     @property
     def _muon(self) -> DistributedMuon:

@@ -321,11 +321,11 @@ def _agreed_plan(
     error: Exception | None = None
     try:
         try_products(stage.device, numerics)
-        try_elementwise(stage.device, numerics)
         if config.align_shards:
             require_ordered(dist_opt.model_chunks)
         mine = _muon_parameters(dist_opt, config, stage)
         here = [parameter for _, parameter in mine]
+        try_elementwise(stage.device, numerics, {width for p in here for width in p.widths})
         others = [_everywhere(other, config, stage) for other in after]
         later = sum(flops_of(parameters, numerics) for parameters in others)
         description = agreed.description(here, numerics, earlier, later)

@@ -93,7 +93,7 @@ def in_force(args: Namespace, config: MuonConfig) -> dict[str, Any]:
     defaults depend on the device.
     """
     values = {
-        flag.dest: flag.write(getattr(config, field))
+        flag.dest: flag.kind.write(getattr(config, field))
         for field, row in ROWS.items()
         for flag in row.flags
     }
@@ -142,8 +142,8 @@ def _compared(config: MuonConfig, args: Namespace) -> list[tuple[str, object, ob
         theirs = upstreams_setting(args, row)
         if theirs is not None:
             (flag, *_) = [f for f in row.flags if f.source == UPSTREAM and f.dest in own]
-            name = row.named if flag.is_switch else flag.option
-            compared.append((name, flag.write(getattr(config, field)), flag.write(theirs)))
+            name, write = row.named if flag.is_switch else flag.option, flag.kind.write
+            compared.append((name, write(getattr(config, field)), write(theirs)))
     dtype, precision = config.ns_dtype or AUTO_NS_DTYPE, own["muon_fp32_matmul_prec"]
     # With TP 1 all modes are the same, so there is no difference to report.
     mode = "duplicated" if tp_size(args) > 1 else own["muon_tp_mode"]

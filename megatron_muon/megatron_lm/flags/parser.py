@@ -42,7 +42,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if flag.option in actions:
             actions[flag.option].help = flag.help
         else:
-            group.add_argument(flag.option, help=flag.help, **flag.keywords)
+            group.add_argument(
+                flag.option, dest=flag.dest, default=None, help=flag.help, **flag.kind.keywords()
+            )
     parser.set_defaults(**dict.fromkeys(own), **{KEPT: own})
 
 

@@ -154,7 +154,7 @@ def _only_mode(mode: str) -> Only:
         "for rounding",
     }
     return Only(
-        ("duplicated",),
+        "duplicated",
         f"{why.get(mode, 'unknown')}, and here each matrix is orthogonalized once and whole, at "
         "one home",
         "give --muon-tp-mode duplicated, or run with TP 1",
@@ -164,7 +164,7 @@ def _only_mode(mode: str) -> Only:
 def _refuse_others(args: Namespace, row: Row, only: Only) -> None:
     """Raise ValueError unless the value or default of a flag of Megatron's is one of ``only``."""
     value, flag = setting_of(args, row), row.flags[0]
-    if value in only.values:
+    if value == only.value:
         return
     said = flag.option if flag.is_switch else f"{flag.option} {value}"
     if value_given(args, flag.dest) is None:

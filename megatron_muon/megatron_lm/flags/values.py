@@ -44,7 +44,7 @@ def upstreams_setting(args: Namespace, row: Row) -> Any:
     own = upstreams_values(args)
     for flag in row.flags:
         if flag.source == UPSTREAM and flag.dest in own:
-            return flag.read(own[flag.dest])
+            return flag.kind.read(own[flag.dest])
     return None
 
 
@@ -60,7 +60,7 @@ def setting_given(args: Namespace, row: Row) -> Any:
         if value is None:
             continue
         try:
-            meaning = flag.read(value)
+            meaning = flag.kind.read(value)
         except ValueError as error:
             raise ValueError(f"{flag.option}: {error}") from error
         if meaning is not None:

@@ -30,11 +30,7 @@ def report_theoretical_memory(
 
 
 def less_than_adamw() -> str:
-    """A line: how much less state a rank of this pipeline stage has than Megatron reports.
-
-    In MB of 1024 x 1024 bytes, as Megatron's. It is the mean over the ranks that shard a buffer.
-    The layout decides which of them have more of Muon's parameters and which more of AdamW's.
-    """
+    """A line: how much less state the mean rank of this stage has than Megatron reports, in MiB."""
     from megatron_muon.mcore.wiring.buffers.state_size import muon_elements
 
     elements = muon_elements()

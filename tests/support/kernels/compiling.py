@@ -25,15 +25,20 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHORT = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
 
 
-def compiled(capability: int) -> list[tuple[str, Any]]:
-    """Each launch's kernel with its dtypes, and what triton makes of it for a capability."""
-    made: list[tuple[str, Any]] = []
+def without_gpu(capability: int) -> None:
+    """Let triton compile for a capability."""
     stand_in = SimpleNamespace(
         get_current_device=lambda: capability,  # compiled kernels are kept by device
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
     )
     driver.set_active(stand_in)
+
+
+def compiled(capability: int) -> list[tuple[str, Any]]:
+    """Each launch's kernel with its dtypes, and what triton makes of it for a capability."""
+    made: list[tuple[str, Any]] = []
+    without_gpu(capability)
     for words, launch in launches():
         JITFunction.__getitem__ = lambda self, grid, words=words: (
             lambda *args, **options: made.append(

@@ -55,7 +55,6 @@ from support.runs.whole import Piece, Whole, cut, differences, whole
 
 Tensor = torch.Tensor
 MEGATRONS = "megatron's muon"  # a case's optimizer: see megatrons_muon
-VERIFIED: list[tuple[Case, Topology]] = []  # by ``check``, for the table
 
 # --- on every rank ---------------------------------------------------------------------------
 
@@ -308,5 +307,4 @@ def check(case: Case, topology: Topology) -> Whole:
     if case.optimizer == "muon" and case.steps:  # they have Muon's state and not Adam's
         assert result["main"].keys() - result["exp_avg_sq"].keys() == muon_weights(case)
     assert differences(truth(case), result) == []
-    VERIFIED.append((case, topology))
     return result

@@ -49,17 +49,6 @@ def test_every_flag_is_known_and_says_what_it_is_and_its_default(version: str) -
     assert "--muon-homes" in parser.format_help()  # its text has no stray %
 
 
-def test_no_help_of_a_switch_says_on_or_off() -> None:
-    """A switch takes no value, so nobody can write one of the two."""
-    parser = parser_of("0.12")
-    add_flags(parser)
-    actions = [parser._option_string_actions[flag.option] for flag in FLAGS]
-    switches = [action for action in actions if action.nargs == 0]
-    assert len(switches) > 5
-    for action in switches:
-        assert not re.search(r"on or off|default:? (on|off)", str(action.help))
-
-
 @EVERY
 def test_megatrons_own_actions_stay(version: str) -> None:
     parser = parser_of(version)
@@ -136,7 +125,6 @@ REFUSED = {
         "--muon-matched-adamw-rms 0.2 with --muon-scale-mode shape_scaling",
     ),
     "adamw-from-muon": (["--adamw-from-muon"], "is for --optimizer adam"),
-    "rank speed": (["--muon-rank-tflops", "-4"], r"must be from 1e-09 to 1e\+09, got -4.0"),
     "link speed": (["--muon-link-gbytes", "nan"], r"from 1e-09 to 1e\+09, got nan"),
     "out of range": (["--muon-momentum", "1.0"], r"-momentum\) must be in"),
 }

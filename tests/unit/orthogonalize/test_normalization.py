@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,3 +125,31 @@ def test_registers_spills_and_widths_of_all_kernels_are_those_that_are_recorded(
     assert len(rows) == 27 and not any(int(n) for row in rows for n in row[2::4])
     whole = [row for row in rows if "in eights" in row[0] and "norm" not in row[0]]
     assert len(whole) == 5 and all({*row[3::4]} == {"16"} for row in whole)
+
+
+def _first_step(*words: str, **environment: str) -> subprocess.Popen[str]:
+    pytest.importorskip("triton", reason="the kernels are triton's")
+    path = os.pathsep.join([str(ROOT), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-m", "support.kernels.first_step", *words],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_step_compiles_nothing_that_was_not_compiled_when_the_optimizer_was_built() -> None:
+    """In every layout, offset and batch."""
+    said, _ = _first_step().communicate(timeout=280)
+    assert said.count(" variants are tried") == 10, said
+
+
+@pytest.mark.slow  # 16 s of eight processes
+def test_ranks_that_compile_at_once_survive_a_cache_that_refuses_files(tmp_path: Path) -> None:
+    """Eight processes and one folder, whose file system says EBUSY or ESTALE now and then."""
+    ranks = [_first_step("busy", str(n), TRITON_CACHE_DIR=str(tmp_path)) for n in range(8)]
+    printed = [rank.communicate(timeout=280)[0] for rank in ranks]
+    found = [re.fullmatch(r"(\d+) refused, 7 variants\n", said) for said in printed]
+    assert all(found), printed
+    assert sum(int(each[1]) for each in found if each) >= 4

@@ -167,18 +167,12 @@ class ChainAfterMuon(ChainedOptimizer):  # type: ignore[misc]
 
 @contextmanager
 def reading_muon(optimizer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Let AdamW's optimizer load a checkpoint of Muon's inside the ``with``.
-
-    Every rank of the world calls it.
+    """Let AdamW's optimizer load a checkpoint of Muon's inside the ``with``; all ranks call it.
 
     Args:
         optimizer: the chain that ``get_megatron_optimizer`` has returned for ``optimizer='adam'``
             with the distributed optimizer.
         settings: settings of the Muon that saved, from its record in the checkpoint.
-
-    Raises:
-        ValueError: the checkpoint lacks something; names what.
-        RuntimeError: only another rank has an error.
     """
     chain, every = type(optimizer), optimizer.chained_optimizers
     parts = [part for part in every if not part.is_stub_optimizer]
@@ -201,7 +195,8 @@ def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> Muo
         turn_into(part, MuonReader)
         part.sizes = _sizes()
         part.muon = _Former(config, part)
-        part.local_experts, part.ep_rank = _experts(part)
+        part.local_experts = local_experts(part.model_chunks, part.sizes.ep)
+        part.ep_rank = parallel_state.get_expert_model_parallel_rank()
     return config
 
 
@@ -217,12 +212,7 @@ def _start_after_muon(part: Any, former: MuonConfig) -> None:
 
 
 def go_on_after_muon(optimizer: Any, former: Mapping[str, Any]) -> None:
-    """Prepare AdamW's optimizer to load a checkpoint that has ``YOUNG`` in it.
-
-    Args:
-        optimizer: the chain, as in ``reading_muon``.
-        former: settings of the Muon that updated the young parameters, from that record.
-    """
+    """Prepare AdamW's chain to load a checkpoint that has ``YOUNG``, with its ``former``."""
     turn_into(optimizer, ChainAfterMuon)
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
@@ -263,8 +253,3 @@ def _sizes() -> Sizes:
         expert_tp=parallel_state.get_expert_tensor_parallel_world_size(),
         ep=parallel_state.get_expert_model_parallel_world_size(),
     )
-
-
-def _experts(part: Any) -> tuple[int, int]:
-    ep_rank = parallel_state.get_expert_model_parallel_rank()
-    return local_experts(part.model_chunks, _sizes().ep), ep_rank
