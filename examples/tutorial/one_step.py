@@ -175,7 +175,7 @@ def _planned(part: Any) -> RankStep:
     step = RankStep()
     for matrix, flops in zip(plan.matrices, plan.flops, strict=True):
         step.homes[_short(matrix.name)] = (matrix.home, (matrix.rows, matrix.cols), flops)
-    for segment in plan.segments:
+    for segment in plan.slices:
         matrix = plan.matrices[segment.matrix]
         if segment.rank == rank != matrix.home and not segment.replica:
             count = segment.elements.size

@@ -13,13 +13,12 @@ from typing import Any
 
 from megatron_muon.console import say
 from megatron_muon.mcore.seams.rows import (
-    TRAINING,
-    check_arguments,
     check_hooks,
     check_row,
     megatron_version,
     rows_of,
 )
+from megatron_muon.mcore.seams.training import ROWS, check_arguments
 from megatron_muon.megatron_lm import bucketing, checkpointing, writers
 from megatron_muon.megatron_lm.flags import namespace
 from megatron_muon.megatron_lm.flags.parser import (
@@ -51,7 +50,7 @@ def install_training() -> None:
         SeamError: names a function that megatron.training lacks or has with another signature.
     """
     text, version = megatron_version()
-    for seam in rows_of(version, TRAINING):  # the parser first: a later one may fail
+    for seam in rows_of(version, ROWS):  # the parser first: a later one may fail
         check_row(seam, text)
         if seam.name in _WRAPPERS:
             wrap(seam.module, seam.name, _WRAPPERS[seam.name])

@@ -68,8 +68,7 @@ class Products:
         squares: the dtype to which the Gram iteration's square matrices are rounded.
         held: the dtype in which matrices are held and multiplied.
         scale: an iterate X is held as ``scale``·X, a power of two. Square matrices are not scaled.
-        folded: whether aX + SX is made as (a + S)X. CUDA's matmul copies a linear term into its
-            result, and S is smaller than X.
+        folded: see ``Numerics``.
         blocked: whether symmetric products are made in panels up to the diagonal, and mirrored.
         kernel: a library's symmetric product; None for torch's matmul.
     """
@@ -136,12 +135,8 @@ class Products:
     def fold(self, square: Tensor, beta: float, alpha: float) -> float | None:
         """Make ``beta·X + alpha·SX`` a product alone where it is ``folded``.
 
-        Args:
-            square: S, ``(m, m)`` or a batch; ``beta/alpha`` is added to its diagonal.
-            beta, alpha: factors of X and of the product.
-
-        Returns:
-            The factor of the linear term that is left, or None.
+        Then ``beta/alpha`` is added to S's diagonal; returns the factor of the linear term that is
+        left, or None.
         """
         if not self.folded:
             return beta
@@ -159,15 +154,9 @@ class Products:
         is_tall: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``beta·X + alpha·SX``.
+        """``beta·X + alpha·SX``, or XS where it ``is_tall``; beta None: no linear term.
 
-        Args:
-            square: S, symmetric.
-            x: X.
-            beta: factor of the linear term; None for no such term.
-            alpha: factor of the product.
-            is_tall: whether the product is XS.
-            out: takes the result; not ``x``.
+        ``out``, not ``x``, takes the result.
         """
         left, right = (x, square) if is_tall else (square, x)
         linear = None if beta is None else x
@@ -246,10 +235,9 @@ def products_on(device: torch.device, numerics: Numerics) -> Products:
 def fp32_is_fp32(device: torch.device) -> Iterator[None]:
     """A context in which fp32 products are made in fp32, whatever the process allows elsewhere.
 
-    It sets options that the host reads when it starts a product, so the host waits for no GPU.
-    Since 2.9 torch has one for each backend beside the old one for all, and some of its products
-    raise where the two say different things. TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which NVIDIA's
-    containers set, is the old one.
+    The host reads its options when it starts a product, and waits for no GPU. Since 2.9 torch has
+    one for each backend beside the old one for all (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which
+    NVIDIA's containers set), and some of its products raise where the two differ.
     """
     backends: dict[str, Any] = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}
     options = {

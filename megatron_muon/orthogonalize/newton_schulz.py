@@ -54,13 +54,6 @@ def orthogonalize_at_once(matrices: Sequence[Tensor], config: MuonConfig) -> lis
     A batch's products may round otherwise than those of a single matrix. For a single matrix the
     result is that of ``orthogonalize``.
 
-    Args:
-        matrices: each ``(rows, cols)``, on one device.
-        config: see ``orthogonalize``.
-
-    Returns:
-        Directions, each ``(rows, cols)`` in ``Numerics.dtype``.
-
     Raises:
         ValueError: there are none, or they are not 2-D or not of one shape.
     """
@@ -96,7 +89,7 @@ def orthogonalize_staged(
 
     Args:
         staged: ``(k·rows·cols,)`` in ``Numerics.travels``: k matrices, each with its column
-            parts one after another (``planning.segments``).
+            parts one after another (``planning.slices``).
         moves: ``(k,)`` bool; where it is False the direction is zero.
         numerics: of the run and the device.
         rows, cols, column_parts, column_blocks: layout of each matrix (``segments.Matrix``).
@@ -115,20 +108,17 @@ def orthogonalize_staged(
     soundness = soundness or Soundness()
     if apart:
         units = Soundness()
-        for block in range(column_blocks):
-            _orthogonalize_into(
-                out[:, :, block], in_rows[:, :, block], numerics, moves, soundness=units
-            )
+        for at in range(column_blocks):
+            _orthogonalize_into(out[:, :, at], in_rows[:, :, at], numerics, moves, soundness=units)
         soundness.of_units(units)
         return directions
-    is_direct = column_parts == 1
     _orthogonalize_into(
         out,
         in_rows,
         numerics,
         moves,
         memory=staged,
-        is_direct=is_direct,
+        is_direct=column_parts == 1,
         is_tight=is_tight,
         soundness=soundness,
     )
@@ -144,19 +134,15 @@ def takes_batches(device: torch.device) -> bool:
     return not (_is_cpu(device) or torch.are_deterministic_algorithms_enabled())
 
 
-def at_once_on(device: torch.device, config: MuonConfig, rows: int, cols: int, most: int) -> int:
+def at_once_on(device: torch.device, numerics: Numerics, rows: int, cols: int, most: int) -> int:
     """The most matrices of a shape that go through the iteration together.
 
-    Args:
-        device: the device that they are on.
-        config: ``ns_batch`` is read.
-        rows, cols: size of each matrix.
-        most: elements of scratch memory for them where ``ns_batch`` is None.
+    Where ``ns_batch`` is None they have at most ``most`` elements of scratch memory.
     """
     if not takes_batches(device):
         return 1
-    if config.ns_batch is not None:
-        return config.ns_batch
+    if numerics.config.ns_batch is not None:
+        return numerics.config.ns_batch
     return max(1, most // scratch_elements(rows, cols))
 
 

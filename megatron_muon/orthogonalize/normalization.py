@@ -68,15 +68,7 @@ def enter(
 
 
 def enter_by_torch(into: Tensor, source: Tensor, moves: Tensor | None, scale: float) -> Tensor:
-    """``enter`` by torch's operations; ``source`` is overwritten.
-
-    Args:
-        into, source, moves: see ``enter``.
-        scale: the norm of what is written.
-
-    Returns:
-        See ``enter``.
-    """
+    """``enter`` by torch's operations, with a norm of ``scale``; ``source`` is overwritten."""
     dims = tuple(range(1, source.dim()))
     largest = torch.linalg.vector_norm(source, math.inf, dim=dims, keepdim=True).float()
     source.div_(power_of_two(largest))
@@ -84,10 +76,10 @@ def enter_by_torch(into: Tensor, source: Tensor, moves: Tensor | None, scale: fl
     norm: Tensor = torch.linalg.vector_norm(source, dim=dims, keepdim=True, dtype=dtype)
     if scale != 1.0:
         norm.div_(scale)
-    moving = norm > 0
+    has_direction = norm > 0
     if moves is not None:
-        moving &= moves.view(norm.shape)
-    torch.div(source, torch.where(moving, norm, math.inf), out=into)
+        has_direction &= moves.view(norm.shape)
+    torch.div(source, torch.where(has_direction, norm, math.inf), out=into)
     return norm.view(-1)
 
 
@@ -113,13 +105,6 @@ def _in_five_dims(x: Tensor) -> Tensor:
 def power_of_two(largest: Tensor) -> Tensor:
     """The power of two below each entry of an fp32 tensor, the smallest normal one at least."""
     return (largest.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_min(_SMALLEST)
-
-
-def normalize(x: Tensor) -> Tensor:
-    """A new fp32 matrix: ``x`` divided by its Frobenius norm; zero stays zero."""
-    made = x.to(torch.float32, copy=True)
-    normalize_(made)
-    return made
 
 
 def normalize_(x: Tensor, moves: Tensor | None = None) -> Tensor:

@@ -132,11 +132,11 @@ def norm_kernel(
         squares = squares + (one * own) * own
         start += AT_ONCE
     norm = tl.math.sqrt_rn(tl.sum(squares, axis=0)) * scale
-    moving = norm > 0.0
+    has_direction = norm > 0.0
     if HAS_MOVES:
-        moving = moving & (tl.load(moves + matrix) != 0)
+        has_direction = has_direction & (tl.load(moves + matrix) != 0)
     tl.store(made + 2 * matrix, power)
-    by = tl.where(moving, norm, float("inf"))
+    by = tl.where(has_direction, norm, float("inf"))
     is_finite = (norm.to(tl.int32, bitcast=True) & EXPONENT) != EXPONENT
     tl.store(made + 2 * matrix + 1, tl.where(is_finite, by, float("nan")))
 

@@ -40,28 +40,16 @@ class Sharing(Protocol):
     def count(self) -> int: ...
 
     def all_numbers(self, mine: Tensor) -> Tensor:
-        """The numbers of all strips.
-
-        Args:
-            mine: ``(strips here, k)`` fp32.
-
-        Returns:
-            ``(strips, k)`` in the order of strips.
-        """
+        """``(strips, k)`` in the order of strips, from ``(strips here, k)`` fp32."""
 
     def add(self, squares: Sequence[Tensor]) -> Tensor:
-        """The sum over all strips, added in fp32 in their order, and rounded to their dtype.
+        """The sum of the squares of all strips, from those that are here, each ``(m, m)``.
 
-        Args:
-            squares: ``(m, m)`` of each strip that is here.
+        It is added in fp32 in the order of strips, and rounded to the dtype of squares.
         """
 
-    def together(self, parts: Sequence[Tensor]) -> Tensor:
-        """A square, ``(m, m)``, of which each strip makes rows.
-
-        Args:
-            parts: ``(rows, m)`` of each strip that is here (``iteration.square_rows``).
-        """
+    def together(self, rows_here: Sequence[Tensor]) -> Tensor:
+        """A square, ``(m, m)``, from the rows of each strip here (``iteration.square_rows``)."""
 
 
 def orthogonalize_strips(
@@ -124,8 +112,8 @@ def _entered(
     made = [one.flatten(1).to(torch.float32, copy=True).div_(power) for one in strips]
     squares = torch.stack([torch.linalg.vector_norm(one).square() for one in made])
     norm = sharing.all_numbers(squares[:, None]).sum().sqrt()
-    moving = (norm > 0) & (every[:, 1].sum() > 0)
-    by = torch.where(moving, norm, math.inf) / products.scale
+    has_direction = (norm > 0) & (every[:, 1].sum() > 0)
+    by = torch.where(has_direction, norm, math.inf) / products.scale
     return [products.enter(one.div_(by), is_scaled=True) for one in made], norm
 
 

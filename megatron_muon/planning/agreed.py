@@ -38,13 +38,7 @@ def settings(config: MuonConfig) -> list[str]:
 
 
 def of_run(config: MuonConfig, optimizer: str, core: str) -> list[str]:
-    """What all ranks of a run must have, one per line.
-
-    Args:
-        config: the settings.
-        optimizer: the optimizer's name, as Megatron has it.
-        core: the version of megatron-core.
-    """
+    """What all ranks of a run must have, one per line; Megatron's optimizer, and its version."""
     return [
         f"version of megatron-muon: {__version__}",
         f"version of megatron-core: {core}",

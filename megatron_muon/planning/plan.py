@@ -1,4 +1,4 @@
-"""The exchange plan: which rank orthogonalizes which matrix, and every run of elements that moves.
+"""The exchange plan: which rank orthogonalizes which matrix, and every slice that travels.
 
 Plain integers, a pure function of the stage's parameters, its grid of ranks and the settings. So
 every rank makes the same plan without communication, and tests can count its messages.
@@ -18,15 +18,20 @@ from megatron_muon.orthogonalize.iteration import (
     strip_flops,
 )
 from megatron_muon.orthogonalize.numerics import Numerics
-from megatron_muon.planning.grid import RankGrid, held_pieces
+from megatron_muon.planning.grid import RankGrid, held_shards
 from megatron_muon.planning.homes import Loads, Work, choose_homes, prices
 from megatron_muon.planning.layout import MatrixShape, Parameter, Span
 from megatron_muon.planning.rank_plan import RankPlan, rank_plan
 from megatron_muon.planning.rounds.stage import stage_rounds
-from megatron_muon.planning.runs import all_runs, held_elements, segments_of
-from megatron_muon.planning.segments import Matrix, Segment, gather_message
 from megatron_muon.planning.sharing.stage_time import stage_time
 from megatron_muon.planning.sharing.strip_time import StripTime, strip_time
+from megatron_muon.planning.slices import (
+    Matrix,
+    Slice,
+    all_slices,
+    gather_message,
+    held_elements,
+)
 from megatron_muon.planning.strips import (
     LEAST_SHARED_PS,
     Counts,
@@ -51,7 +56,7 @@ class ExchangePlan:
 
     parameters: tuple[Parameter, ...]
     matrices: tuple[Matrix, ...]
-    segments: tuple[Segment, ...]
+    slices: tuple[Slice, ...]
     grid: RankGrid
     itemsize: int
     flops: tuple[int, ...]
@@ -65,17 +70,15 @@ class ExchangePlan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """The part of one rank of the stage."""
-        return rank_plan(
-            rank, self.grid, self.parameters, self.matrices, self.segments, self.rounds
-        )
+        return rank_plan(rank, self.grid, self.parameters, self.matrices, self.slices, self.rounds)
 
     def silent_rounds(self) -> list[bool]:
-        """For each round, whether nothing moves between ranks in it."""
+        """For each round, whether nothing travels in it."""
         silent = [True] * len(self.rounds)
         round_of = self.round_of()
-        for segment in self.segments:
-            if self.matrices[segment.matrix].home != segment.rank:
-                silent[round_of[segment.parameter]] = False
+        for one in self.slices:
+            if self.matrices[one.matrix].home != one.rank:
+                silent[round_of[one.parameter]] = False
         return silent
 
     def round_of(self) -> dict[int, int]:
@@ -90,58 +93,60 @@ class ExchangePlan:
         return flops
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that each rank sends to others in a step: pieces there, directions back.
+        """Bytes that each rank sends to others in a step: slices there, directions back.
 
         Homes of one matrix also send squares to each other, and turn it.
         """
         sent = [0] * self.size
-        for one in self.shared:
-            for message in one.messages():
+        for shared in self.shared:
+            for message in shared.messages():
                 for (rank, _), nbytes in message.sizes.items():
                     sent[rank] += nbytes
-        for segment in self.segments:
-            home = self.matrices[segment.matrix].home
-            if home == segment.rank:
+        for one in self.slices:
+            home = self.matrices[one.matrix].home
+            if home == one.rank:
                 continue
-            sent[home] += segment.elements.size * self.itemsize
+            sent[home] += one.elements.size * self.itemsize
         for (_, rank, _), elements in self.gathered_elements().items():
             sent[rank] += elements * self.itemsize
         return sent
 
     def gathered_elements(self) -> dict[tuple[int, int, int], int]:
         """Elements of each gather message, by (round, sender, home); see ``gather_message``."""
-        round_of, runs = self.round_of(), defaultdict[tuple[int, int, int], list[int]](list)
-        for segment in self.segments:
-            home = self.matrices[segment.matrix].home
-            if home != segment.rank and not segment.replica:
-                message = round_of[segment.parameter], segment.rank, home
-                runs[message].append(segment.elements.size)
-        return {message: gather_message(sum(sizes), len(sizes)) for message, sizes in runs.items()}
+        round_of, slices = self.round_of(), defaultdict[tuple[int, int, int], list[int]](list)
+        for one in self.slices:
+            home = self.matrices[one.matrix].home
+            if home != one.rank and not one.replica:
+                message = round_of[one.parameter], one.rank, home
+                slices[message].append(one.elements.size)
+        return {
+            message: gather_message(sum(sizes), len(sizes)) for message, sizes in slices.items()
+        }
 
     def boundary_parameters(self) -> list[Parameter]:
-        dp_size = self.grid.dp_size
-        return [p for p in self.parameters if p.is_boundary(dp_size)]
+        """Those with shards on more than one DP rank."""
+        return [p for p in self.parameters if p.is_boundary(self.grid.dp_size)]
 
     def validate(self) -> None:
-        """Check that each matrix's elements are gathered once, and each piece gets directions once.
+        """Check that each matrix's elements are gathered once, and each shard gets directions once.
 
         Raises:
             ValueError: names the first matrix or parameter with a hole or an overlap.
         """
         gathered: dict[int, list[Span]] = defaultdict(list)
         returned: dict[tuple[int, int], list[Span]] = defaultdict(list)
-        for segment in self.segments:
-            if not segment.replica:
-                gathered[segment.matrix].append(segment.staged)
-            returned[segment.parameter, segment.rank].append(segment.elements)
+        for one in self.slices:
+            if not one.replica:
+                gathered[one.matrix].append(one.staged)
+            returned[one.parameter, one.rank].append(one.elements)
         for index, matrix in enumerate(self.matrices):
             _require_cover(matrix.name, gathered[index], Span(0, matrix.numel))
         for index, parameter in enumerate(self.parameters):
-            for rank, piece in held_pieces(parameter, self.grid):
-                _require_cover(parameter.name, returned.pop((index, rank), []), piece)
+            for rank, shard in held_shards(parameter, self.grid):
+                _require_cover(parameter.name, returned.pop((index, rank), []), shard)
         if returned:
             index, rank = min(returned)
-            raise ValueError(f"{self.parameters[index].name}: rank {rank} holds no piece of it")
+            raise ValueError(f"{self.parameters[index].name}: rank {rank} holds none of it")
 
 
 def make_plan(
@@ -151,7 +156,7 @@ def make_plan(
     earlier: Sequence[ExchangePlan] = (),
     later: int = 0,
 ) -> ExchangePlan:
-    """Choose the homes and lay out every segment.
+    """Choose the homes and lay out every slice.
 
     Args:
         parameters: the stage's Muon parameters, in an order that is the same on all ranks.
@@ -163,27 +168,27 @@ def make_plan(
             to share a matrix.
 
     Raises:
-        ValueError: the pieces do not cover a parameter exactly once, or the plans have other ranks.
+        ValueError: the shards do not cover a parameter exactly once, or the plans have other ranks.
     """
-    before = _loads(earlier, grid, numerics)
-    cut = _in_strips(parameters, grid, numerics, before, later)
+    stage = _Stage(grid, numerics, _loads(earlier, grid, numerics))
+    cut = _in_strips(parameters, stage, later)
     parameters, works = [parameter for parameter, _ in cut], _all_works(cut)
     shapes = [(parameter, shape) for parameter in parameters for shape in parameter.matrices]
-    homes = _homes(cut, grid, numerics, before)
+    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
+    homes = stage.homes(cut)
     matrices = tuple(
         _homed(parameter, shape, home)
         for (parameter, shape), home in zip(shapes, homes, strict=True)
     )
-    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
     plan = ExchangePlan(
         parameters=tuple(parameters),
         matrices=matrices,
-        segments=tuple(segments_of(parameters, matrices, all_runs(parameters, grid), grid)),
+        slices=tuple(all_slices(parameters, matrices, grid)),
         grid=grid,
         itemsize=numerics.itemsize,
         flops=tuple(_flops_at_homes(works, matrices, numerics)),
         rounds=stage_rounds(owner, matrices, works, grid.size, numerics),
-        shared=tuple(_shared(parameters, matrices, numerics)),
+        shared=tuple(_shared(owner, matrices, numerics)),
     )
     plan.validate()
     return plan
@@ -194,6 +199,15 @@ def flops_of(parameters: Sequence[Parameter], numerics: Numerics) -> int:
     return sum(flops_of_matrix(m, numerics) for each in parameters for m in each.matrices)
 
 
+def flops_of_matrix(shape: MatrixShape | Matrix, numerics: Numerics) -> int:
+    """Newton-Schulz flops of a matrix, or of a strip at its home."""
+    strip = shape.strip
+    if strip is None:
+        return shape.units * ns_flops(*shape.unit, numerics)
+    place = {"number": strip.number, "count": strip.count}
+    return strip_flops(strip.rows, strip.cols, strip.long.size, numerics, **place)
+
+
 _Cut = tuple[Parameter, Sequence[Work]]  # a parameter, and the work of its matrices
 
 
@@ -201,25 +215,40 @@ def _all_works(cut: Sequence[_Cut]) -> list[Work]:
     return [work for _, works in cut for work in works]
 
 
-def _works(parameter: Parameter, grid: RankGrid, numerics: Numerics) -> Sequence[Work]:
-    held = held_elements(parameter, grid)
-    return [
-        Work(
-            flops_of_matrix(shape, numerics),
-            shape.rows * shape.cols,
-            by_rank,
-            *_strip_time(shape, grid, numerics),
-        )
-        for shape, by_rank in zip(parameter.matrices, held, strict=True)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The ranks of a stage, and what they have to do before the optimizer that is planned."""
 
+    grid: RankGrid
+    numerics: Numerics
+    before: Loads
 
-def _homes(cut: Sequence[_Cut], grid: RankGrid, numerics: Numerics, before: Loads) -> Sequence[int]:
-    works = _all_works(cut)
-    strips = [shape.strip for parameter, _ in cut for shape in parameter.matrices]
-    price, policy = prices(numerics), numerics.config.homes
-    chosen = strip_homes(strips, works, before.flops)
-    return choose_homes(works, grid.size, policy, price, chosen, before, grid.neighbours)
+    def works(self, parameter: Parameter) -> list[Work]:
+        """The work of each matrix of a parameter."""
+        held = held_elements(parameter, self.grid)
+        return [
+            Work(
+                flops_of_matrix(shape, self.numerics),
+                shape.rows * shape.cols,
+                by_rank,
+                *_strip_time(shape, self.grid, self.numerics),
+            )
+            for shape, by_rank in zip(parameter.matrices, held, strict=True)
+        ]
+
+    def homes(self, cut: Sequence[_Cut]) -> Sequence[int]:
+        """The home of each matrix."""
+        works, grid = _all_works(cut), self.grid
+        strips = [shape.strip for parameter, _ in cut for shape in parameter.matrices]
+        chosen = strip_homes(strips, works, self.before.flops)
+        policy, price = self.numerics.config.homes, prices(self.numerics)
+        return choose_homes(works, grid.size, policy, price, chosen, self.before, grid.neighbours)
+
+    def time(self, cut: Sequence[_Cut], later: int) -> int:
+        """The time of the stage's step with these strips."""
+        works, price = _all_works(cut), prices(self.numerics)
+        homes = self.homes(cut)
+        return stage_time(works, homes, price, self.before, later, self.grid.neighbours)
 
 
 def _strip_time(shape: MatrixShape | Matrix, grid: RankGrid, numerics: Numerics) -> StripTime:
@@ -235,25 +264,20 @@ def _loads(plans: Sequence[ExchangePlan], grid: RankGrid, numerics: Numerics) ->
         if plan.size != size:
             raise ValueError(f"a stage's optimizers have its {size} ranks, not {plan.size}")
         strips = [_strip_time(matrix, grid, numerics) for matrix in plan.matrices]
-        moved = [strip.elements for strip in strips]
-        for segment in plan.segments:
-            if segment.rank != plan.matrices[segment.matrix].home:
-                moved[segment.matrix] += segment.elements.size * (1 if segment.replica else 2)
+        elements = [strip.elements for strip in strips]
+        for one in plan.slices:
+            if one.rank != plan.matrices[one.matrix].home:
+                elements[one.matrix] += one.elements.size * (1 if one.replica else 2)
         for at, (matrix, work) in enumerate(zip(plan.matrices, plan.flops, strict=True)):
             flops[matrix.home] += work
-            times[matrix.home] += work * price.flop + moved[at] * price.element
+            times[matrix.home] += work * price.flop + elements[at] * price.element
             times[matrix.home] += strips[at].waits * price.picosecond
     return Loads(tuple(flops), tuple(times))
 
 
-def _in_strips(
-    parameters: Sequence[Parameter],
-    grid: RankGrid,
-    numerics: Numerics,
-    before: Loads,
-    later: int,
-) -> Sequence[_Cut]:
+def _in_strips(parameters: Sequence[Parameter], stage: _Stage, later: int) -> Sequence[_Cut]:
     """The parameters with the matrices cut that several homes share (``Numerics.split``)."""
+    numerics = stage.numerics
 
     @cache
     def cut(index: int, counts: tuple[int, ...]) -> _Cut:
@@ -267,7 +291,7 @@ def _in_strips(
             return count if can_share(shape.rows, shape.cols, count, numerics) else 1
 
         made = in_strips(parameter, strips)
-        return made, _works(made, grid, numerics)
+        return made, stage.works(made)
 
     def cut_all(counts: Counts, others: int = 1) -> Sequence[_Cut]:
         return [
@@ -275,15 +299,8 @@ def _in_strips(
             for index, parameter in enumerate(parameters)
         ]
 
-    asked = numerics.split
-    if asked != "auto":
-        return cut_all({}, 1 if asked == "off" else asked)
-
-    def time_of(counts: Counts) -> int:
-        tried, price = cut_all(counts), prices(numerics)
-        homes = _homes(tried, grid, numerics, before)
-        return stage_time(_all_works(tried), homes, price, before, later, grid.neighbours)
-
+    if numerics.split != "auto":
+        return cut_all({}, 1 if numerics.split == "off" else numerics.split)
     least = LEAST_SHARED_PS * numerics.config.rank_tflops  # flops
     shapes = {
         (m.rows, m.cols)
@@ -292,16 +309,18 @@ def _in_strips(
         for m in parameter.matrices
         if ns_flops(*m.unit, numerics) >= least
     }
+    if not shapes:
+        return cut_all({})
     can = partial(can_share, numerics=numerics)
-    return cut_all(choose_counts(sorted(shapes), grid.size, time_of, can) if shapes else {})
+    chosen = choose_counts(
+        sorted(shapes), stage.grid.size, lambda counts: stage.time(cut_all(counts), later), can
+    )
+    return cut_all(chosen)
 
 
 def _shared(
-    parameters: Sequence[Parameter],
-    matrices: Sequence[Matrix],
-    numerics: Numerics,
+    owner: Sequence[int], matrices: Sequence[Matrix], numerics: Numerics
 ) -> Iterator[SharedMatrix]:
-    owner = [index for index, parameter in enumerate(parameters) for _ in parameter.matrices]
     for index, matrix in enumerate(matrices):
         if matrix.strip is not None and matrix.strip.number == 0:
             strips = matrices[index : index + matrix.strip.count]
@@ -314,15 +333,6 @@ def _shared(
                 itemsize=4 if numerics.held == "fp32" else 2,
                 turns=numerics.itemsize if matrix.strip.is_turned else 0,
             )
-
-
-def flops_of_matrix(shape: MatrixShape | Matrix, numerics: Numerics) -> int:
-    """Newton-Schulz flops of a matrix, or of a strip at its home."""
-    strip = shape.strip
-    if strip is None:
-        return shape.units * ns_flops(*shape.unit, numerics)
-    place = {"number": strip.number, "count": strip.count}
-    return strip_flops(strip.rows, strip.cols, strip.long.size, numerics, **place)
 
 
 def _flops_at_homes(
@@ -350,9 +360,9 @@ def _homed(parameter: Parameter, shape: MatrixShape, home: int) -> Matrix:
     )
 
 
-def _require_cover(name: str, spans: list[Span], whole: Span) -> None:
+def _require_cover(name: str, ranges: list[Span], whole: Span) -> None:
     position = whole.start
-    for span in sorted(spans):
+    for span in sorted(ranges):
         if span.start != position:
             kind = "is not covered" if span.start > position else "is covered twice"
             raise ValueError(f"{name}: element {min(span.start, position)} {kind}")

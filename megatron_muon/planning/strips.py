@@ -50,10 +50,6 @@ def in_strips(parameter: Parameter, count_of: Callable[[MatrixShape], int]) -> P
     cuts its columns into a multiple of as many parts, those come as they are. Experts' matrices
     stay whole, and so do those with a side shorter than the number of strips: each home adds rows
     of the short side's square.
-
-    Args:
-        parameter: of one stage.
-        count_of: number of strips of a matrix (``can_share``); 1 for a whole one.
     """
     if _EXPERTS in parameter.name:
         return parameter
@@ -117,8 +113,7 @@ def strip_homes(
     most of it, then to the first. Its strips go to the team's ranks in order.
 
     Args:
-        strips: of each matrix of the stage, in order; None for a whole one.
-        works: their work.
+        strips, works: of each matrix of the stage, in order; a whole one has no strip.
         before: flops that each rank of the stage has to do already.
     """
     size, loads = len(before), list(before)

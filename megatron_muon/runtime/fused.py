@@ -1,6 +1,6 @@
 """Elementwise work on CUDA with triton: one fused kernel for momentum, one for the update.
 
-Each is one launch for all runs of a round, through a table of their addresses. It makes the same
+Each is one launch for all slices of a round, through a table of their addresses. It makes the same
 bits as ``update.Foreach``, since each product and each sum rounds by itself. With bf16 messages the
 two read and write 14 and 10 bytes per element, foreach 50 and 34. They take no scratch memory.
 
@@ -34,7 +34,7 @@ from megatron_muon.settings.config import named
 T = TypeVar("T")
 _BLOCK = 2048  # elements; the same as in fused_kernels, whose import needs triton
 _FP32 = (torch.float32,)
-_PIECES = (torch.float32, torch.bfloat16)  # and gradients
+_TRAVELS = (torch.float32, torch.bfloat16)  # and gradients
 _DIRECTIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,7 +44,7 @@ def _advance_momentum(
     into: list[Tensor],
     moves: Tensor,
     rows: Tensor,
-    run_of_block: Tensor,
+    slice_of_block: Tensor,
     momentum: float,
     nesterov: bool,
 ) -> None:
@@ -53,7 +53,7 @@ def _advance_momentum(
     with launching_beside(rows):
         launch_momentum(
             rows,
-            run_of_block,
+            slice_of_block,
             moves,
             grad=grads[0].dtype,
             into=into[0].dtype if into else moves.dtype,
@@ -66,29 +66,29 @@ def _apply_updates(
     params: list[Tensor],
     directions: list[Tensor],
     rows: Tensor,
-    run_of_block: Tensor,
+    slice_of_block: Tensor,
     factors: Tensor,
 ) -> None:
     from megatron_muon.runtime.fused_kernels import launch_update
 
     with launching_beside(rows):
-        launch_update(rows, run_of_block, factors, direction=directions[0].dtype)
+        launch_update(rows, slice_of_block, factors, direction=directions[0].dtype)
 
 
 define(
     "advance_momentum(Tensor(a!)[] buffers, Tensor[] grads, Tensor(b!)[] into, Tensor(c!) moves, "
-    "Tensor rows, Tensor run_of_block, float momentum, bool nesterov) -> ()",
+    "Tensor rows, Tensor slice_of_block, float momentum, bool nesterov) -> ()",
     _advance_momentum,
 )
 define(
-    "apply_updates(Tensor(a!)[] params, Tensor[] directions, Tensor rows, Tensor run_of_block, "
+    "apply_updates(Tensor(a!)[] params, Tensor[] directions, Tensor rows, Tensor slice_of_block, "
     "Tensor factors) -> ()",
     _apply_updates,
 )
 
 
 class Fused:
-    """An ``update.Elementwise`` for one list of runs, whose tables stay on the device.
+    """An ``update.Elementwise`` for one list of slices, whose tables stay on the device.
 
     A table is made anew where an address or a size differs from the last call's. It is copied to
     the device from pinned memory, and the host does not wait; torch keeps that memory until then.
@@ -104,7 +104,7 @@ class Fused:
         grads: Sequence[Tensor],
         into: Sequence[Tensor | None],
         moves: Tensor,
-        moving: Sequence[int],
+        leaving: Sequence[int],
         *,
         momentum: float,
         nesterov: bool,
@@ -113,14 +113,14 @@ class Fused:
         moves.zero_()
         buffers, targets = list(momentum_buffers), [x for x in into if x is not None]
         places = [-1] * len(buffers)
-        for place, run in enumerate(moving):
-            places[run] = place
-        table, run_of_block = self._momentum.on_device(
-            [buffers, grads, into], places, allowed=(_FP32, _PIECES, _PIECES)
+        for place, number in enumerate(leaving):
+            places[number] = place
+        table, slice_of_block = self._momentum.on_device(
+            [buffers, grads, into], places, allowed=(_FP32, _TRAVELS, _TRAVELS)
         )
-        if run_of_block.numel():
+        if slice_of_block.numel():
             torch.ops.megatron_muon.advance_momentum(
-                buffers, list(grads), targets, moves, table, run_of_block, momentum, nesterov
+                buffers, list(grads), targets, moves, table, slice_of_block, momentum, nesterov
             )
 
     def apply_updates(
@@ -133,27 +133,27 @@ class Fused:
         """See ``update.Elementwise``; directions in fp32 are not overwritten."""
         if not params:
             return
-        table, run_of_block = self._update.on_device(
+        table, slice_of_block = self._update.on_device(
             [params, directions], allowed=(_FP32, _DIRECTIONS)
         )
         scalars = [*factors, *(1.0 - decay for decay in decays)]
         if self._factors is None or self._factors[0] != scalars:
             made = torch.tensor(scalars, dtype=torch.float32)
             self._factors = scalars, _on_device(made, params[0].device)
-        if run_of_block.numel():
+        if slice_of_block.numel():
             torch.ops.megatron_muon.apply_updates(
-                list(params), list(directions), table, run_of_block, self._factors[1]
+                list(params), list(directions), table, slice_of_block, self._factors[1]
             )
 
 
 class _Table:
-    """Sizes, first blocks and addresses of runs, and the run of each block, on the device."""
+    """Sizes, first blocks and addresses of slices, and the slice of each block, on the device."""
 
     def __init__(self) -> None:
         self._sizes: list[int] | None = None
         self._numbers: list[list[int]] = []
         self._firsts: list[int] = []
-        self._rows = self._run_of_block = torch.empty(0)
+        self._rows = self._slice_of_block = torch.empty(0)
 
     def on_device(
         self,
@@ -162,7 +162,7 @@ class _Table:
         *,
         allowed: Sequence[tuple[torch.dtype, ...]],
     ) -> tuple[Tensor, Tensor]:
-        """``(rows, run of each block)``.
+        """``(rows, slice of each block)``.
 
         Args:
             lists: parallel lists of tensors; the first has no None.
@@ -171,26 +171,26 @@ class _Table:
 
         Raises:
             ValueError: a list has several dtypes or one that is not allowed, a tensor's size
-                differs from its run's, or a tensor is not contiguous.
+                differs from its slice's, or a tensor is not contiguous.
         """
         sizes = [0 if tensor is None else tensor.numel() for tensor in lists[0]]
         numbers = [] if places is None else [places]
         numbers += [[0 if x is None else x.data_ptr() for x in tensors] for tensors in lists]
         if sizes == self._sizes and numbers == self._numbers:
-            return self._rows, self._run_of_block
+            return self._rows, self._slice_of_block
         for tensors, dtypes in zip(lists, allowed, strict=True):
             _check(tensors, sizes, dtypes)
         device = next((x.device for x in lists[0] if x is not None), torch.device("cpu"))
         if sizes != self._sizes:
             blocks = [-(-size // _BLOCK) for size in sizes]
             self._firsts = [0, *accumulate(blocks)][:-1]
-            runs = torch.arange(len(sizes), dtype=torch.int32)
-            of_blocks = torch.repeat_interleave(runs, torch.tensor(blocks, dtype=torch.int64))
-            self._run_of_block = _on_device(of_blocks, device)
+            every = torch.arange(len(sizes), dtype=torch.int32)
+            of_blocks = torch.repeat_interleave(every, torch.tensor(blocks, dtype=torch.int64))
+            self._slice_of_block = _on_device(of_blocks, device)
         table = torch.tensor([sizes, self._firsts, *numbers], dtype=torch.int64)
         self._rows = _on_device(table, device)
         self._sizes, self._numbers = sizes, numbers
-        return self._rows, self._run_of_block
+        return self._rows, self._slice_of_block
 
 
 def _check(
@@ -205,7 +205,7 @@ def _check(
     for tensor, size in zip(tensors, sizes, strict=True):
         if tensor is not None and (tensor.numel() != size or not tensor.is_contiguous()):
             raise ValueError(
-                f"a fused kernel takes contiguous runs of {size} elements, got shape "
+                f"a fused kernel takes contiguous slices of {size} elements, got shape "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}; {_WAY_OUT}"
             )
 
@@ -284,11 +284,11 @@ def _patiently(work: Callable[[], T]) -> T:
 def trial(
     kind: Elementwise, device: torch.device, numerics: Numerics, widths: Collection[int] = ()
 ) -> list[Tensor]:
-    """All results of two steps, with runs at odd offsets, whole blocks and a gradient of zeros.
+    """All results of two steps, with slices at odd offsets, whole blocks and a gradient of zeros.
 
-    Gradients are in fp32 in the first and in bf16 in the second. Directions are in the dtype of
-    pieces in the first and in fp16 in the second, in which that of a run is not finite. The last
-    results are those of ``normalization.trial``, for each of its widths.
+    Gradients are in fp32 in the first and in bf16 in the second. Directions are in the dtype
+    that travels in the first and in fp16 in the second, in which that of a slice is not finite. The
+    last results are those of ``normalization.trial``, for each of its widths.
     """
     sizes = [3, 3 * _BLOCK + 5, 2 * _BLOCK, 7]
     elements = math.sqrt(2) * torch.arange(1, sum(sizes) + 1, dtype=torch.float64)

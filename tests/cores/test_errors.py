@@ -258,6 +258,9 @@ def test_ranks_that_disagree_all_get_an_error_that_names_the_difference(
         about = "its settings" if kind == "settings" else "the exchange plan"
         assert f"disagree about {about}" in text or "cannot split it" in text, text
     for text in last_stage[:-1]:
+        if "cannot split it" in text:  # of the rank that cannot, before a plan is compared
+            assert text.startswith(f"RuntimeError: rank {len(texts) - 1} stopped this run: {named}")
+            continue
         assert text.startswith("PlanMismatchError"), text
         assert named in text.split("first at ")[1].split("\n")[0]
         assert kind != "shape" or "cannot split it, set split_qkv=False" in text
@@ -320,10 +323,6 @@ def _hook_errors() -> list[str]:
         with pytest.raises(SeamError) as caught:
             megatron_muon.install()
         texts.append(str(caught.value))
-        del mcore_optimizer.get_megatron_optimizer
-        with pytest.raises(SeamError) as caught:
-            megatron_muon.install()
-        texts.append(str(caught.value))
         mcore_optimizer.get_megatron_optimizer = original
         megatron.core.__version__ = "0.99.0"
         with pytest.raises(SeamError) as caught:
@@ -379,9 +378,8 @@ def test_process_groups_without_one_that_is_needed_are_refused(moe: bool, group:
 
 def test_a_changed_megatron_is_an_error_that_names_the_symbol() -> None:
     (texts,) = run(_hook_errors, 1)
-    changed, gone, version, wrong = texts
+    changed, version, wrong = texts
     symbol = "megatron.core.optimizer.get_megatron_optimizer"
     assert f"{symbol} of megatron-core {VERSION} has no parameter" in changed
-    assert f"megatron-core {VERSION} has no {symbol}" in gone
     assert version.startswith("megatron-core 0.99.0 is not supported: this megatron_muon was")
     assert "install takes a MuonConfig, got {'momentum': 0.9}" in wrong

@@ -17,7 +17,7 @@ import torch
 from megatron_muon.lab.bench import seams as bench
 from megatron_muon.lab.doctor import cpu_seams
 from megatron_muon.lab.dry_run import seams as dry_run
-from megatron_muon.mcore.seams import model, rows
+from megatron_muon.mcore.seams import model, rows, training
 from megatron_muon.mcore.seams.row import Attribute, Seam
 from megatron_muon.mcore.seams.training import ARGUMENTS
 from megatron_muon.settings.run_flags import FLAGS
@@ -27,7 +27,7 @@ from support.virtual_gpu.seams import SEAMS as VIRTUAL_GPU
 
 PACKAGE = ROOT / "megatron_muon"
 ROWS: tuple[rows.Row, ...] = (
-    *(*rows.CORE, *rows.TRAINING, *model.HYBRID),
+    *(*rows.CORE, *training.ROWS, *model.HYBRID),
     *(*dry_run.ROWS, *dry_run.SCRIPT, *bench.ROWS, *bench.UPSTREAM, *bench.PACKAGE),
     *(*cpu_seams.ROWS, *cpu_seams.TRAINING),
 )
@@ -200,7 +200,7 @@ def test_each_row_that_is_wrapped_has_a_wrapper() -> None:
         "DistributedDataParallel.__init__",
     }
     assert wrapped == install._WRAPPERS.keys() | by_layout
-    training = {row.name for row in rows.TRAINING if row.use == "wrapped"}
+    of_scripts = {row.name for row in training.ROWS if row.use == "wrapped"}
     tree = ast.parse((PACKAGE / "megatron_lm/install.py").read_text())
     (table,) = (
         node.value
@@ -209,4 +209,4 @@ def test_each_row_that_is_wrapped_has_a_wrapper() -> None:
     )
     assert isinstance(table, ast.Dict)
     names = {key.value for key in table.keys if isinstance(key, ast.Constant)}
-    assert training == names
+    assert of_scripts == names

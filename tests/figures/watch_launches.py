@@ -21,8 +21,8 @@ from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
+from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.tracing import phases
 from megatron_muon.settings.config import MuonConfig
@@ -44,7 +44,7 @@ def recorded(plan: ExchangePlan, rank: int, config: MuonConfig, *, logs: bool) -
     table = Table([{**stage, **numbers}], plan.size)
 
     def program(gpu: Any, group: Any) -> None:
-        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.pieces.items()}
+        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.shards.items()}
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         state = {shard: {MOMENTUM_KEY: torch.empty_like(shard)} for shard in shards.values()}
@@ -52,7 +52,7 @@ def recorded(plan: ExchangePlan, rank: int, config: MuonConfig, *, logs: bool) -
         numerics = Numerics(config)
         travels = TORCH_DTYPE[numerics.travels]
         exchange = Exchange(own, plan.matrices, group, travels, CUDA, Meter())
-        tools = (Meter(), phases(lambda: None), fused.elementwise_on(CUDA, numerics))
+        tools = (Meter(), phases(), fused.elementwise_on(CUDA, numerics))
         muon = DistributedMuon(numerics, plan, own, exchange, shards, *tools)
         observer = MatrixObserver(muon)
         for _ in range(2):  # the first step starts the power iteration

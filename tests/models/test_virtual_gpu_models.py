@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_muon.mcore.wiring import build
+from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.runtime.optimizer import DistributedMuon
 from support.models.model_flags import DEEPSEEK_V3
 from support.virtual_gpu.mutants import early_free, early_read
@@ -94,10 +95,11 @@ def other_plan(patch: Patch) -> None:
     """One rank plans larger rounds: fewer of them."""
     original = build.make_plan
 
-    def make_plan(parameters: Any, grid: Any, config: Any, *args: Any) -> Any:
+    def make_plan(parameters: Any, grid: Any, numerics: Numerics, *args: Any) -> Any:
         if dist.get_rank() == ODD:
-            config = replace(config, round_bytes=1 << 30)
-        return original(parameters, grid, config, *args)
+            config = replace(numerics.config, round_bytes=1 << 30)
+            numerics = Numerics(config, numerics.device)
+        return original(parameters, grid, numerics, *args)
 
     patch.setattr(build, "make_plan", make_plan)
 

@@ -215,10 +215,10 @@ def test_a_run_knows_its_nodes(node_ranks: int, here: str, neighbours: int, warn
 
 def _theory(case: Case, topology: Topology) -> tuple[float, int]:
     """Elements that are said to be Muon's on a rank, and those that are."""
-    from megatron_muon.mcore.load_check import models as registry
+    from megatron_muon.mcore.load_check.models import forget
     from megatron_muon.mcore.wiring.buffers.state_size import muon_elements
 
-    registry.forget()
+    forget()
     built = start(case, topology)
     muons = [part.muon for part in gpt.distributed_optimizers(built.optimizer)]
     return muon_elements(), sum(p.numel() for muon in muons for p in muon.main_params.values())

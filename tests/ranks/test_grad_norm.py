@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_muon.mcore.wiring.late_norm import LateNorm, norm_grads
+from megatron_muon.mcore.wiring.gradients import LateNorm, norm_grads
 from support.models.gpt import Case, Topology, held, set_schedule, start, take_step, write_grads
 from support.ranks import error_of, run
 

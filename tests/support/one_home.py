@@ -11,7 +11,7 @@ import torch
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.orthogonalize.strips import orthogonalize_strips
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.exchange.meter import Meter
 from megatron_muon.runtime.exchange.sharers import Sharers

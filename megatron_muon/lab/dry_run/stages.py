@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,7 @@ from megatron_muon.lab.dry_run import world
 from megatron_muon.lab.dry_run.chunks import build_chunks, optimizer_config
 from megatron_muon.lab.dry_run.model import Ranks, transformer_config
 from megatron_muon.lab.dry_run.script import ScriptArguments
-from megatron_muon.mcore.routing.param_routing import is_matched, weights
-from megatron_muon.mcore.routing.survey import whose
+from megatron_muon.mcore.routing.routes import Route, routes_of
 from megatron_muon.mcore.wiring.buffers import bucket_layout
 from megatron_muon.mcore.wiring.buffers.early_setting import settled
 from megatron_muon.mcore.wiring.buffers.placement import (
@@ -95,31 +94,6 @@ def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
     return chunks
 
 
-def require_matched(matched: Collection[str], config: MuonConfig) -> None:
-    """Refuse a pattern without effect, as a run does.
-
-    Raises:
-        ValueError: one of ``config.patterns`` is not among those that matched on any stage.
-    """
-    for pattern in config.patterns:
-        if pattern not in matched:
-            raise ValueError(
-                f"{pattern!r} in {config.setting_of(pattern)} matches no parameter of "
-                f"{whose(pattern, config)}"
-            )
-
-
-def matched_by(chunks: Sequence[Any], ranks: Ranks, config: MuonConfig) -> set[str]:
-    """Those of ``config.patterns`` that have an effect on these chunks."""
-    sizes = Sizes(ranks.tp, ranks.expert_tp, ranks.ep)
-    return {
-        pattern
-        for weight in weights(chunks)
-        for pattern in config.patterns
-        if is_matched(weight, pattern, sizes.tp_of(weight), config)
-    }
-
-
 def sizes_of(flags: Namespace, ranks: Ranks) -> Sizes:
     """The number of ranks that hold slices of a dense and of an expert's weight."""
     return Sizes(ranks.tp, ranks.expert_tp, ranks.ep) if flags.num_experts else Sizes(ranks.tp)
@@ -135,8 +109,9 @@ def planned_optimizers(
     """The DistributedOptimizers of this rank's chunks, in the order of their steps."""
     early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
     parts = (chunks[:1], chunks[1:]) if early else (chunks,)
-    located = [_located(config, ranks, part, experts=False) for part in parts]
-    located.append(_located(config, ranks, chunks, experts=True))
+    routes = routes_of(chunks, Sizes(ranks.tp, ranks.expert_tp, ranks.ep), config)
+    located = [_located(routes, ranks, part, experts=False) for part in parts]
+    located.append(_located(routes, ranks, chunks, experts=True))
     built = [one for one in located if one is not None]
     numerics = Numerics(config, device)
     works = [flops_of(one.parameters, numerics) for one in built]
@@ -158,13 +133,13 @@ class _Located:
 
 
 def _located(
-    config: MuonConfig, ranks: Ranks, chunks: Sequence[Any], *, experts: bool
+    routes: Sequence[Route], ranks: Ranks, chunks: Sequence[Any], *, experts: bool
 ) -> _Located | None:
     kind = "expert_parallel_buffers" if experts else "buffers"
     buffers = [buffer for chunk in chunks for buffer in getattr(chunk, kind)]
     if not buffers:
         return None
-    here = muon_parameters(chunks, buffers, ranks.tp, ranks.expert_tp, config)
+    here = muon_parameters(routes, buffers)
     ep_size = ranks.ep if experts else 1
     parameters = on_every_ep_rank([p for _, p in here], ep_size, local_experts(chunks, ep_size))
     return _Located(experts, buffers, {param for param, _ in here}, parameters)

@@ -40,7 +40,7 @@ def homes_of(plans: Sequence[ExchangePlan]) -> Homes:
     flops = [0] * (plans[0].size if plans else 1)
     for plan in plans:
         held: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        for segment in plan.segments:
+        for segment in plan.slices:
             held[segment.matrix][segment.rank] += segment.elements.size
         for index, matrix in enumerate(plan.matrices):
             stays = held[index].get(matrix.home, 0) == max(held[index].values())

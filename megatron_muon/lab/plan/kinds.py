@@ -16,19 +16,18 @@ from megatron_muon.lab.dry_run.stages import (
     Planned,
     as_rank,
     built,
-    matched_by,
     planned_optimizers,
-    require_matched,
     sizes_of,
 )
 from megatron_muon.lab.pricing.memory import Buffers
 from megatron_muon.lab.pricing.step import Optimizer
 from megatron_muon.mcore.routing.param_routing import weights, why_adamw
-from megatron_muon.mcore.routing.survey import kept_by, share_of
+from megatron_muon.mcore.routing.routes import routes_of
+from megatron_muon.mcore.routing.survey import matched_patterns, require_matched, share_of
 from megatron_muon.mcore.wiring.buffers.early_setting import settled
 from megatron_muon.orthogonalize.numerics import Device
 from megatron_muon.planning.describe import Share, require_muons
-from megatron_muon.planning.grid import held_pieces, neighbours_of
+from megatron_muon.planning.grid import held_shards, neighbours_of
 from megatron_muon.planning.layout import Parameter, Span
 from megatron_muon.settings.config import MuonConfig
 
@@ -110,23 +109,22 @@ def planned_kinds(
     """
     alike: dict[tuple[object, ...], PlannedKind] = {}
     matched: set[str] = set()
-    kept: list[dict[str, int]] = []
     flags, config = runs[0]
+    sizes = sizes_of(flags, ranks)
     for number in numbers:
         with as_rank(world.first_ranks(ranks)[number], flags, ranks):
             chunks = built(flags, config, ranks)
-            matched |= matched_by(chunks, ranks, config)
+            matched |= matched_patterns(chunks, sizes, config)
             makeup = _makeup(flags, config, ranks, chunks)
             if makeup in alike:
                 alike[makeup].stages.append(number)
                 continue
-            kept.append(kept_by(list(weights(chunks)), config, sizes_of(flags, ranks)))
             chosen, late_with = settled(config, optimizer_config(flags), chunks)
             every = [chunks, *(built(*run, ranks) for run in runs[1:])]
             alike[makeup] = PlannedKind(
                 stages=[number],
                 members=tuple(world.stage_ranks(ranks)),
-                share=share_of(list(weights(chunks)), config, sizes_of(flags, ranks)),
+                share=share_of(routes_of(chunks, sizes, config), config),
                 gathers_early=chosen.early_param_gather != "off",
                 late_with=late_with,
                 planned=[
@@ -138,10 +136,10 @@ def planned_kinds(
         if matched.issuperset(config.patterns):
             break
         with as_rank(world.first_ranks(ranks)[number], flags, ranks):
-            matched |= matched_by(built(flags, config, ranks), ranks, config)
+            matched |= matched_patterns(built(flags, config, ranks), sizes, config)
     require_matched(matched, config)
     if len(numbers) == ranks.pp:
-        require_muons(sum((kind.share for kind in alike.values()), start=Share()), kept)
+        require_muons(sum((kind.share for kind in alike.values()), start=Share()))
     return list(alike.values())
 
 
@@ -199,5 +197,5 @@ def _held(planned: Planned, without: Container[Any]) -> Iterator[tuple[Any, int,
                 placed = Parameter(
                     "", (1, stop - start), None, whole, Span(start, stop), 0, (), (), ep_rank
                 )
-                for rank, piece in held_pieces(placed, grid):
+                for rank, piece in held_shards(placed, grid):
                     yield param, rank, piece.size

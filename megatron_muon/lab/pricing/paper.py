@@ -35,7 +35,7 @@ from megatron_muon.lab.pricing.work import Shape
 from megatron_muon.orthogonalize.iteration import ns_flops, scratch_elements
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.settings.config import MuonConfig
 
 _Bucket = tuple[int, int, int]  # EP rank, buffer, first element
@@ -75,7 +75,7 @@ def buckets_of(plan: ExchangePlan) -> list[BucketWork]:
     tp_rank_of = plan.grid.tp_ranks()
     held: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     parameter_of: dict[int, int] = {}
-    for segment in plan.segments:
+    for segment in plan.slices:
         work_of[segment.parameter].held[segment.rank] += segment.elements.size
         held[segment.matrix, tp_rank_of[segment.rank]][segment.rank] += segment.elements.size
         parameter_of[segment.matrix] = segment.parameter

@@ -26,7 +26,7 @@ from megatron_muon.orthogonalize.iteration import (
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.planning.rounds.cut import ELEMENTS_AT_ONCE, scratch_limit
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 
 _FP32 = 4
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": _FP32}

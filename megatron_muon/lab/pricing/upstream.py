@@ -30,7 +30,7 @@ from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.settings.config import MuonConfig
 
 TpMode = Literal["duplicated", "distributed"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,9 +12,7 @@ from megatron_muon.lab.dry_run.model import Ranks, ranks_of
 from megatron_muon.lab.dry_run.stages import (
     as_rank,
     built,
-    matched_by,
     planned_optimizers,
-    require_matched,
     sizes_of,
 )
 from megatron_muon.mcore.routing.matrices import matrices_of
@@ -26,16 +24,16 @@ from megatron_muon.mcore.routing.param_routing import (
     weights,
     why_adamw,
 )
+from megatron_muon.mcore.routing.routes import routes_of
 from megatron_muon.mcore.routing.survey import (
-    kept_by,
+    matched_patterns,
+    require_matched,
     share_of,
-    unknown_fusions,
     unknown_lines,
-    unsplit,
 )
 from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.process_groups import Sizes
-from megatron_muon.planning.describe import UNSPLIT, Share, fused_lines, share_lines, start_line
+from megatron_muon.planning.describe import Share, share_lines, start_line
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime.update import update_scale
 from megatron_muon.settings.config import MuonConfig
@@ -99,10 +97,7 @@ class RoutedStage:
         ranks: ranks of the world, by their number in the stage; with several optimizer instances,
             those of the first one.
         rows: every parameter, those of an expert's on every EP rank.
-        share: elements.
-        kept: elements of AdamW's 2-D weights, by what they are.
-        unsplit: the keys of ``describe.UNSPLIT`` that it has.
-        unknown_fusions: fused projections that are not split, since their rows are not known.
+        share: Muon's share of it.
         lines: those that a run prints about the stage at its start.
         plan_seconds: processor time of making its exchange plans.
     """
@@ -111,9 +106,6 @@ class RoutedStage:
     ranks: tuple[int, ...]
     rows: tuple[RoutedParameter, ...]
     share: Share
-    kept: Mapping[str, int]
-    unsplit: tuple[str, ...]
-    unknown_fusions: tuple[str, ...]
     lines: tuple[str, ...]
     plan_seconds: float
 
@@ -155,12 +147,9 @@ def routes(flags: Namespace, config: MuonConfig) -> Routes:
         with as_rank(rank, flags, ranks):
             chunks = built(flags, config, ranks)
             stages.append(_stage(flags, config, ranks, number, chunks))
-            matched |= matched_by(chunks, ranks, config)
+            matched |= matched_patterns(chunks, sizes_of(flags, ranks), config)
     require_matched(matched, config)
-    named = [leaf for leaf in UNSPLIT if any(leaf in stage.unsplit for stage in stages)]
-    fused = dict.fromkeys(name for stage in stages for name in stage.unknown_fusions)
-    kept = [stage.kept for stage in stages]
-    lines = share_lines([stage.share for stage in stages], named, kept) + fused_lines(list(fused))
+    lines = share_lines(sum((stage.share for stage in stages), start=Share()))
     return Routes(tuple(stages), tuple(lines), ranks)
 
 
@@ -185,19 +174,18 @@ def _stage(
         )
         earlier.append(planned.plan)
         planned_here.lines.append(line)
-    here = list(weights(chunks))
     sizes = sizes_of(flags, ranks)
+    here = routes_of(chunks, sizes, config)
     return RoutedStage(
         number=number,
         ranks=tuple(world.stage_ranks(ranks)),
         rows=tuple(
-            row for weight in here for row in _rows(weight, planned_here, config, sizes, chunks)
+            row
+            for weight in weights(chunks)
+            for row in _rows(weight, planned_here, config, sizes, chunks)
         ),
-        share=share_of(here, config, sizes),
-        kept=kept_by(here, config, sizes),
-        unsplit=tuple(unsplit(here, config, sizes)),
-        unknown_fusions=tuple(unknown_fusions(here, config, sizes)),
-        lines=(*unknown_lines(here, config, sizes), *planned_here.lines),
+        share=share_of(here, config),
+        lines=(*unknown_lines(here), *planned_here.lines),
         plan_seconds=planned_here.seconds,
     )
 

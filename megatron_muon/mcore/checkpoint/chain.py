@@ -8,18 +8,20 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_muon.mcore.checkpoint.buffers import OTHER_CUT
-from megatron_muon.mcore.checkpoint.interop.foreign import Source, converted, renamed
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.runtime.collectives import Group, all_gather_texts
 from megatron_muon.runtime.consensus import together
 from megatron_muon.settings.config import named
+
+if TYPE_CHECKING:
+    from megatron_muon.mcore.checkpoint.interop.foreign import Source
 
 T = TypeVar("T")
 
@@ -67,6 +69,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
 
     def _given(self, state_dict: Any) -> Any:
         if self.source is not None:
+            from megatron_muon.mcore.checkpoint.interop.foreign import converted
+
             config = self.chained_optimizers[0].muon.config
             state_dict = _of_any(converted(state_dict, self.source, config, WHOLE_WEIGHTS))
         return _for_parts(state_dict, len(self.chained_optimizers))
@@ -96,6 +100,8 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
     ) -> Any:
         if self.source is None or not is_loading:
             return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+        from megatron_muon.mcore.checkpoint.interop.foreign import renamed
+
         kwargs = _in_whole_weights(kwargs)
         state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
         for part in [state] if "param_state" in state else state.values():

@@ -40,7 +40,6 @@ from megatron_muon.mcore.checkpoint.buffers import (
     from_disk,
     to_disk,
 )
-from megatron_muon.mcore.checkpoint.interop.foreign import as_ours
 from megatron_muon.mcore.checkpoint.param_groups import (
     RECORD,
     as_megatron_pairs,
@@ -76,6 +75,8 @@ class MuonCheckpoint(ShardedState):
             self._refuse_other_order(state_dict["param_state_sharding_type"])
         saved = state_dict["optimizer"]
         if self.from_adamw == "sum":
+            from megatron_muon.mcore.checkpoint.interop.foreign import as_ours
+
             saved = as_ours([state_dict], self._muon.config)["optimizer"]
         own = self.optimizer.param_groups
         loaded = loaded_groups(own, saved["param_groups"])

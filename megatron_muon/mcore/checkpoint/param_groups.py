@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_muon.console import printable, say
-from megatron_muon.mcore.routing.multipliers import LR_MULTIPLIER
+from megatron_muon.mcore.routing.param_routing import LR_MULTIPLIER
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import canonical
 from megatron_muon.settings.config import MuonConfig, named

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal
@@ -18,11 +18,9 @@ from megatron_muon.mcore.checkpoint.buffers import (
     check_tensor,
     gathered_spans,
 )
-from megatron_muon.mcore.checkpoint.interop.foreign import moonshot_owner
 from megatron_muon.mcore.routing.param_routing import expert_name, weights
-from megatron_muon.mcore.wiring.buffers.placement import muons_of
+from megatron_muon.mcore.routing.routes import Route, muons_of
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
-from megatron_muon.mcore.wiring.process_groups import Sizes
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 
 Tensor = torch.Tensor
@@ -40,7 +38,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
         muon: the Muon part; None in a stub.
         stage_group: the ranks of this stage (and instance); all of them have the same optimizers.
         ep_rank, local_experts: this rank's experts, for names.
-        sizes: sizes of the stage's groups.
+        routes: of all parameters of this rank's model that train.
         from_adamw: the source of Muon's momentum while a checkpoint in AdamW's layout is read: see
             ``switch.reading_adamw``. None: the checkpoint is of this package's Muon.
         main_is_weight: the checkpoint being read has no main parameters, since the model's weights
@@ -52,7 +50,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     stage_group: Any = None
     ep_rank: int = 0
     local_experts: int = 0
-    sizes: Sizes
+    routes: Sequence[Route]
     from_adamw: FromAdamW | None = None
     main_is_weight: bool = False
     other_owner: list[str]
@@ -103,6 +101,8 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
 
     def _compare_owner(self, model_param: Parameter, tensors: Mapping[str, Any]) -> None:
         """Note a weight that AdamW updated before and Muon does now, or the reverse."""
+        from megatron_muon.mcore.checkpoint.interop.foreign import moonshot_owner
+
         zeros = [not tensors[key].any() for key in ADAMW_STATE]
         here = "muon" if self._muon.owns(self._shard_of[model_param]) else "adamw"
         if moonshot_owner(*zeros) not in (None, here):
@@ -160,7 +160,7 @@ class MuonState(DistributedOptimizer):  # type: ignore[misc]
     @cached_property
     def _muons(self) -> set[Parameter]:
         """Muon's parameters, even if this rank has no piece of them."""
-        return muons_of(self.model_chunks, self.sizes, self._muon.config)
+        return muons_of(self.routes)
 
     def _buffers(self) -> Iterator[tuple[int, Any, Any]]:
         """``(number, dtypes, grad buffer)``; the first two are keys of Megatron's state dicts."""

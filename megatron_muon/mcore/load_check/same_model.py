@@ -48,8 +48,7 @@ _OF_CONFIG = (
     *("enable_mhc_connections", "mtp_num_layers", "mtp_use_repeated_layer", "rotary_interleaved"),
     # multi-latent attention
     *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "v_head_dim"),
-    *("qk_pos_emb_head_dim", "rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor"),
-    *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    *("qk_pos_emb_head_dim", "rope_type", "rotary_base", "rotary_percent"),
     # experts
     *("num_moe_experts", "moe_layer_freq", "moe_router_topk", "moe_router_pre_softmax"),
     *("moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups"),
@@ -63,6 +62,11 @@ _OF_CONFIG = (
     # YaRN outside of multi-latent attention
     *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast"),
     *("yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
+)
+# Those of multi-latent attention with YaRN; two have other defaults before core 0.14.
+_OF_YARN = (
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim"),
 )
 # Settings that Megatron gives to GPTModel and similar classes, not to their configuration.
 _OF_MODEL = (
@@ -214,7 +218,8 @@ def _settings(chunk: Any) -> Settings:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     model = getattr(chunk, "language_model", chunk)  # of a model of images and text
-    found = {name: getattr(config, name) for name in _OF_CONFIG if hasattr(config, name)}
+    names = _OF_CONFIG + (_OF_YARN if getattr(config, "rope_type", None) == "yarn" else ())
+    found = {name: getattr(config, name) for name in names if hasattr(config, name)}
     found = {name: getattr(model, name) for name in _OF_MODEL if hasattr(model, name)} | found
     embedding = getattr(model, "rotary_pos_emb", None)
     frequencies = getattr(embedding, "inv_freq", None)

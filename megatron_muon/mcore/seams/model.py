@@ -1,4 +1,4 @@
-"""Megatron's models as far as the plugin uses them: classes, settings, and marks on parameters."""
+"""Megatron's models and process groups as far as the plugin uses them."""
 
 from megatron_muon.mcore.seams.row import Place
 
@@ -28,12 +28,18 @@ _LATER_DELTA = Place("megatron.core.ssm.gated_delta_net.gdn", "GatedDeltaNet", s
 _QKV = "which rows of linear_qkv are q, k and v"
 _ROWS = "which rows of latent attention are a head's or a latent's"
 _PARTS = "which rows of in_proj are which part's"
-_TP, _EP = "how many ranks share a dense weight", "how many ranks share a layer's experts"
+_TP, _EP = "the ranks that share a dense weight", "the ranks that share a layer's experts"
 _BLOCKS = "blocks of gate and up rows"
 _REFUSED = "refused if on, since Muon does not support it yet"
 _OFF = "refused if off"
 _SCALING = "refused if on with another recipe than delayed scaling"
 _EARLY = "refused with fp16 or experts, where Megatron trains wrongly"
+_STATE = Place("megatron.core.parallel_state")
+# A caller may give any object with these attributes; Megatron's own class has these names.
+_GROUPS = Place("megatron.core.process_groups_config", "ProcessGroupCollection", since=(0, 15))
+_STAGE, _EXPERT_TP = "the ranks of a stage", "the ranks that share an expert's weights"
+_SHARDS = "how many shards a grad buffer has, inside one optimizer instance"
+_CP = "with_context_parallel"
 ROWS = (
     # --- classes and functions
     Place("megatron.core").read("__version__", "which rows hold here"),
@@ -60,7 +66,7 @@ ROWS = (
     # --- settings
     _MODEL.has("num_moe_experts", "whether there are experts, and how many"),
     _MODEL.has("expert_model_parallel_size", _EP),
-    _MODEL.has("expert_tensor_parallel_size", "how many ranks share an expert's weights"),
+    _MODEL.has("expert_tensor_parallel_size", _EXPERT_TP),
     _MODEL.has("tensor_model_parallel_size", _TP),
     _MODEL.has("hidden_size", "rows of the legacy grouped experts' weight"),
     _MODEL.has("gated_linear_unit", "whether linear_fc1 has two halves"),
@@ -114,6 +120,34 @@ ROWS = (
     _SOFTMAX.has("attn_mask_type", "whether a mask that is not given is causal"),
     _SOFTMAX.has("scale", "a factor of the logits that the softmax itself applies"),
     _LAYER.has("layer_number", "a layer's number over all pipeline stages, from 1 on"),
+    # --- process groups
+    _STATE.called("get_tensor_and_data_parallel_group", _STAGE, _CP),
+    _STATE.called("get_tensor_model_parallel_group", _TP),
+    _STATE.called("get_expert_tensor_parallel_group", _EXPERT_TP),
+    _STATE.called("get_expert_model_parallel_group", _EP),
+    _STATE.called("get_pipeline_model_parallel_rank", "the number of the pipeline stage"),
+    _STATE.called("get_expert_model_parallel_rank", "which experts this rank has"),
+    _STATE.called("get_expert_model_parallel_world_size", _EP),
+    _STATE.called("get_tensor_model_parallel_world_size", _TP),
+    _STATE.called("get_expert_tensor_parallel_world_size", _EXPERT_TP),
+    _STATE.called(
+        "get_data_parallel_world_size", _SHARDS, f"{_CP} partial_data_parallel", since=(0, 18)
+    ),
+    _STATE.called(
+        "get_expert_data_parallel_world_size",
+        _SHARDS,
+        "partial_expert_data_parallel",
+        since=(0, 18),
+    ),
+    _GROUPS.has("tp", _TP),
+    _GROUPS.has("expt_tp", _EXPERT_TP),
+    _GROUPS.has("ep", _EP),
+    _GROUPS.has("pp", "the pipeline stages"),
+    _GROUPS.has("tp_dp_cp", _STAGE),
+    _GROUPS.has("dp_cp", "the ranks that shard a buffer of dense weights"),
+    _GROUPS.has("intra_dp_cp", "the same ranks, within one optimizer instance"),
+    _GROUPS.has("expt_dp", "the ranks that shard a buffer of experts' weights"),
+    _GROUPS.has("intra_expt_dp", "the same ranks, within one optimizer instance"),
     # --- marks on parameters
     _LAYERS.has("tensor_model_parallel", "whether TP splits it"),
     _LAYERS.has("partition_dim", "the dim that TP splits"),

@@ -6,7 +6,7 @@ _CORE = Place("megatron.core.optimizer")
 _DISTRIB = Place("megatron.core.optimizer.distrib_optimizer")
 _DIST = Place(_DISTRIB.module, "DistributedOptimizer")
 _CHAIN = Place(_CORE.module, "ChainedOptimizer")
-_SCALER = Place("megatron.core.optimizer.grad_scaler")
+_SCALER = Place("megatron.core.optimizer.grad_scaler", "DynamicGradScaler")
 _OWN_MUON = Place("megatron.core.optimizer.muon", since=(0, 16), until=(0, 17))
 _BUFFERS = Place("megatron.core.distributed.param_and_grad_buffer")
 _BUFFER = Place(_BUFFERS.module, "_ParamAndGradBuffer")
@@ -102,12 +102,7 @@ ROWS = (
         "get_parameters", "flat fp32 shards of the inner optimizer", "self", inherited=True
     ),
     # --- the loss scale, which the plugin makes dense and experts' optimizers share
-    _SCALER.called("DynamicGradScaler", "the loss scaler of a run in fp16, behind a stand-in"),
-    _SCALER.called("MegatronGradScaler.scale", "the factor of the loss, (1,) fp32"),
-    _SCALER.called("MegatronGradScaler.inv_scale", "the factor of gradients, which undoes it"),
-    _SCALER.called("DynamicGradScaler.update", "if a step overflowed", "self found_inf"),
-    _SCALER.called("DynamicGradScaler.state_dict", "its saved state", "self"),
-    _SCALER.called("DynamicGradScaler.load_state_dict", "the same back", "self state_dict"),
+    _SCALER.overridden("update", "is told if a step overflowed; moves the scale", "found_inf"),
     # --- shards and buffers
     _DIST.called(
         "_build_model_gbuf_range",

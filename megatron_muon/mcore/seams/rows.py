@@ -6,8 +6,8 @@ upgrade can break. A command's rows are beside the command (``lab/*/seams.py``).
 package's syntax trees to all of them.
 
 ``check_hooks`` compares the rows of every run with the installed megatron-core and torch,
-``check_training_hooks`` those of Megatron-LM, ``check_rows`` any. ``check_built`` compares an
-optimizer that Megatron has built. All raise an error that names the symbol.
+``check_rows`` any. ``check_built`` compares an optimizer that Megatron has built. All raise an
+error that names the symbol.
 """
 
 from __future__ import annotations
@@ -20,34 +20,32 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from megatron_muon.mcore.seams import (
-    checkpointing,
-    model,
-    optimizer,
-    parallel,
-    torch_internals,
-    training,
-)
+from megatron_muon.mcore.seams import checkpointing, model, optimizer
 from megatron_muon.mcore.seams.optimizer import GROUP_KEYS
-from megatron_muon.mcore.seams.row import Attribute, Seam
-from megatron_muon.mcore.seams.training import ARGUMENTS
+from megatron_muon.mcore.seams.row import Attribute, Place, Seam
 from megatron_muon.presence import SeamError, Version, check_version
 
 Row = Seam | Attribute
-_WAY_OUT = (
+WAY_OUT = (
     "If this Megatron is a fork's, give it the symbol that the release of its version has; else "
     "take a megatron_muon that knows it, or choose optimizer='adam'"
 )
 _TORCH_WAY_OUT = "take a megatron_muon that knows this torch, or one that it was tested with"
 
-CORE: tuple[Row, ...] = (
-    *model.ROWS,
-    *optimizer.ROWS,
-    *parallel.ROWS,
-    *checkpointing.ROWS,
-    *torch_internals.ROWS,
+# Torch's internals: names that a release may change without notice.
+_TORCH = (
+    *(
+        Place("torch").called(f"_foreach_{name}", "one kernel for a list of tensors")
+        for name in ("add_", "copy_", "mul", "mul_", "norm", "sub_")
+    ),
+    Place("torch.distributed.distributed_c10d").called(
+        "_get_default_store", "where the first rank to compare settings says if it asks"
+    ),
+    Place("torch._C").called("PyTorchFileReader", "reads the archives that torch.save writes"),
+    Place("torch.autograd").called("_profiler_enabled", "whether a profiler is on already"),
 )
-TRAINING: tuple[Seam, ...] = training.ROWS
+# What every run with Muon needs; ``training`` has what a run of Megatron-LM's scripts needs.
+CORE: tuple[Row, ...] = (*model.ROWS, *optimizer.ROWS, *checkpointing.ROWS, *_TORCH)
 
 
 def megatron_version() -> tuple[str, Version]:
@@ -80,15 +78,6 @@ def check_hooks() -> None:
         SeamError: names the version or the symbol, and the way out.
     """
     check_rows(CORE)
-
-
-def check_training_hooks() -> None:
-    """Compare the rows of Megatron-LM with the one that is imported.
-
-    Raises:
-        SeamError: names the symbol, and the way out.
-    """
-    check_rows(TRAINING)
 
 
 def check_rows(rows: Iterable[Row]) -> None:
@@ -130,7 +119,7 @@ def check_row(row: Row, version: str) -> None:
     if missing:
         raise SeamError(
             f"{row} of megatron-core {version} has no parameter {', '.join(missing)}, which "
-            f"megatron_muon needs: {row.relied_on}. {_WAY_OUT}"
+            f"megatron_muon needs: {row.relied_on}. {WAY_OUT}"
         )
 
 
@@ -151,34 +140,20 @@ def check_built(dist_opt: Any) -> None:
             if row.owner == owner and not hasattr(holder, row.name):
                 raise SeamError(
                     f"{type(holder).__name__} of megatron-core {megatron_version()[0]} has no "
-                    f"{row.name}, which megatron_muon needs: {row.relied_on}. {_WAY_OUT}"
+                    f"{row.name}, which megatron_muon needs: {row.relied_on}. {WAY_OUT}"
                 )
     for group in dist_opt.optimizer.param_groups:
         for key, relied_on in GROUP_KEYS.items():
             if key not in group and f"pre_{key}" not in group:
                 raise SeamError(
                     f"a parameter group of megatron-core {megatron_version()[0]} has no {key}, "
-                    f"which megatron_muon needs: {relied_on}. {_WAY_OUT}"
+                    f"which megatron_muon needs: {relied_on}. {WAY_OUT}"
                 )
-
-
-def check_arguments(args: Any) -> None:
-    """Check that Megatron-LM's arguments, once validated, have all that this package reads.
-
-    Raises:
-        SeamError: names the missing argument.
-    """
-    for name, relied_on in ARGUMENTS.items():
-        if not hasattr(args, name):
-            raise SeamError(
-                f"the arguments of Megatron-LM of core {megatron_version()[0]} have no {name}, "
-                f"which megatron_muon needs: {relied_on}. {_WAY_OUT}"
-            )
 
 
 def _missing(row: Row, version: str) -> SeamError:
     package = row.module.split(".")[0]
-    there, way_out = f"megatron-core {version}", _WAY_OUT
+    there, way_out = f"megatron-core {version}", WAY_OUT
     if package != "megatron":
         release = getattr(importlib.import_module(package), "__version__", "")
         there, way_out = f"{package} {release}", _TORCH_WAY_OUT

@@ -4,7 +4,11 @@ Wrappers of ``wrapped`` rows are in ``megatron_lm.install``; ``megatron_lm.autol
 one of ``initialize_megatron``.
 """
 
+from typing import Any
+
 from megatron_muon.mcore.seams.row import Place
+from megatron_muon.mcore.seams.rows import WAY_OUT, megatron_version
+from megatron_muon.presence import SeamError
 
 _PACKAGE = Place("megatron.training")
 _ARGS = Place("megatron.training.arguments")
@@ -109,3 +113,17 @@ ARGUMENTS = {
         "the sizes of the first pipeline stage, which the number of buckets comes from",
     ),
 }
+
+
+def check_arguments(args: Any) -> None:
+    """Check that Megatron-LM's arguments, once validated, have all that this package reads.
+
+    Raises:
+        SeamError: names the missing argument.
+    """
+    for name, relied_on in ARGUMENTS.items():
+        if not hasattr(args, name):
+            raise SeamError(
+                f"the arguments of Megatron-LM of core {megatron_version()[0]} have no {name}, "
+                f"which megatron_muon needs: {relied_on}. {WAY_OUT}"
+            )

@@ -13,8 +13,8 @@ from torch import Tensor, split_with_sizes
 from megatron_muon.mcore.watching import whole
 from megatron_muon.mcore.watching.rows import Message, dot, row_name
 from megatron_muon.planning.rounds.table import RoundTable
-from megatron_muon.planning.segments import Matrix
-from megatron_muon.runtime.exchange.pieces import Staged
+from megatron_muon.planning.slices import Matrix
+from megatron_muon.runtime.exchange.messages import Staged
 from megatron_muon.runtime.optimizer import DistributedMuon
 from megatron_muon.runtime.round import Shards
 from megatron_muon.runtime.update import update_scale
@@ -42,7 +42,7 @@ class MatrixObserver:
         main_params = self._muon.main_params
         for round in self._muon.exchange.rounds:
             leaving = round.leaving()
-            for run, gap in zip(_runs(round.table, main_params), leaving.runs, strict=True):
+            for run, gap in zip(_runs(round.table, main_params), leaving.slices, strict=True):
                 if gap is not None:
                     gap.copy_(run)
             leaving.moves.fill_(1)

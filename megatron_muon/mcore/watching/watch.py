@@ -20,7 +20,6 @@ from megatron_muon.mcore.watching.observer import MatrixObserver
 from megatron_muon.mcore.watching.record import Lines, scalars, start_record, step_record
 from megatron_muon.mcore.watching.rows import Message, Table, dot, muon_rows, row_name
 from megatron_muon.mcore.watching.warnings import Warnings
-from megatron_muon.mcore.wiring.buffers.placement import muons_of
 from megatron_muon.mcore.wiring.buffers.shards import owned_shards
 from megatron_muon.mcore.wiring.process_groups import Stage
 from megatron_muon.runtime import collectives
@@ -187,9 +186,9 @@ def _of_stage(
     muons: Muons, model_chunks: Sequence[Any], config: MuonConfig, stage: Stage
 ) -> dict[str, Any]:
     matrices = [matrix for _, muon in muons for matrix in muon.plan.matrices]
-    held, of_muon = list(weights(model_chunks)), muons_of(model_chunks, stage.sizes, config)
-    adamws = {row_name(w.name) for w in held if w.param.requires_grad and w.param not in of_muon}
-    share = share_of(held, config, stage.sizes)
+    routes = muons[0][0].routes
+    adamws = {row_name(route.weight.name) for route in routes if route.muon is None}
+    share = share_of(routes, config)
     work = [sum(flops) for flops in zip(*(muon.plan.ns_flops() for _, muon in muons), strict=True)]
     return {
         "muon": muon_rows(matrices, config),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 
 PANEL = 1 << 22  # elements of a panel, at most, unless a row or column has more
 FIRST_ITERATIONS, ITERATIONS = 30, 8  # of the power iteration: from a random start, and warm

@@ -41,7 +41,6 @@ def muon_config(args: Namespace) -> MuonConfig:
     settings = {field: setting_of(args, row) for field, row in ROWS.items()}
     # Settings whose default depends on another flag, or that need one.
     settings["matched_adamw_rms"] = _factor(args, settings)
-    settings["ns_coefficients"] = _coefficients(args, settings)
     settings["ns_dtype"] = _dtype(args, settings)
     settings["qk_clip_alpha"] = qk_clip_alpha(args)
     settings["log_file"] = _log_file(args, settings)
@@ -63,15 +62,6 @@ def _factor(args: Namespace, settings: dict[str, Any]) -> float:
         )
     given = setting_given(args, ROWS["matched_adamw_rms"])
     return 1.0 if given is None and not wants_upstreams(args) else settings["matched_adamw_rms"]
-
-
-def _coefficients(args: Namespace, settings: dict[str, Any]) -> Any:
-    custom = value_given(args, "muon_coefficient_type") == "custom"
-    if custom and value_given(args, "muon_ns_coefficients") is None:
-        raise ValueError(
-            "--muon-coefficient-type custom: give the numbers, --muon-ns-coefficients 'a,b,c;...'"
-        )
-    return settings["ns_coefficients"]
 
 
 def _dtype(args: Namespace, settings: dict[str, Any]) -> Any:
@@ -134,6 +124,11 @@ def _refuse_without_meaning(args: Namespace) -> None:
         raise ValueError(
             "--adamw-from-muon is for --optimizer adam, and this run has --optimizer muon: leave "
             "it out"
+        )
+    custom = value_given(args, "muon_coefficient_type") == "custom"
+    if custom and value_given(args, "muon_ns_coefficients") is None:
+        raise ValueError(
+            "--muon-coefficient-type custom: give the numbers, --muon-ns-coefficients 'a,b,c;...'"
         )
     for row in RUN_ROWS:
         if row.only is not None:

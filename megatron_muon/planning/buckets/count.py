@@ -113,12 +113,7 @@ def choose(buffers: Sequence[Buffer]) -> Choice | None:
 
 
 def cost(buffers: Sequence[Buffer], bucket_size: int) -> BucketCost:
-    """The cost if a bucket is closed as soon as it has ``bucket_size`` elements.
-
-    Args:
-        buffers: all buffers of a rank.
-        bucket_size: in elements.
-    """
+    """The cost if a bucket of a rank's buffers is closed as soon as it has so many elements."""
     count = boundary = waited = cut = 0
     for buffer in buffers:
         size, elements = buffer.dp_size, 0

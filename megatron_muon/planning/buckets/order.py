@@ -56,13 +56,7 @@ class Holders:
 
 
 def orders(buckets: Sequence[Bucket], holders: Holders, numerics: Numerics) -> Orders:
-    """The order of each bucket of a buffer: Megatron's, or one with few cuts where it sends less.
-
-    Args:
-        buckets: all buckets of the buffer, from its beginning.
-        holders: the ranks that have the buffer.
-        numerics: of the run; ``homes`` and the two speeds are read, too.
-    """
+    """The order of each bucket: Megatron's, or one with few cuts where it sends less."""
     own = [bucket.own() for bucket in buckets]
     fitting = [_fitting(bucket, holders.dp_size) for bucket in buckets]
     if fitting == own:

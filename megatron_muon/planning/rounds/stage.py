@@ -9,7 +9,7 @@ from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.homes import Price, Work, prices
 from megatron_muon.planning.rounds.cut import ROUND_PS, Loads, make_rounds, smaller_first
 from megatron_muon.planning.rounds.pipeline import Demand, pipeline_time
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 
 _Rounds = tuple[tuple[int, ...], ...]
 
@@ -44,13 +44,13 @@ def stage_rounds(
         Indices of parameters per round.
     """
     count, itemsize = owner[-1] + 1 if owner else 0, numerics.itemsize
-    moved = list(zip(owner, matrices, works, strict=True))
-    travels = {index for index, matrix, work in moved if set(work.held) != {matrix.home}}
+    every = list(zip(owner, matrices, works, strict=True))
+    travels = {index for index, matrix, work in every if set(work.held) != {matrix.home}}
     if any(len(work.held) > 1 for work in works):
         travels = set(range(count))
     homed: list[dict[int, int]] = [defaultdict(int) for _ in range(count)]
     taken: list[dict[int, int]] = [defaultdict(int) for _ in range(count)]
-    for index, matrix, work in moved:
+    for index, matrix, work in every:
         homed[index][matrix.home] += matrix.numel * itemsize
         for rank, elements in work.held.items():
             if rank != matrix.home:

@@ -169,9 +169,9 @@ def test_a_mixed_installation_is_refused_for_muon_alone(
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_a_megatron_of_another_shape_stops_muon_alone(patched: Path, optimizer: str) -> None:
     code = (
-        "import dataclasses, megatron_muon.mcore.seams.rows as rows\n"
-        "row = rows.TRAINING[0]\n"
-        "rows.TRAINING = (*rows.TRAINING, dataclasses.replace(row, name='gone'))\n"
+        "import dataclasses, megatron_muon.mcore.seams.training as rows\n"
+        "row = rows.ROWS[0]\n"
+        "rows.ROWS = (*rows.ROWS, dataclasses.replace(row, name='gone'))\n"
         "from megatron.training.arguments import parse_args, validate_args\n"
         "args = parse_args()\n"
         "print('parsed', args.optimizer)\n"

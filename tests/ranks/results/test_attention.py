@@ -99,7 +99,8 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
 
     from megatron_muon.mcore.routing.matrices import matrices_of
     from megatron_muon.mcore.routing.param_routing import weights
-    from megatron_muon.mcore.routing.survey import unknown_fusions
+    from megatron_muon.mcore.routing.routes import routes_of
+    from megatron_muon.mcore.routing.survey import share_of
     from megatron_muon.mcore.wiring.process_groups import Sizes
 
     initialize_parallel_state(topology)
@@ -114,9 +115,10 @@ def _rows_of_matrices(topology: Topology) -> tuple[dict[str, list[int]], list[st
     for weight in here:
         fused = "linear_qkv" in weight.name or "linear_kv" in weight.name
         if fused and weight.param.dim() == 2:
-            matrices, _ = matrices_of(weight, topology.tp, settings).matrices
+            matrices = matrices_of(weight, topology.tp, settings).matrices
             rows[weight.name.split(".")[0]] = [matrix.rows for matrix in matrices]
-    return rows, unknown_fusions(here, settings, sizes)
+    share = share_of(routes_of([model], sizes, settings), settings)
+    return rows, list(share.unknown_fusions)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

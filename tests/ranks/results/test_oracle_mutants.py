@@ -97,7 +97,7 @@ def _without_sums() -> Any:
 
 
 def _with_the_scale_of_a_strip() -> Any:
-    from megatron_muon.planning.segments import Matrix
+    from megatron_muon.planning.slices import Matrix
 
     return mock.patch.object(Matrix, "whole", property(lambda matrix: matrix.unit))
 

@@ -243,7 +243,7 @@ def _peers(topology: Topology) -> tuple[int, int]:
         shared = set().union(
             *(table.peers for table in round_tables(plan.for_rank(rank), plan.matrices))
         )
-        counts.append((megatron.muon.connect(), len(shared)))
+        counts.append((megatron.muon.exchange.connect(), len(shared)))
     take_step(built, 0)
     return sum(made for made, _ in counts), sum(shared for _, shared in counts)
 

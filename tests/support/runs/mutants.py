@@ -27,7 +27,7 @@ def _changed_plan(change: Callable[..., Any]) -> Iterator[None]:
 
 
 def _with_segments(plan: Any, segments: list[Any]) -> Any:
-    changed = replace(plan, segments=tuple(segments))
+    changed = replace(plan, slices=tuple(segments))
     changed.validate()
     return changed
 
@@ -43,7 +43,7 @@ def wrong_piece(of_experts: bool = False) -> AbstractContextManager[None]:
     def change(plan: Any, parameters: Any, grid: Any) -> Any:
         if _is_of_experts(parameters) is not of_experts:
             return plan
-        segments = list(plan.segments)
+        segments = list(plan.slices)
         for a, one in enumerate(segments):
             for b in range(a + 1, len(segments)):
                 two = segments[b]
@@ -90,12 +90,12 @@ def swapped_ep_ranks() -> AbstractContextManager[None]:
         count = len(plan.parameters) // grid.ep_size
         place = {
             (s.rank, s.parameter % count, s.elements.start, s.start): index
-            for index, s in enumerate(plan.segments)
+            for index, s in enumerate(plan.slices)
             if s.rank in (first, second)
         }
-        segments = list(plan.segments)
+        segments = list(plan.slices)
         for (rank, *rest), index in place.items():
-            other = plan.segments[place[(second if rank == first else first, *rest)]]
+            other = plan.slices[place[(second if rank == first else first, *rest)]]
             segments[index] = replace(segments[index], matrix=other.matrix)
         return _with_segments(plan, segments)
 

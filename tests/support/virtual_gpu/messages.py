@@ -60,7 +60,7 @@ def _by_round(plan: ExchangePlan) -> tuple[list[_Round], list[_Round]]:
     gathers: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     scatters: list[_Round] = [defaultdict(int) for _ in plan.rounds]
     round_of = plan.round_of()
-    for segment in plan.segments:
+    for segment in plan.slices:
         home, number = plan.matrices[segment.matrix].home, round_of[segment.parameter]
         if home == segment.rank:
             continue

@@ -15,8 +15,8 @@ from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.planning.plan import ExchangePlan
 from megatron_muon.runtime import fused
+from megatron_muon.runtime.exchange.messages import Exchange
 from megatron_muon.runtime.exchange.meter import Meter
-from megatron_muon.runtime.exchange.pieces import Exchange
 from megatron_muon.runtime.optimizer import MOMENTUM_KEY, DistributedMuon
 from megatron_muon.runtime.patches import replaced
 from megatron_muon.runtime.tracing import phases
@@ -71,14 +71,14 @@ def record_step(
     own = plan.for_rank(rank)
 
     def program(gpu: Gpu, group: Any) -> None:
-        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.pieces.items()}
+        shards = {index: torch.empty(span.size, device=CUDA) for index, span in own.shards.items()}
         for shard in shards.values():
             shard.grad = torch.empty_like(shard)
         state = {shard: {MOMENTUM_KEY: torch.empty_like(shard)} for shard in shards.values()}
         groups = [{"params": list(shards.values()), "lr": 1e-3, "weight_decay": 0.1}]
         meter, numerics = Meter(), Numerics(config)
         exchange = Exchange(own, plan.matrices, group, TORCH_DTYPE[numerics.travels], CUDA, meter)
-        phase = phases(lambda: None)
+        phase = phases()
         elementwise = fused.elementwise_on(CUDA, numerics)
         muon = DistributedMuon(numerics, plan, own, exchange, shards, meter, phase, elementwise)
         for _ in range(steps):

@@ -19,17 +19,16 @@ from megatron_muon.orthogonalize.matmul import (
     numerics_on,
     plan_device,
     products_on,
-    said_of_products,
     try_products,
 )
 from megatron_muon.orthogonalize.newton_schulz import (
     orthogonalize,
     standard_iteration,
 )
-from megatron_muon.orthogonalize.normalization import normalize
 from megatron_muon.orthogonalize.numerics import Numerics
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
+from support.normalized import normalize
 
 DTYPES = get_args(NsDtype)
 CPU_DEVICE = torch.device("cpu")
@@ -199,12 +198,3 @@ def test_the_process_cannot_make_fp32_less(dtype: NsDtype, iteration: NsIteratio
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-@pytest.mark.parametrize(
-    ("iteration", "said"),
-    [("standard", "plain matmul"), ("gram", "diagonal"), ("auto", "in the Gram iteration")],
-)
-def test_the_log_says_who_makes_them(iteration: NsIteration, said: str) -> None:
-    numerics = numerics_on(CPU_DEVICE, MuonConfig(ns_iteration=iteration))
-    assert said_of_products(numerics).endswith(said)

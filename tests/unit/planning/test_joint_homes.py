@@ -77,7 +77,7 @@ def test_what_a_rank_cannot_keep_stays_among_its_neighbours(
     experts = deepseek[1][1]
     moved = [
         (segment.rank, experts.matrices[segment.matrix].home)
-        for segment in experts.segments
+        for segment in experts.slices
         if segment.rank != experts.matrices[segment.matrix].home
     ]
     assert moved
@@ -101,7 +101,7 @@ def _after(works: list[Work], homes: list[int], before: Loads, price: Price) -> 
     flops, times = list(before.flops), list(before.times)
     for work, home in zip(works, homes, strict=True):
         flops[home] += work.flops
-        times[home] += work.flops * price.flop + work.moved(home) * price.element
+        times[home] += work.flops * price.flop + work.travelling(home) * price.element
     return Loads(tuple(flops), tuple(times))
 
 

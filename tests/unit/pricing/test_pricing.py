@@ -139,7 +139,7 @@ def test_bytes_of_the_model_are_those_of_the_plan() -> None:
     assert sent == plan.sent_bytes()
     held = [sum(work.held[rank] for work in rounds) for rank in range(plan.size)]
     assert held == [
-        sum(p.size for p in plan.for_rank(rank).pieces.values()) for rank in range(plan.size)
+        sum(p.size for p in plan.for_rank(rank).shards.values()) for rank in range(plan.size)
     ]
     for rank in range(plan.size):
         homes = [round.homes for round in plan.for_rank(rank).rounds]

@@ -15,7 +15,7 @@ from megatron_muon.orthogonalize.matmul import TORCH_DTYPE, numerics_on
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
 from megatron_muon.orthogonalize.numerics import Device, Numerics
 from megatron_muon.planning.layout import Strip
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.settings.coefficients import NsDtype
 from megatron_muon.settings.config import MuonConfig, NsIteration
 from support.one_home import step_of_home

@@ -24,7 +24,7 @@ from megatron_muon.orthogonalize.iteration import ns_flops
 from megatron_muon.orthogonalize.matmul import TORCH_DTYPE
 from megatron_muon.orthogonalize.newton_schulz import orthogonalize_staged
 from megatron_muon.planning.plan import ExchangePlan
-from megatron_muon.planning.segments import Segment
+from megatron_muon.planning.slices import Slice
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group
 from megatron_muon.runtime.optimizer import DistributedMuon, ParamGroups, State
@@ -45,10 +45,10 @@ class BucketRoutes:
     """
 
     matrices: tuple[int, ...]
-    slices: tuple[tuple[Segment, ...], ...]
-    kept: tuple[Segment, ...]
-    send_to: tuple[tuple[Segment, ...], ...]
-    receive_from: tuple[tuple[Segment, ...], ...]
+    slices: tuple[tuple[Slice, ...], ...]
+    kept: tuple[Slice, ...]
+    send_to: tuple[tuple[Slice, ...], ...]
+    receive_from: tuple[tuple[Slice, ...], ...]
     silent: bool
 
 
@@ -59,8 +59,8 @@ def routes(plan: ExchangePlan, rank: int) -> list[BucketRoutes]:
     for index, parameter in enumerate(plan.parameters):
         if parameter.ep_rank == ep:
             buckets[parameter.buffer, parameter.bucket.start].append(index)
-    of_parameter: dict[int, list[Segment]] = defaultdict(list)
-    for segment in plan.segments:
+    of_parameter: dict[int, list[Slice]] = defaultdict(list)
+    for segment in plan.slices:
         of_parameter[segment.parameter].append(segment)
     rows = plan.grid.of_ep(ep)
     return [
@@ -71,7 +71,7 @@ def routes(plan: ExchangePlan, rank: int) -> list[BucketRoutes]:
 
 def _bucket(
     plan: ExchangePlan,
-    segments: Sequence[Segment],
+    segments: Sequence[Slice],
     rows: Sequence[Sequence[int]],
     tp: int,
     dp: int,
@@ -104,7 +104,7 @@ def _bucket(
     )
 
 
-def _in_order(segment: Segment) -> tuple[int, int]:
+def _in_order(segment: Slice) -> tuple[int, int]:
     """A sort key with the same order on all TP ranks."""
     return segment.parameter, segment.elements.start
 
@@ -154,7 +154,7 @@ class PaperMuon(DistributedMuon):
                 self._update_runs(elementwise, shards, runs, of_runs)
 
     def _moved(
-        self, elementwise: Elementwise, shards: Shards, runs: Sequence[Segment]
+        self, elementwise: Elementwise, shards: Shards, runs: Sequence[Slice]
     ) -> dict[int, Tensor]:
         """Advance momentum; return the elements to orthogonalize of each parameter's piece."""
         held = list(dict.fromkeys(segment.parameter for segment in runs))
@@ -191,10 +191,10 @@ class PaperMuon(DistributedMuon):
         self,
         elementwise: Elementwise,
         shards: Shards,
-        runs: Sequence[Segment],
+        runs: Sequence[Slice],
         directions: Sequence[Tensor],
     ) -> None:
-        local = self.own.pieces
+        local = self.own.shards
         params, factors, decays = [], [], []
         for segment in runs:
             shard = shards[segment.parameter]
@@ -206,9 +206,9 @@ class PaperMuon(DistributedMuon):
 
     def _gather(self, bucket: BucketRoutes, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Whole matrices of a bucket, for those with a piece on this rank, in staging order."""
-        local = self.own.pieces
+        local = self.own.shards
 
-        def own(segment: Segment) -> Tensor:
+        def own(segment: Slice) -> Tensor:
             span = segment.elements.shift(-local[segment.parameter].start)
             return pieces[segment.parameter][span.start : span.stop]
 
@@ -243,11 +243,11 @@ class PaperMuon(DistributedMuon):
         return staged
 
 
-def _part(staged: Mapping[int, Tensor], segment: Segment) -> Tensor:
+def _part(staged: Mapping[int, Tensor], segment: Slice) -> Tensor:
     return staged[segment.matrix][segment.staged.start : segment.staged.stop]
 
 
-def _numel(segments: Sequence[Segment]) -> int:
+def _numel(segments: Sequence[Slice]) -> int:
     return sum(segment.elements.size for segment in segments)
 
 
@@ -255,9 +255,7 @@ def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat(list(tensors)) if tensors else like.new_empty(0)
 
 
-def _distribute(
-    elements: Tensor, staged: Mapping[int, Tensor], segments: Sequence[Segment]
-) -> None:
+def _distribute(elements: Tensor, staged: Mapping[int, Tensor], segments: Sequence[Slice]) -> None:
     for part, segment in zip(
         torch.split(elements, [s.elements.size for s in segments]), segments, strict=True
     ):

@@ -22,10 +22,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_muon.mcore.checkpoint.chain import CheckpointChain
 from megatron_muon.mcore.checkpoint.formats import MuonCheckpoint
 from megatron_muon.mcore.checkpoint.sharded import StateDict
+from megatron_muon.mcore.routing.param_routing import weights, why_adamw
 from megatron_muon.mcore.wiring import process_groups
-from megatron_muon.mcore.wiring.buffers.placement import local_experts, muons_of
+from megatron_muon.mcore.wiring.buffers.placement import local_experts
 from megatron_muon.mcore.wiring.buffers.shards import device_of, owned_shards
 from megatron_muon.mcore.wiring.process_groups import Sizes
+from megatron_muon.orthogonalize.matmul import numerics_on
 from megatron_muon.runtime.consensus import together
 from megatron_muon.runtime.patches import turn_into
 from megatron_muon.settings.config import MuonConfig
@@ -41,7 +43,9 @@ class _Former:
     """Stands in for the DistributedMuon that wrote the checkpoint, as MuonCheckpoint uses it."""
 
     def __init__(self, config: MuonConfig, part: Any) -> None:
+        self.numerics = numerics_on(device_of(part.model_chunks), config)
         self.config = config
+        self.numerics = numerics_on(device_of(part.model_chunks), config)
         self._muons = {id(shard) for shard in _young_shards(part, config)}
 
     def owns(self, shard: Tensor) -> bool:
@@ -193,9 +197,9 @@ def _turn_into_readers(parts: Sequence[Any], settings: Mapping[str, Any]) -> Muo
     config = MuonConfig(**settings)
     for part in parts:
         turn_into(part, MuonReader)
-        part.sizes = _sizes()
+        part._muons = _young(part, config)
         part.muon = _Former(config, part)
-        part.local_experts = local_experts(part.model_chunks, part.sizes.ep)
+        part.local_experts = local_experts(part.model_chunks, _sizes().ep)
         part.ep_rank = parallel_state.get_expert_model_parallel_rank()
     return config
 
@@ -243,8 +247,13 @@ def _step(part: Any) -> int:
 
 def _young_shards(part: Any, config: MuonConfig) -> list[Tensor]:
     """This rank's shards of the parameters that Muon with these settings would update."""
-    muons = muons_of(part.model_chunks, _sizes(), config)
+    muons = _young(part, config)
     return [shard for param, shard in owned_shards(part) if param in muons]
+
+
+def _young(part: Any, config: MuonConfig) -> set[torch.nn.Parameter]:
+    sizes, every = _sizes(), weights(part.model_chunks)
+    return {w.param for w in every if why_adamw(w, sizes.tp_of(w), config) is None}
 
 
 def _sizes() -> Sizes:

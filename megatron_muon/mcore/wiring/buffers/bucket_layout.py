@@ -20,9 +20,8 @@ from weakref import WeakSet
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_muon.mcore.routing.param_routing import weights, why_adamw
+from megatron_muon.mcore.routing.routes import routes_of
 from megatron_muon.mcore.seams.rows import megatron_version
-from megatron_muon.mcore.wiring.buffers.placement import unplaced
 from megatron_muon.mcore.wiring.buffers.shards import device_of
 from megatron_muon.mcore.wiring.process_groups import Sizes, sharing
 from megatron_muon.orthogonalize.matmul import KernelError, numerics_on
@@ -142,12 +141,8 @@ def _model(module: Any, pg_collection: Any) -> _Model | None:
     (tp_size, expert_tp_size), (dp_size, expert_dp_size) = sharing(module, pg_collection)
     sizes = Sizes(tp_size, expert_tp_size)
     try:
-        muons = {
-            weight.param: unplaced(weight, sizes.tp_of(weight), _config)
-            for weight in weights([module])
-            if weight.param.requires_grad
-            and why_adamw(weight, sizes.tp_of(weight), _config) is None
-        }
+        routes = routes_of([module], sizes, _config)
+        muons = {route.weight.param: route.muon for route in routes if route.muon is not None}
         numerics = numerics_on(device_of([module]), _config)
     except (ValueError, NotImplementedError, KernelError):
         return None

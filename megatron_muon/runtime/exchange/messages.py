@@ -1,4 +1,4 @@
-"""The exchange that a plan describes: pieces go to their homes, directions come back.
+"""The exchange that a plan describes: slices go to their homes, directions come back.
 
 Each round has one gather and one scatter over the stage: each is a message from every rank to every
 other one that it shares a matrix with. Other work runs between its start and its finish. A rank's
@@ -16,7 +16,7 @@ from torch import Tensor, split_with_sizes
 
 from megatron_muon.planning.rank_plan import RankPlan
 from megatron_muon.planning.rounds.table import Alike, RoundTable, round_tables
-from megatron_muon.planning.segments import Matrix
+from megatron_muon.planning.slices import Matrix
 from megatron_muon.runtime import collectives
 from megatron_muon.runtime.collectives import Group, Pending, Route
 from megatron_muon.runtime.exchange.meter import Meter
@@ -27,18 +27,18 @@ Counts = Sequence[tuple[int, int]]  # (rank of the stage, elements)
 
 @dataclass(slots=True)
 class Leaving:
-    """This rank's part of a round before it is gathered.
+    """This rank's buffers of a round before it is gathered.
 
     Attributes:
-        runs: for each run that is held here, the slice of ``kept`` or ``sent`` that takes its
+        slices: for each slice that is held here, the range of ``kept`` or ``sent`` that takes its
             momentum; None for a replica.
-        moves: takes 1 for each moving run that has a gradient, else 0.
-        kept: buffer of the runs that are home already, in staged order; the staged buffer itself
+        moves: takes 1 for each leaving slice that has a gradient, else 0.
+        kept: buffer of the slices that are home already, in staged order; the staged buffer itself
             where the round is ``in_place``.
-        sent: the message with the other runs.
+        sent: the message with the other slices.
     """
 
-    runs: list[Tensor | None]
+    slices: list[Tensor | None]
     moves: Tensor
     kept: Tensor
     sent: Tensor
@@ -46,13 +46,7 @@ class Leaving:
 
 @dataclass(slots=True)
 class Gathering:
-    """A round that is being gathered; ``finish_gather`` releases its buffers.
-
-    Attributes:
-        kept: see ``Leaving``.
-        moves: 1 for each kept run that has a gradient, else 0.
-        pending: the messages under way; None where this rank has none.
-    """
+    """A round that is being gathered: ``kept``, the flags of its slices, messages under way."""
 
     kept: Tensor
     moves: Tensor
@@ -64,8 +58,8 @@ class Staged:
     """The matrices of a round whose home this rank is.
 
     Attributes:
-        elements: flat, each matrix in staging order, in the order of ``alike``. In the dtype of
-            pieces; of directions once they are orthogonalized.
+        elements: flat, each matrix in staging order, in the order of ``alike``. In the dtype that
+            travels; in that of directions once they are orthogonalized.
         moves: bool, for each matrix: whether it has a gradient that is not zero in this step.
         alike: the matrices, grouped by layout.
     """
@@ -82,7 +76,7 @@ class Staged:
 
 @dataclass(slots=True)
 class Scattering:
-    """A round whose directions travel; ``finish_scatter`` releases its buffers."""
+    """A round whose directions travel: those that are kept, and messages under way."""
 
     kept: list[Tensor]
     pending: Pending | None
@@ -100,7 +94,6 @@ class Exchange:
         meter: counts the bytes sent.
 
     Attributes:
-        device: see above.
         rounds: this rank's part of each round, in order.
     """
 
@@ -123,7 +116,11 @@ class Exchange:
                 self._route(table.directions_to, table.directions_from),
                 self._like,
                 meter,
-                self._sharers(table, meter),
+                {
+                    alike.matrices: Sharers(alike.strips, plan.rank, group, self._world, meter)
+                    for alike in table.alike
+                    if alike.strips
+                },
             )
             for table in round_tables(plan, matrices)
         ]
@@ -147,14 +144,6 @@ class Exchange:
             pending.wait()
         return len(peers)
 
-    def _sharers(self, table: RoundTable, meter: Meter) -> dict[tuple[int, ...], Sharers]:
-        made = {}
-        for alike in table.alike:
-            if alike.strips:
-                sharers = Sharers(alike.strips, self._rank, self._group, self._world, meter)
-                made[alike.matrices] = sharers
-        return made
-
     def _route(self, to: Counts, received_from: Counts) -> Route:
         return Route.of(self._group, self._world, self._rank, to, received_from)
 
@@ -164,8 +153,7 @@ class RoundExchange:
 
     Args:
         table: this rank's part of the round.
-        gather: messages that take pieces to their homes.
-        scatter: messages that take directions back.
+        gather, scatter: the messages to homes, and those of directions.
         like: a tensor of the dtype in which elements travel, on the device of the matrices.
         meter: counts the bytes sent.
         sharers: by ``Alike.matrices``, the homes of each matrix that this rank shares.
@@ -185,15 +173,13 @@ class RoundExchange:
 
         self.table = table
         self._gather, self._scatter = gather, scatter
-        self._sent_flags, self._received_flags = (
-            index(table.sent_flags),
-            index(table.received_flags),
-        )
+        self._sent_flags = index(table.sent_flags)
+        self._received_flags = index(table.received_flags)
         self._places = index(table.places)
         self._firsts = index([0, *accumulate(table.staged_sizes)][:-1])
         self._of_firsts = index(table.staged_places)
         own = len(table.kept_sizes) if table.in_place else 0  # these are in their place
-        self._copied = [at for at, part in enumerate(table.staged_from) if part >= own]
+        self._copied = [at for at, source in enumerate(table.staged_from) if source >= own]
         self._like, self._meter, self._sharers = like, meter, sharers
 
     def sharing(self, alike: Alike) -> Sharers:
@@ -201,25 +187,25 @@ class RoundExchange:
         return self._sharers[alike.matrices]
 
     def leaving(self) -> Leaving:
-        """New buffers, into which the round's runs must be written before ``start_gather``."""
+        """New buffers, into which the round's slices must be written before ``start_gather``."""
         table = self.table
         sizes = table.staged_sizes if table.in_place else table.kept_sizes
         kept, sent = self._empty(sum(sizes)), self._empty(sum(table.sent_sizes))
-        sent_parts = split_with_sizes(sent, table.sent_sizes)
-        parts = [*self._kept_runs(kept), *(sent_parts[i] for i in table.sent_parts)]
-        runs: list[Tensor | None] = [None] * len(table.matrices)
-        for run, part in zip(table.moving, parts, strict=True):
-            runs[run] = part
-        return Leaving(runs, self._empty(len(table.moving)), kept, sent)
+        in_message = split_with_sizes(sent, table.sent_sizes)
+        targets = [*self._kept_slices(kept), *(in_message[i] for i in table.sent_slices)]
+        slices: list[Tensor | None] = [None] * len(table.matrices)
+        for number, target in zip(table.leaving, targets, strict=True):
+            slices[number] = target
+        return Leaving(slices, self._empty(len(table.leaving)), kept, sent)
 
     def start_gather(self, leaving: Leaving) -> Gathering:
         """Start to bring every matrix of the round to its home.
 
-        After its elements a message has a flag for each of its runs: 0 where the gradient is all
+        After its elements a message has a flag for each of its slices: 0 where the gradient is all
         zero, else 1.
 
         Args:
-            leaving: the buffers of ``leaving``, with the runs and ``moves`` written.
+            leaving: the buffers of ``leaving``, with the slices and ``moves`` written.
         """
         table, moves = self.table, leaving.moves
         if table.sent_flags:
@@ -241,81 +227,76 @@ class RoundExchange:
             counts.index_add_(0, self._places, moves)
         return Staged(elements, counts > 0, table.alike)
 
-    def _kept_runs(self, kept: Tensor) -> Sequence[Tensor]:
+    def _kept_slices(self, kept: Tensor) -> Sequence[Tensor]:
         table = self.table
         if not table.in_place:
             return split_with_sizes(kept, table.kept_sizes)
         places = split_with_sizes(kept, table.staged_sizes)
-        return [places[part] for part in table.kept_parts]
+        return [places[number] for number in table.kept_staged]
 
     def _assembled(self, kept: Tensor, received: Tensor) -> Tensor:
         table = self.table
-        parts = [*self._kept_runs(kept), *split_with_sizes(received, table.received_sizes)]
+        slices = [*self._kept_slices(kept), *split_with_sizes(received, table.received_sizes)]
         staged = kept if table.in_place else self._empty(sum(table.staged_sizes))
         places = split_with_sizes(staged, table.staged_sizes)
-        sources = [parts[table.staged_from[at]] for at in self._copied]
+        sources = [slices[table.staged_from[at]] for at in self._copied]
         _copy([places[at] for at in self._copied], sources)
         return staged
 
     def mark(self, staged: Staged, marks: Tensor) -> None:
-        """Make the first element of each run of some directions NaN.
+        """Make the first element of each slice of some directions NaN.
 
-        By it every rank that holds a run knows that the direction is not to be applied
+        By it every rank that holds a slice knows that the direction is not to be applied
         (``update.Elementwise``): so all of them do the same, and nothing more travels.
 
         Args:
             staged: directions.
             marks: for each of its matrices NaN, or -0.0, which changes no element.
         """
-        elements, of_runs = staged.elements, marks.index_select(0, self._of_firsts)
-        marked = elements.index_select(0, self._firsts).add_(of_runs)
+        elements, of_slices = staged.elements, marks.index_select(0, self._of_firsts)
+        marked = elements.index_select(0, self._firsts).add_(of_slices)
         elements.index_copy_(0, self._firsts, marked)
 
     def start_scatter(self, staged: Staged) -> Scattering:
-        """Start to send the round's directions to the ranks that hold pieces of its matrices.
-
-        Args:
-            staged: the result of ``finish_gather``, whose elements are directions by now. It is
-                emptied.
-        """
-        kept, sent = self._leaving(staged.taken())
+        """Start to send the directions, and empty ``staged``, whose elements they are by now."""
+        kept, sent = self._directions(staged.taken())
         pending = collectives.start_messages("muon/scatter", sent, self._scatter)
         self._meter.scatter_bytes += sent.nbytes
         return Scattering(kept, pending)
 
-    def _leaving(self, staged: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Directions of the runs that are held here, and the message with all others."""
+    def _directions(self, staged: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Directions of the slices that are held here, and the message with all others."""
         table = self.table
-        parts = split_with_sizes(staged, table.staged_sizes)
+        slices = split_with_sizes(staged, table.staged_sizes)
         if not table.directions_to:  # all are held here
-            return list(parts), staged.new_empty(0)
-        sizes = [table.staged_sizes[part] for part in table.direction_parts]
-        own = [parts[part] for part in table.kept_parts]
-        leaving = [parts[part] for part in table.direction_parts]
+            return list(slices), staged.new_empty(0)
+        own = [slices[number] for number in table.kept_staged]
+        leaving = [slices[number] for number in table.scattered]
+        sizes = [table.staged_sizes[number] for number in table.scattered]
+        sent = staged.new_empty(sum(sizes))
+        in_message = split_with_sizes(sent, sizes)
         if table.in_place:
-            sent = staged.new_empty(sum(sizes))
-            _copy(split_with_sizes(sent, sizes), leaving)
+            _copy(in_message, leaving)
             return own, sent
         kept = list(split_with_sizes(staged.new_empty(sum(table.kept_sizes)), table.kept_sizes))
-        sent = staged.new_empty(sum(sizes))
-        _copy([*kept, *split_with_sizes(sent, sizes)], [*own, *leaving])
+        _copy([*kept, *in_message], [*own, *leaving])
         return kept, sent
 
     def finish_scatter(self, scattering: Scattering) -> list[Tensor]:
-        """The directions of each run that is held here, ``(n,)``."""
-        parts, scattering.kept = scattering.kept, []
+        """The directions of each slice that is held here, ``(n,)``."""
+        directions, scattering.kept = scattering.kept, []
         received = _received(scattering)
         if received is not None:
-            parts = [*parts, *split_with_sizes(received, self.table.direction_sizes)]
-        return [parts[part] for part in self.table.direction_of]
+            directions = [*directions, *split_with_sizes(received, self.table.direction_sizes)]
+        return [directions[number] for number in self.table.direction_of]
 
     def _empty(self, numel: int) -> Tensor:
         return self._like.new_empty(numel)
 
 
-def _received(moving: Gathering | Scattering) -> Tensor | None:
+def _received(under_way: Gathering | Scattering) -> Tensor | None:
     """Wait for the received elements, and release the sent ones; None without messages."""
-    pending, moving.pending = moving.pending, None
+    pending, under_way.pending = under_way.pending, None
     return None if pending is None else pending.wait()
 
 

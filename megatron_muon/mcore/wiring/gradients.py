@@ -1,11 +1,14 @@
-"""The gradient norm of a step that does not wait until the GPU has computed it."""
+"""Megatron's loss scale and gradient norm, as far as Muon's step needs them otherwise."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from megatron_muon.runtime.patches import turn_into
 
 
 class LateNorm:
@@ -72,3 +75,34 @@ def norm_grads(
     replaced = list(counted)
     replaced[smallest] = counted[smallest] + unusable
     return replaced
+
+
+def share_loss_scale(dist_opts: Sequence[Any]) -> None:
+    """Give all optimizers of a model, as Megatron built them, the scaler of the first, if any.
+
+    Megatron gives each DistributedOptimizer a dynamic scaler of its own. It multiplies the loss by
+    the dense scale and divides each gradient by the scale of its optimizer. So an overflow in
+    experts alone lowers only the experts' scale. Then the loss is multiplied by one number and
+    experts' gradients are divided by another. The dense scale, which caused the overflow, never
+    goes down (ChainedOptimizer.get_loss_scale and prepare_grads in core/optimizer/optimizer.py).
+
+    The scale changes once all of them have said whether they found an overflow, so that all divide
+    a step's gradients by the same number.
+    """
+    scaler = dist_opts[0].grad_scaler
+    if scaler is None:
+        return
+    overflows: list[bool] = []
+
+    class SharedGradScaler(type(scaler)):  # type: ignore[misc]
+        """A scaler of Megatron's that several optimizers share."""
+
+        def update(self, found_inf: bool) -> None:
+            overflows.append(found_inf)
+            if len(overflows) == len(dist_opts):
+                super().update(any(overflows))
+                overflows.clear()
+
+    turn_into(scaler, SharedGradScaler)
+    for dist_opt in dist_opts:
+        dist_opt.grad_scaler = scaler
