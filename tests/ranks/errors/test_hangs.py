@@ -28,7 +28,7 @@ TIMEOUT = 6.0  # of the process groups, in seconds
 # For each phase that communicates, the one before it, in which rank 1 fails, and what it calls.
 PHASES = {
     "muon/gather": ("muon/momentum", "_advance_momentum"),
-    "muon/scatter": ("muon/newton_schulz", "_orthogonalize_alike"),
+    "muon/scatter": ("muon/newton_schulz", "_orthogonalize_whole"),
     "muon/share": ("muon/newton_schulz", "_orthogonalize_shared"),
     "muon/turn": ("muon/newton_schulz", "_orthogonalize_shared"),
 }
@@ -148,7 +148,7 @@ def _error_on_every_stage(topology: Topology, ended: Path) -> str:
     if dist.get_rank() == 1:
         for megatron in built.optimizer.chained_optimizers:
             for round in megatron.muon.rounds:
-                round._orthogonalize_alike = lambda *args: _stop(ended)
+                round._orthogonalize_whole = lambda *args: _stop(ended)
     for step in (1, 2):
         try:
             take_step(built, step)

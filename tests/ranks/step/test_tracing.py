@@ -71,5 +71,5 @@ def _failing(phase_method: str) -> str:
 
 
 def test_an_error_inside_a_phase_says_which() -> None:
-    (notes,) = run(_failing, 1, "_orthogonalize_alike")
+    (notes,) = run(_failing, 1, "_orthogonalize_whole")
     assert notes == "in phase muon/newton_schulz of Muon's step"
