@@ -49,8 +49,8 @@ def choose_buckets(args: Namespace) -> list[str]:
         return []  # Megatron makes one bucket of each buffer then
     if any(getattr(args, f"hybrid_{name}_pattern", None) for name in ("override", "layer")):
         return [
-            "--muon-dp-layout contiguous: Megatron's own buckets, since what the layers of a "
-            "hybrid model have is not known here; --ddp-num-buckets sets their number"
+            "--muon-dp-layout contiguous: Megatron's own buckets, since the sizes of a hybrid "
+            "model's layers are unknown here; --ddp-num-buckets sets their number"
         ]
     here = buffers(args, REFERENCE_DP_SIZE)
     chosen = choose(here)

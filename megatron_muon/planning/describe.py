@@ -82,8 +82,8 @@ def share_lines(share: Share) -> list[str]:
     ]
     if min(all_of_it, activated) < 0.5:
         lines.append(
-            f"{PREFIX} warning: less than half is Muon's; {_kept(share)}: expect little difference "
-            "from AdamW"
+            f"{PREFIX} warning: Muon updates less than half of the parameters; {_kept(share)}: "
+            "expect little difference from AdamW"
         )
     if share.unknown_fusions:
         lines.append(

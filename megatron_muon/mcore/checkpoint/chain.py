@@ -134,11 +134,11 @@ class CheckpointChain(ChainedOptimizer):  # type: ignore[misc]
             return
         if not os.path.exists(filename):
             raise FileNotFoundError(
-                f"the checkpoint lacks the optimizer's file {filename}: it is lost, or the run was "
-                f"cut otherwise. {OTHER_CUT}"
+                f"The optimizer's file {filename} is missing: it was deleted, or the checkpoint "
+                f"was saved with a different parallel layout. {OTHER_CUT}"
             )
         if not zipfile.is_zipfile(filename):  # its table of contents is at the end
-            raise ValueError(f"{filename} is cut off, or is no file of torch.save")
+            raise ValueError(f"{filename} is truncated, or was not written by torch.save")
 
     def _together(self, act: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """``consensus.together``, without stubs, for what comes before Megatron communicates.

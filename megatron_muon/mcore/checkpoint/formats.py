@@ -144,8 +144,9 @@ class MuonCheckpoint(ShardedState):
             saved_buffer = given.get(index, {}).get(dtypes)
             if saved_buffer is None:
                 raise ValueError(
-                    f"the checkpoint has no optimizer state of grad buffer {index} of {dtypes}: it "
-                    f"is of another model or precision, or was cut otherwise. {OTHER_CUT}"
+                    f"The checkpoint has no optimizer state for grad buffer {index} ({dtypes}): it "
+                    "was saved with a different model, precision or parallel layout. "
+                    f"{OTHER_CUT}"
                 )
             if self.from_adamw is None:
                 own = from_disk(saved_buffer, self._places(index), buffer.numel_unpadded)
@@ -159,10 +160,9 @@ class MuonCheckpoint(ShardedState):
         """Refuse AdamW's formats that lie in the order of buckets, if our buckets have another."""
         if self._muon.config.align_shards and not format.startswith("fully_"):
             raise ValueError(
-                f"AdamW's optimizer state in the format {format} lies in the order of Megatron's "
-                "buckets, and align_shards gives them another: in Megatron-LM start this once with "
-                "--muon-dp-layout bucketed (align_shards=False in MuonConfig); what it saves loads "
-                "in either order"
+                f"AdamW's optimizer state in the format {format} is in Megatron's bucket order, "
+                "but align_shards reorders the buckets. Start once with --muon-dp-layout bucketed "
+                "(align_shards=False in MuonConfig); later saves load in either order"
             )
 
     def _part_steps(self) -> None:

@@ -93,7 +93,7 @@ def _check_model(saved: Digest, own: tuple[Table, Settings], folder: str, exact:
         )
     if not changed:
         return
-    told = f"{folder} was saved by a model that computes another function: {'; '.join(changed)}"
+    told = f"{folder} was saved by a model with other settings: {'; '.join(changed)}"
     if exact:
         raise DigestError(f"{told}. {SETTINGS_WAY_OUT}")
     if dist.get_rank() == 0:

@@ -234,13 +234,13 @@ class Saving:
                 # marked anew, so that the other save is not sealed
                 digest.begin(self.folder, self.content["wrote"], self.save)
                 raise RuntimeError(
-                    f"{self.folder} may have files of two saves, so it is not complete: "
-                    f"{digest.saved_by(self.save)}, and {digest.saved_by(part['save'])}. Let one "
-                    "job at a time save there, or give each a folder of its own"
+                    f"{self.folder} may contain files of two saves, so it is not complete: "
+                    f"{digest.saved_by(self.save)}, and {digest.saved_by(part['save'])}. Let only "
+                    "one job save there, or give each a folder of its own"
                 )
         files: Files = {name: entry for part in parts for name, entry in part["files"].items()}
         if not files:
-            raise RuntimeError(f"this save has written no file into {self.folder}, as far as seen")
+            raise RuntimeError(f"This save wrote no files into {self.folder}")
         digest.finish(self.folder, {**self.content, "files": files})
 
 

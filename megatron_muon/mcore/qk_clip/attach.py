@@ -131,8 +131,8 @@ def _refuse_modes(optimizer_config: Any, model_chunks: Sequence[Any]) -> None:
     """Refuse what keeps main parameters elsewhere, or gathers weights before the clip."""
     if not optimizer_config.use_distributed_optimizer:
         raise ValueError(
-            f"{named('qk_clip')} clips what the distributed optimizer has of the weights: set "
-            "use_distributed_optimizer (--use-distributed-optimizer), or leave it out"
+            f"{named('qk_clip')} clips shards of the distributed optimizer: set "
+            "use_distributed_optimizer (--use-distributed-optimizer), or drop it"
         )
     modes = {
         "use_precision_aware_optimizer": "the optimizer keeps the main parameters to itself",

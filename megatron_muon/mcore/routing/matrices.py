@@ -86,10 +86,10 @@ def _require_spectral(weight: Weight, config: MuonConfig) -> None:
     """Its rows are inputs: only ``spectral`` has the same scale for a matrix and its transpose."""
     if config.scale_mode != "spectral":
         raise NotImplementedError(
-            f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} goes by outputs "
-            "over inputs, and the legacy GroupedMLP holds its experts transposed: use 'spectral', "
-            "experts of another class (Transformer Engine's, or no --moe-grouped-gemm), or put "
-            f"it in {named('muon_exclude')} of MuonConfig"
+            f"{weight.name}: {named('scale_mode')} {config.scale_mode!r} depends on outputs / "
+            "inputs, but the legacy GroupedMLP stores its experts transposed: use 'spectral', "
+            "experts of another class (Transformer Engine's, or no --moe-grouped-gemm), or "
+            f"{named('muon_exclude')}"
         )
 
 

@@ -209,9 +209,8 @@ def _why_adamw_by_itself(weight: Weight, tp_size: int) -> str | None:
         return "marked use_muon=False"
     if is_adapter(weight):
         raise NotImplementedError(
-            f"{weight.name} looks like the weight of an adapter, whose two factors Muon would "
-            f"orthogonalize each for itself: decide by naming it in {named('muon_include')} or "
-            f"{named('muon_exclude')} of MuonConfig"
+            f"{weight.name} looks like an adapter's weight; Muon would orthogonalize its two "
+            f"factors separately. Choose with {named('muon_include')} or {named('muon_exclude')}"
         )
     return _by_type(weight)
 

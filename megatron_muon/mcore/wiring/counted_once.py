@@ -59,9 +59,9 @@ def count_once(parts: Sequence[Any], stage: Stage) -> list[str]:
 def _line(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
-        f"[megatron_muon] Megatron's gradient norm would count {', '.join(names[:3])}{more} on too "
-        "many or too few TP ranks, by marks that are wrong there: this run counts each weight "
-        "once, so that its clip is that of one process. Runs with --optimizer adam keep Megatron's"
+        f"[megatron_muon] Megatron would count {', '.join(names[:3])}{more} on the wrong number of "
+        "TP ranks in the gradient norm. This run counts each weight once; runs with --optimizer "
+        "adam keep Megatron's norm"
     )
 
 

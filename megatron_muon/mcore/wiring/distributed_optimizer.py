@@ -105,7 +105,7 @@ def muon_over(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
         @torch.no_grad()
         def step(self, closure: None = None, **kwargs: Any) -> None:
             if closure is not None:
-                raise TypeError("Muon takes no closure: Megatron's gradients are ready")
+                raise TypeError("optimizer.step() does not accept a closure with Muon")
 
             def step_adamw() -> None:
                 with _hidden_grads(self.muon.main_params.values()):

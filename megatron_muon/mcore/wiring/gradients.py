@@ -38,10 +38,10 @@ class LateNorm:
         value = float(self._norm)
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"the gradients' norm of the step before was {value}: gradients were missing, NaN, "
-                "Inf or beyond 1e19. That step has changed parameters and optimizer state, which "
-                "are not saved: go on from the last checkpoint. Megatron names the first bucket "
-                "with such gradients, before a step, with --check-for-nan-in-loss-and-grad"
+                f"The previous step's gradient norm was {value}: gradients were missing, NaN, Inf "
+                "or above 1e19. That step has already changed parameters in memory: resume from "
+                "the last checkpoint. With --check-for-nan-in-loss-and-grad Megatron names the "
+                "first bucket with such gradients before a step"
             )
 
 

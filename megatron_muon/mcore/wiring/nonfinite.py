@@ -109,15 +109,15 @@ class NonfiniteReport:
             more = f" and {len(ended) - _MOST} more" if len(ended) > _MOST else ""
             momenta = any(every[name].momenta for name in ended)
             raise FloatingPointError(
-                f"{', '.join(ended[:_MOST])}{more}: left out of steps before each of the last "
-                f"{self._limit} lines of the log ({named('nonfinite_limit')}), since the direction "
-                f"was not finite. {_OF_MOMENTA if momenta else _OF_DIRECTIONS}"
+                f"{', '.join(ended[:_MOST])}{more}: the direction was not finite before each of "
+                f"the last {self._limit} lines of the log ({named('nonfinite_limit')}), so these "
+                f"matrices were not updated. {_OF_MOMENTA if momenta else _OF_DIRECTIONS}"
             )
 
 
 _OF_MOMENTA = (
-    "Nor is the momentum, which stays so: go on from a checkpoint from before that; Megatron names "
-    "gradients that are not finite with --check-for-nan-in-loss-and-grad"
+    "The momentum is not finite either and will not recover: resume from an earlier checkpoint. "
+    "With --check-for-nan-in-loss-and-grad Megatron names gradients that are not finite"
 )
 _OF_DIRECTIONS = (
     "The momentum is finite, so Newton-Schulz overflowed: set "

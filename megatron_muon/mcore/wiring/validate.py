@@ -123,8 +123,8 @@ def _refuse_frozen_too_late(model_chunks: Sequence[Any]) -> None:
     for weight in weights(model_chunks):
         if not weight.param.requires_grad and weight.param in placed:
             raise ValueError(
-                f"{weight.name} is frozen, but has a place in DDP's gradient buffers: freeze "
-                "parameters before wrapping the model in DistributedDataParallel"
+                f"{weight.name} was frozen after DistributedDataParallel had allocated its "
+                "gradient: freeze parameters before wrapping the model"
             )
 
 

@@ -153,5 +153,5 @@ def _frozen_too_late() -> str:
 
 def test_freezing_after_the_buffers_are_made_is_an_error() -> None:
     one, other = run(_frozen_too_late, 2)
-    assert one.startswith("ValueError: decoder.layers.0.mlp.linear_fc1.weight is frozen, but")
+    assert one.startswith("ValueError: decoder.layers.0.mlp.linear_fc1.weight was frozen after")
     assert other.startswith("RuntimeError: rank 0 stopped this run: decoder.layers.0.mlp.linear_f")

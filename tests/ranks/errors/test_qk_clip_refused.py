@@ -24,7 +24,7 @@ REFUSED: dict[str, Refused] = {
         ADAM,
         ("optimizer", "use_distributed_optimizer", False),
         OURS,
-        "qk_clip (--muon-qk-clip) clips what the distributed optimizer has of the weights",
+        "qk_clip (--muon-qk-clip) clips shards of the distributed optimizer",
     ),
     "precision-aware": (
         ADAM,

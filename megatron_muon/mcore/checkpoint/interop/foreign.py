@@ -180,10 +180,10 @@ def refuse(writer: Writer | None) -> None:
     """Refuse a checkpoint whose optimizer state has no names; ValueError says so."""
     if writer == "megatron_torch":
         raise ValueError(
-            "the checkpoint is of Megatron's own Muon in the format torch: its optimizer state "
-            "(layer_wise_optimizer_N.pt, where ranks share it) is by number and not by name, and "
-            "nothing says which weights rank N had. Save it with --ckpt-format torch_dist, or load "
-            "the model alone (--no-load-optim)"
+            "The checkpoint was saved by Megatron's own Muon in the format torch, which numbers "
+            "its optimizer state (layer_wise_optimizer_N.pt) and does not record which weights "
+            "rank N owned. Save it with --ckpt-format torch_dist, or load the model alone "
+            "(--no-load-optim)"
         )
 
 
@@ -310,8 +310,8 @@ def _mu(states: Sequence[Mapping[str, Any]]) -> float:
     momenta = {float(group[key]) for group in groups_of(states) for key in _MU if key in group}
     if len(momenta) != 1:
         raise ValueError(
-            "the checkpoint, of Megatron's own Muon, must say one momentum coefficient in its "
-            f"parameter groups, to make a sum of its mean; it says {sorted(momenta) or 'none'}"
+            "Cannot convert the momentum of Megatron's own Muon: all of its parameter groups "
+            f"must have one momentum coefficient, but they have {sorted(momenta) or 'none'}"
         )
     (mu,) = momenta
     return mu

@@ -194,7 +194,9 @@ def _meets_another_save(case: Case, topology: Topology, format: str, folder: str
 @pytest.mark.parametrize("format", [FORMATS[0], "torch"])
 def test_what_two_saves_wrote_is_not_sealed_by_either(format: str, tmp_path: Path) -> None:
     for error in run(_meets_another_save, 2, CASE, DP, format, str(tmp_path)):
-        assert re.search("may have files of two saves, so it is not complete: .* elsewhere", error)
+        assert re.search(
+            "may contain files of two saves, so it is not complete: .* elsewhere", error
+        )
     left = digest.read(tmp_path)
     assert left is not None and not left["complete"]
     assert left["save"]["by"] != "elsewhere"  # so that the other refuses to seal it, too
