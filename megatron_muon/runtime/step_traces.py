@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_muon.runtime import collectives
 from megatron_muon.version import __version__
 
 # Marks in a trace, which ``megatron_muon.lab.trace`` reads. Steps have torch's own name of a step.
-STEP, OPTIMIZER, CLOCK = "ProfilerStep#", "optimizer/step", "trace/clock"
-_MEETINGS = 5  # of all ranks, before the steps and after them, which bound their clocks' offsets
+STEP, OPTIMIZER = "ProfilerStep#", "optimizer/step"
 _STEPS = re.compile(r"(\d{1,12})(?::(\d{1,12}))?")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def chosen_steps(text: str) -> range:
@@ -41,8 +37,7 @@ def chosen_steps(text: str) -> range:
 class StepTraces:
     """Traces steps of a run: ``with traces.step(number): …`` around each step, on every rank.
 
-    The trace of a rank is ``rankN.json.gz`` in the folder, with the marks of its steps. Around the
-    steps all ranks meet a few times, which tells later how far their clocks may differ. On a GPU
+    The trace of a rank is ``rankN.json.gz`` in the folder, with the marks of its steps. On a GPU
     each traced step ends with a wait for its kernels, so that the kernels of a step are in it.
 
     Args:
@@ -88,7 +83,6 @@ class StepTraces:
             self._stop()  # an error ends the run: nothing is written
             raise
         if number == self.steps[-1]:
-            _meet()
             self._write(dict(facts or {}))
 
     @property
@@ -107,7 +101,6 @@ class StepTraces:
         # gloo's events have no sizes but those of recorded shapes; NCCL's have their own
         self._profiler = profile(activities=activities, record_shapes=not on_gpu)
         self._profiler.start()
-        _meet()
 
     def _stop(self) -> profile | None:
         profiler, self._profiler = self._profiler, None
@@ -117,8 +110,8 @@ class StepTraces:
 
     def _write(self, facts: dict[str, Any]) -> None:
         assert self._profiler is not None
-        facts |= {"version": __version__, "steps": [self.steps[0], self.steps[-1]]}
-        facts |= {"host": socket.gethostname(), "boot": _boot()}
+        facts |= {"version": __version__, "host": socket.gethostname()}
+        facts |= {"steps": [self.steps[0], self.steps[-1]]}
         self._profiler.add_metadata_json("megatron_muon", json.dumps(facts))
         profiler = self._stop()
         assert profiler is not None
@@ -130,22 +123,3 @@ class StepTraces:
 def _wait_for_gpu() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _meet() -> None:
-    """Let all ranks meet; none leaves a meeting before all have come to it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    for _ in range(_MEETINGS):
-        with record_function(CLOCK):
-            collectives.all_gather_numbers([0], None, device)
-
-
-def _boot() -> str:
-    """The id that ranks on one machine share, and with it one clock; "" where it is not known."""
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return ""
