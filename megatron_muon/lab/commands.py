@@ -47,13 +47,15 @@ COMMANDS: Commands = {
 
 
 LIBRARIES = ("pandas", "numpy", "rich", "tensorboard", "matplotlib")  # of the extra [lab]
-# Commands that went, with what to use in their place.
+# Commands and flags that went, with what to use in their place.
 GONE: Mapping[str, str] = {
     "certify": "plan prices memory, bytes and time; tests/unit/virtual_gpu checks races",
     "patch": "use `git apply`; patches/README.md of a clone has the two lines",
     "watch": "a run with --muon-log-interval prints its warnings; TensorBoard and W&B show numbers",
     "compare": "use examples/evidence/compare.py of a clone; it has no slowed links and no picture",
     "scales": "an update's root mean square is the table of docs/switching_and_tuning.md",
+    "plan --plot": "--json FILE has all figures of a sweep, for a script of your own",
+    "plan --node-size": "give --set gpus_per_node=N, and the run's own --muon-node-ranks N",
     "trace run": "give the training command --muon-trace-steps FIRST:LAST --muon-trace-dir FOLDER",
 }
 
@@ -77,7 +79,9 @@ def _run(argv: Sequence[str] | None) -> int:
     if arguments == ["--version"]:
         print(f"megatron-muon {__version__}")
         return 0
-    for name in (" ".join(arguments[:words]) for words in (1, 2)):
+    command, *rest = arguments or [""]
+    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    for name in (command, *(f"{command} {word}" for word in (*rest[:1], *flags))):
         if name in GONE:
             print(f"megatron-muon {name} is gone: {GONE[name]}", file=sys.stderr)
             return 2

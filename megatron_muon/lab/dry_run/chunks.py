@@ -91,11 +91,9 @@ def _model(flags: Namespace, config: Any, vp_stage: int | None) -> Any:
     positions = flags.max_position_embeddings or flags.seq_length
     if learned and not positions:
         raise ValueError("--max-position-embeddings needed for learned_absolute embeddings")
-    spec = _layer_spec(config, chunk)
     return GPTModel(
         config=config,
-        transformer_layer_spec=spec,
-        mtp_block_spec=_mtp_spec(flags, config, spec, chunk),
+        transformer_layer_spec=_layer_spec(config, chunk),
         vocab_size=padded_vocab(flags),
         max_sequence_length=positions or 1,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **chunk),
@@ -120,45 +118,15 @@ def _layer_spec(config: Any, chunk: dict[str, int | None]) -> Any:
         return gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=config.normalization, **chunk
         )
-    return _one_layer(config)
-
-
-def _one_layer(config: Any) -> Any:
-    """The layer of a dense model, or one with experts."""
-    make = gpt_layer_specs.get_gpt_layer_local_spec
-    legacy = getattr(config, "moe_use_legacy_grouped_gemm", False)  # a parameter up to 0.16
-    return make(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
+    return gpt_layer_specs.get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
-        **having(make, moe_use_legacy_grouped_gemm=legacy),
-    )
-
-
-def _mtp_spec(flags: Namespace, config: Any, spec: Any, chunk: dict[str, int | None]) -> Any:
-    """MTP's layer is like the decoder's last one; on this stage, before 0.16."""
-    if not flags.mtp_num_layers:
-        return None
-    layer = spec
-    if hasattr(spec, "layer_specs") and not spec.layer_specs:
-        layer = _one_layer(config)  # no layer of the decoder is on this stage
-    elif hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):  # since 0.16
-        layer = gpt_layer_specs.get_gpt_decoder_layer_specs(
-            config, use_transformer_engine=False, normalization=config.normalization, **chunk
-        )[-1]
-    return gpt_layer_specs.get_gpt_mtp_block_spec(
-        config, layer, use_transformer_engine=False, **chunk
     )
 
 
 def _ddp_config(flags: Namespace, parameters: int) -> Any:
-    """``get_model``'s.
-
-    Args:
-        parameters: elements in all chunks of this rank.
-    """
+    """``get_model``'s, for as many parameters in all chunks of this rank."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not flags.grad_reduce_in_bf16
         if flags.bf16

@@ -49,12 +49,6 @@ class Planned:
     seconds: float
 
 
-def planned_stage(flags: Namespace, config: MuonConfig, ranks: Ranks, number: int) -> list[Planned]:
-    """``planned_on`` a GPU without a library's symmetric products."""
-    (planned,) = planned_on(["cuda"], flags, config, ranks, number)
-    return planned
-
-
 def planned_on(
     devices: Sequence[Device], flags: Namespace, config: MuonConfig, ranks: Ranks, number: int
 ) -> list[list[Planned]]:
@@ -88,8 +82,7 @@ def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
         if isinstance(flags, ScriptArguments):
             chunks = flags.chunks()
         else:
-            with world.without_inference_layers():
-                chunks = build_chunks(flags, transformer_config(flags, ranks))
+            chunks = build_chunks(flags, transformer_config(flags, ranks))
     refuse_unsupported(optimizer_config(flags), chunks)
     settled(config, optimizer_config(flags), chunks)
     return chunks
@@ -134,53 +127,32 @@ def planned_optimizers(
 ) -> list[Planned]:
     """The DistributedOptimizers of this rank's chunks, in the order of their steps."""
     early = flags.overlap_param_gather_with_optimizer_step  # Megatron builds two optimizers then
-    parts = (chunks[:1], chunks[1:]) if early else (chunks,)
-    located = [_located(config, ranks, part, experts=False) for part in parts]
-    located.append(_located(config, ranks, chunks, experts=True))
-    built = [one for one in located if one is not None]
-    works = [flops_of(one.parameters, config, device) for one in built]
+    parts = [(part, False) for part in ((chunks[:1], chunks[1:]) if early else (chunks,))]
+    parts.append((chunks, True))
+    located = [_located(config, ranks, part, experts=experts) for part, experts in parts]
+    works = [flops_of(parameters, config, device) for _, _, parameters in located]
     planned: list[Planned] = []
-    for at, one in enumerate(built):
-        plans = [other.plan for other in planned]
-        planned.append(_planned(one, config, ranks, device, plans, sum(works[at + 1 :])))
+    for at, (buffers, muon, parameters) in enumerate(located):
+        if not buffers:
+            continue
+        experts = parts[at][1]
+        grid = world.grid(ranks, config.node_ranks, experts=experts)
+        earlier = [one.plan for one in planned]
+        start = time.process_time()
+        plan = make_plan(parameters, grid, config, device, earlier, sum(works[at + 1 :]))
+        planned.append(Planned(plan, experts, buffers, muon, time.process_time() - start))
     return planned
-
-
-@dataclass(frozen=True, slots=True)
-class _Located:
-    """A DistributedOptimizer before it has a plan; ``parameters`` are on all EP ranks."""
-
-    experts: bool
-    buffers: list[Any]
-    muon: set[Any]
-    parameters: list[Parameter]
 
 
 def _located(
     config: MuonConfig, ranks: Ranks, chunks: Sequence[Any], *, experts: bool
-) -> _Located | None:
+) -> tuple[list[Any], set[Any], list[Parameter]]:
+    """Buffers of a DistributedOptimizer, Muon's parameters in them, and those on all EP ranks."""
     kind = "expert_parallel_buffers" if experts else "buffers"
     buffers = [buffer for chunk in chunks for buffer in getattr(chunk, kind)]
     if not buffers:
-        return None
+        return [], set(), []
     here = muon_parameters(chunks, buffers, ranks.tp, ranks.expert_tp, config)
     ep_size = ranks.ep if experts else 1
     parameters = on_every_ep_rank([p for _, p in here], ep_size, local_experts(chunks, ep_size))
-    return _Located(experts, buffers, {param for param, _ in here}, parameters)
-
-
-def _planned(
-    one: _Located,
-    config: MuonConfig,
-    ranks: Ranks,
-    device: Device,
-    earlier: Sequence[ExchangePlan],
-    later: int,
-) -> Planned:
-    """One DistributedOptimizer with its exchange plan, as ``mcore.build`` makes it."""
-    grid_of = world.expert_grid if one.experts else world.dense_grid
-    grid = grid_of(ranks, config.node_ranks)
-    start = time.process_time()
-    plan = make_plan(one.parameters, grid, config, device, earlier, later)
-    seconds = time.process_time() - start
-    return Planned(plan, one.experts, one.buffers, one.muon, seconds)
+    return buffers, {param for param, _ in here}, parameters

@@ -8,6 +8,5 @@ from megatron_muon.lab.dry_run.model import transformer_config as transformer_co
 from megatron_muon.lab.dry_run.stages import built as built
 from megatron_muon.lab.dry_run.stages import planned_on as planned_on
 from megatron_muon.lab.dry_run.stages import planned_optimizers as planned_optimizers
-from megatron_muon.lab.dry_run.stages import planned_stage as planned_stage
 from megatron_muon.lab.plan.kinds import optimizer_of as optimizer_of
 from megatron_muon.lab.plan.kinds import stage_makeup as stage_makeup
