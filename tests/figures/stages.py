@@ -7,7 +7,6 @@ import sys
 import warnings
 
 import megatron_muon.cpu.on  # noqa: F401 before what imports Megatron
-from megatron_muon.lab.dry_run.stages import planned_on
 from megatron_muon.lab.plan.command import command_line
 from megatron_muon.lab.plan.kinds import optimizer_of
 from megatron_muon.lab.pricing.hardware import Hardware
@@ -17,6 +16,7 @@ from megatron_muon.lab.pricing.work import Optimizer
 from megatron_muon.lab.routes.model_flags import megatron_is_quiet
 from megatron_muon.orthogonalize.iteration import Device
 from megatron_muon.settings.config import MuonConfig
+from support.virtual_gpu.dry_run import planned_on
 
 
 def stage_of(words: str, device: Device = "cuda") -> tuple[MuonConfig, list[Optimizer]]:

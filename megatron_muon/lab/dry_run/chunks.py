@@ -15,11 +15,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 
-from megatron_muon.lab.dry_run.model import having, padded_vocab
+from megatron_muon.lab.dry_run.model import padded_vocab
 
 
 def build_chunks(
@@ -63,26 +62,6 @@ def build_chunks(
         )
         for index, (model, options) in enumerate(zip(models, further, strict=True))
     ]
-
-
-def optimizer_config(flags: Namespace) -> Any:
-    """The options that ``refuse_unsupported`` reads.
-
-    They are set after the construction of the object, which would ask for a GPU.
-    """
-    config = OptimizerConfig(
-        optimizer="adam", bf16=flags.bf16, fp16=flags.fp16, use_distributed_optimizer=True
-    )
-    names = (
-        "use_precision_aware_optimizer",
-        "optimizer_cpu_offload",
-        "optimizer_cuda_graph",  # since 0.17
-        "overlap_param_gather_with_optimizer_step",
-    )
-    options = {name: getattr(flags, name, False) for name in names}
-    for name, value in having(OptimizerConfig, **options).items():
-        setattr(config, name, value)
-    return config
 
 
 def _model(flags: Namespace, config: Any, vp_stage: int | None) -> Any:

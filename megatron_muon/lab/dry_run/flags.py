@@ -16,8 +16,8 @@ _SIZES = (
     *("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups"),
     *("--kv-channels", "--vocab-size", "--padded-vocab-size", "--seq-length"),
     *("--max-position-embeddings", "--moe-ffn-hidden-size", "--q-lora-rank"),
-    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
-    *("--ddp-bucket-size", "--ddp-num-buckets", "--global-batch-size"),
+    *("--num-virtual-stages-per-pipeline-rank", "--ddp-bucket-size", "--ddp-num-buckets"),
+    "--global-batch-size",
 )
 _FROM_ZERO = (
     *("--num-layers", "--num-experts", "--moe-shared-expert-intermediate-size"),

@@ -8,10 +8,8 @@ megatron/training/tokenizer/tokenizer.py.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,11 +124,6 @@ def padded_vocab(flags: Namespace) -> int:
     return int(math.ceil(flags.vocab_size / multiple) * multiple)
 
 
-def having(made: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """The options that ``made``, a function or a dataclass, has in the installed version."""
-    return {k: v for k, v in options.items() if k in inspect.signature(made).parameters}
-
-
 def _require(flags: Namespace, *names: str) -> None:
     missing = [f"--{name.replace('_', '-')}" for name in names if not getattr(flags, name)]
     if missing:
@@ -160,14 +153,5 @@ def _chunks(flags: Namespace) -> int | None:
     """Model chunks of a rank, None for one."""
     if hasattr(flags, "virtual_pipeline_model_parallel_size"):  # Megatron-LM has validated them
         return flags.virtual_pipeline_model_parallel_size or None
-    pp, count = flags.pipeline_model_parallel_size, flags.num_virtual_stages_per_pipeline_rank
-    each = flags.num_layers_per_virtual_pipeline_stage
-    if count is None and each is not None:
-        _require(flags, "num_layers")
-        if flags.num_layers % (pp * each):
-            raise ValueError(
-                f"--num-layers-per-virtual-pipeline-stage {each} does not divide "
-                f"{flags.num_layers} layers over {pp} stages"
-            )
-        count = flags.num_layers // (pp * each)
+    count = flags.num_virtual_stages_per_pipeline_rank
     return None if count == 1 else count

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.optimizer import OptimizerConfig
+
 from megatron_muon.lab.dry_run import world
-from megatron_muon.lab.dry_run.chunks import build_chunks, optimizer_config
+from megatron_muon.lab.dry_run.chunks import build_chunks
 from megatron_muon.lab.dry_run.model import Ranks, transformer_config
 from megatron_muon.lab.dry_run.script import ScriptArguments
 from megatron_muon.mcore.routing.param_routing import is_matched, weights
@@ -29,6 +30,12 @@ from megatron_muon.planning.layout import Parameter
 from megatron_muon.planning.plan import ExchangePlan, flops_of, make_plan
 from megatron_muon.settings.config import MuonConfig
 
+# Of Megatron's OptimizerConfig, those that Muon may refuse.
+_OPTIONS = (
+    *("use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_cuda_graph"),
+    "overlap_param_gather_with_optimizer_step",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -39,35 +46,12 @@ class Planned:
         experts: it has those of experts.
         buffers: Megatron's grad buffers of it on this rank.
         muon: parameters in them that are Muon's.
-        seconds: processor time of making the plan.
     """
 
     plan: ExchangePlan
     experts: bool
     buffers: list[Any]
     muon: set[Any]
-    seconds: float
-
-
-def planned_on(
-    devices: Sequence[Device], flags: Namespace, config: MuonConfig, ranks: Ranks, number: int
-) -> list[list[Planned]]:
-    """The DistributedOptimizers of a pipeline stage, in the order that a run steps them in.
-
-    Args:
-        devices: kinds of device; for each the stage is planned once.
-        flags: of ``flags``, or a script's arguments.
-        config: the settings.
-        ranks: those of ``flags``.
-        number: the stage's.
-
-    Raises:
-        ValueError, NotImplementedError, AssertionError, RuntimeError: Megatron or the
-            plugin refuses them, as in the run.
-    """
-    with as_rank(world.first_ranks(ranks)[number], flags, ranks):
-        chunks = built(flags, config, ranks)
-        return [planned_optimizers(flags, config, ranks, chunks, device) for device in devices]
 
 
 def as_rank(rank: int, flags: Namespace, ranks: Ranks) -> AbstractContextManager[None]:
@@ -83,8 +67,13 @@ def built(flags: Namespace, config: MuonConfig, ranks: Ranks) -> list[Any]:
             chunks = flags.chunks()
         else:
             chunks = build_chunks(flags, transformer_config(flags, ranks))
-    refuse_unsupported(optimizer_config(flags), chunks)
-    settled(config, optimizer_config(flags), chunks)
+    of_optimizer = OptimizerConfig(
+        optimizer="adam", bf16=flags.bf16, fp16=flags.fp16, use_distributed_optimizer=True
+    )
+    for name in _OPTIONS:  # given to the class, some of them would ask for a GPU
+        setattr(of_optimizer, name, getattr(flags, name, False))
+    refuse_unsupported(of_optimizer, chunks)
+    settled(config, of_optimizer, chunks)
     return chunks
 
 
@@ -138,9 +127,8 @@ def planned_optimizers(
         experts = parts[at][1]
         grid = world.grid(ranks, config.node_ranks, experts=experts)
         earlier = [one.plan for one in planned]
-        start = time.process_time()
         plan = make_plan(parameters, grid, config, device, earlier, sum(works[at + 1 :]))
-        planned.append(Planned(plan, experts, buffers, muon, time.process_time() - start))
+        planned.append(Planned(plan, experts, buffers, muon))
     return planned
 
 

@@ -26,9 +26,7 @@ META = torch.device("meta")
 def as_rank(rank: int, ranks: Ranks, **options: Any) -> Iterator[None]:
     """Be one rank of the world, with Megatron's groups around it; their collectives do nothing.
 
-    Args:
-        rank, ranks: which rank, of what world.
-        options: further arguments of ``initialize_model_parallel``.
+    ``options`` are further arguments of ``initialize_model_parallel``.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks.world)
     try:
@@ -41,12 +39,7 @@ def as_rank(rank: int, ranks: Ranks, **options: Any) -> Iterator[None]:
 
 
 def initialize_groups(ranks: Ranks, **options: Any) -> None:
-    """Megatron's process groups, over a world that is up.
-
-    Args:
-        ranks: how it is divided.
-        options: further arguments of ``initialize_model_parallel``.
-    """
+    """Megatron's process groups, over a world that is up; ``options`` as in ``as_rank``."""
     parallel_state.initialize_model_parallel(
         ranks.tp,
         ranks.pp,
@@ -64,10 +57,9 @@ def initialize_groups(ranks: Ranks, **options: Any) -> None:
 def without_memory() -> Iterator[None]:
     """New parameters and gradient buffers are on the meta device: shapes and marks, no elements.
 
-    Megatron names ``torch.cuda.current_device()`` for most of them, which megatron_muon.cpu makes
-    the CPU; for the time of the build it is the meta device. Modules of torch's own, norms and
-    position embeddings, name none: theirs are replaced as they are registered, before anything is
-    written. Initialization needs the seeds of Megatron's RNG tracker all the same.
+    Megatron names ``torch.cuda.current_device()`` for most of them; for the time of the build it is
+    the meta device. Torch's own modules name none: their parameters are replaced as they are
+    registered. Initialization needs the seeds of Megatron's RNG tracker all the same.
     """
     model_parallel_cuda_manual_seed(0)
     with replaced(torch.cuda, current_device=lambda: META):

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.lab.dry_run.numbers import MOST_THINGS, count, up_to
+from megatron_muon.lab.plan.training import MFU
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.presets import PRESETS, hardware_of
-from megatron_muon.lab.pricing.training import MFU
 from megatron_muon.lab.routes.model_flags import (
     OF_MODELS,
     REFUSALS,
@@ -77,8 +77,9 @@ def _planned(line: CommandLine) -> dict[str, Any]:
         )
         made = sorted(variants.accepted(tried), key=lambda each: each[1].seconds(each[1].layout))
         without = (variants.Variant("none", ()), plan)
-        print("\n".join(["", *variants.table("change, the fastest first", [without, *made])]))
         before = plan.seconds(plan.layout)
+        lines = variants.table("change, the fastest first", [without, *made], before)
+        print("\n".join(["", *lines]))
         written["changes"] = [
             {
                 "change": variant.name,

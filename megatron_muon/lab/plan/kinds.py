@@ -49,17 +49,10 @@ class PlannedKind:
     optimizers: list[list[Optimizer]]
 
 
-def stage_makeup(
-    flags: Namespace, config: MuonConfig, ranks: Ranks, number: int
-) -> tuple[object, ...]:
-    """All that a rank's optimizer step of a stage follows from: equal ones have equal plans."""
-    with as_rank(world.first_ranks(ranks)[number], flags, ranks):
-        return _makeup(flags, config, ranks, built(flags, config, ranks))
-
-
-def _makeup(
+def makeup_of(
     flags: Namespace, config: MuonConfig, ranks: Ranks, chunks: Sequence[Any]
 ) -> tuple[object, ...]:
+    """All that a rank's optimizer step of a stage follows from: equal ones have equal plans."""
     sizes = sizes_of(flags, ranks)
     neighbours = neighbours_of([rank // config.node_ranks for rank in world.stage_ranks(ranks)])
     return neighbours, *(
@@ -103,7 +96,7 @@ def planned_kinds(
         with as_rank(world.first_ranks(ranks)[number], flags, ranks):
             chunks = built(flags, config, ranks)
             matched |= matched_by(chunks, ranks, config)
-            makeup = _makeup(flags, config, ranks, chunks)
+            makeup = makeup_of(flags, config, ranks, chunks)
             if number not in numbers:
                 continue
             if makeup in alike:

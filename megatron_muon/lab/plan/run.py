@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -17,16 +16,13 @@ from megatron_muon.lab.plan.rows import (
     layer_wise_row,
     our_row,
 )
-from megatron_muon.lab.pricing import training
+from megatron_muon.lab.plan.training import Training, training_of
 from megatron_muon.lab.pricing.hardware import Hardware
 from megatron_muon.lab.pricing.streams import nodes_of
-from megatron_muon.lab.pricing.training import Training, flops_per_token
 from megatron_muon.lab.routes.model_flags import CommandLine, megatron_is_quiet
 from megatron_muon.orthogonalize.iteration import Device, split_of
 from megatron_muon.planning.describe import Share
 from megatron_muon.settings.config import MuonConfig
-
-_SEQUENCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +137,9 @@ def plan_run(
     with megatron_is_quiet():
         kinds = planned_kinds([(run.flags, run.config) for run in runs], ranks, device, numbers)
         staged = tuple(_stage(kind, layouts, config, hardware, device, wanted) for kind in kinds)
-        made, assumptions = _training(own.flags, options.mfu, ranks, kinds)
+    active = sum(kind.share.active * len(kind.stages) for kind in kinds)
+    active = active * ranks.pp // len(numbers)  # where --stage leaves some out
+    training, assumptions = training_of(own.flags, options.mfu, ranks.world, active)
     return RunPlan(
         ranks=ranks,
         config=config,
@@ -149,10 +147,10 @@ def plan_run(
         hardware=hardware,
         device=device,
         kinds=staged,
-        training=made,
+        training=training,
         buckets=own.flags.ddp_num_buckets,
         notes=tuple(own.notes),
-        assumptions=tuple(assumptions),
+        assumptions=assumptions,
     )
 
 
@@ -192,32 +190,3 @@ def _stage(
         ),
         rows=tuple(rows),
     )
-
-
-def _training(
-    flags: Namespace, mfu: float | None, ranks: Ranks, kinds: Sequence[PlannedKind]
-) -> tuple[Training, list[str]]:
-    """Forward and backward, and what is assumed about them."""
-    sequence = flags.seq_length or flags.max_position_embeddings or _SEQUENCE
-    active = sum(kind.share.active * len(kind.stages) for kind in kinds)
-    planned = sum(len(kind.stages) for kind in kinds)
-    active = active * ranks.pp // planned  # where --stage leaves some out
-    each = flops_per_token(
-        active,
-        layers=flags.num_layers,
-        heads=flags.num_attention_heads,
-        head_size=flags.kv_channels or flags.hidden_size // flags.num_attention_heads,
-        sequence=sequence,
-    )
-    tokens = training.TOKENS
-    said = f"tokens per step {tokens:,} ({training.TOKENS_SOURCE}); --global-batch-size"
-    if flags.global_batch_size is not None:
-        tokens = flags.global_batch_size * sequence
-        said = f"tokens per step {tokens:,} (--global-batch-size x sequences of {sequence:,})"
-    source = training.MFU_SOURCE if mfu is None else "--mfu"
-    mfu = training.MFU if mfu is None else mfu
-    return Training(tokens, each, mfu, ranks.world), [
-        said,
-        f"mfu of forward and backward {mfu:g} ({source}); --mfu",
-        f"flops per token {each:.4g}, {active:,} active parameters ({training.FLOPS_SOURCE})",
-    ]

@@ -80,19 +80,32 @@ def accepted(made: Iterable[tuple[Variant, Outcome]]) -> list[tuple[Variant, Run
     return [(variant, plan) for variant, plan in made if not isinstance(plan, str)]
 
 
-def table(title: str, made: Sequence[tuple[Variant, RunPlan]]) -> list[str]:
-    """A row for each variant: the run's own layout, and the step of every algorithm."""
+def table(
+    title: str, made: Sequence[tuple[Variant, RunPlan]], before: float | None = None
+) -> list[str]:
+    """A row for each variant: the run's own layout, and the step of every algorithm.
+
+    Args:
+        title: of the first column.
+        made: the variants with their plans.
+        before: seconds of a step whose gain each variant has, in place of other algorithms' steps.
+    """
     names: list[Name] = list(dict.fromkeys(name for _, plan in made for name in plan.names))
     header = [title, "ranks", "busiest / mean", "sent MB", "between nodes", "peak MiB", "share"]
-    header += ["slower than AdamW", *(f"{TITLES[name]}, ms" for name in names), "but also"]
-    rows = [header]
+    header += ["slower than AdamW"]
+    header += ["step, ms", "gain"] if before else [f"{TITLES[name]}, ms" for name in names]
+    rows = [[*header, "but also"]]
     for variant, plan in made:
         row, layout = plan.slowest.row(plan.layout), plan.layout
         cells = [variant.name, f"{plan.ranks.world:,}", f"{row.uneven:.2f}"]
         cells += [f"{(row.inside.mean + row.between.mean) / MB:,.1f}"]
         cells += [f"{row.between.mean / MB:,.1f}", f"{(row.peak or 0) / MIB:,.0f}"]
         cells += [f"{plan.share(layout):.2%}", f"{plan.slower(layout):+.2%}"]
-        cells += [ms(plan.seconds(name)) if name in plan.names else "-" for name in names]
+        if before:
+            after = plan.seconds(layout)
+            cells += [ms(after), f"{(before - after) / before:+.1%}"]
+        else:
+            cells += [ms(plan.seconds(name)) if name in plan.names else "-" for name in names]
         rows.append([*cells, variant.effect])
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]

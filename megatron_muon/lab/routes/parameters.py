@@ -95,14 +95,12 @@ class RoutedStage:
         stage: its number.
         ranks: ranks of the world, by their number in the stage; with several optimizer instances,
             those of the first one.
-        plan_cpu_seconds: processor time of making its exchange plans.
         lines: those that a run prints about the stage at its start.
         parameters: all of them, those of an expert on every EP rank.
     """
 
     stage: int
     ranks: tuple[int, ...]
-    plan_cpu_seconds: float
     lines: tuple[str, ...]
     parameters: tuple[RoutedParameter, ...]
 
@@ -200,9 +198,8 @@ def _stage(
             )
             for ep_rank, name in enumerate(names)
         ]
-    seconds = round(sum(one.seconds for one in optimizers), 4)
     members = tuple(world.stage_ranks(ranks))
-    return RoutedStage(number, members, seconds, tuple(lines), tuple(parameters))
+    return RoutedStage(number, members, tuple(lines), tuple(parameters))
 
 
 def _matrices(planned: Planned, config: MuonConfig) -> dict[tuple[str, int], tuple[Routed, ...]]:

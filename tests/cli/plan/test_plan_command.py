@@ -146,7 +146,7 @@ def test_16384_ranks_take_less_than_30_seconds_and_4_gb_of_one_core() -> None:
 
 def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
     """Twelve ranks each: the second stage's begin in the middle of a node of eight."""
-    from megatron_muon.lab.plan.kinds import stage_makeup
+    from support.virtual_gpu.dry_run import stage_makeup
 
     stages = "--num-layers 4 --pipeline-model-parallel-size 4"
     run = given(f"{TINY} {stages} --world-size 48 --muon-node-ranks 8").settled()
@@ -159,8 +159,7 @@ def test_stages_that_lie_otherwise_in_their_nodes_are_no_kind() -> None:
 
 
 def test_elements_of_adamw_are_those_that_muon_does_not_own() -> None:
-    from megatron_muon.lab.dry_run.stages import planned_on
-    from megatron_muon.lab.plan.kinds import optimizer_of
+    from support.virtual_gpu.dry_run import optimizer_of, planned_on
 
     run = given(f"{TINY} --world-size 4 {TP} 2").settled()
     with megatron_is_quiet():

@@ -162,7 +162,6 @@ def test_deepseek_v3_on_1024_ranks_needs_no_gpu_no_launcher_and_little(tmp_path:
     routes = json.loads((tmp_path / "out.json").read_text())
     assert usage.ru_utime + usage.ru_stime < 60, "seconds of one core, imports too"
     assert usage.ru_maxrss < 2e6, "KiB"
-    assert max(stage["plan_cpu_seconds"] for stage in routes["stages"]) <= 2
     names = {row["name"] for stage in routes["stages"] for row in stage["parameters"]}
     assert "decoder.layers.60.mlp.experts.local_experts.255.linear_fc2.weight" in names
     homes = [
